@@ -1,15 +1,55 @@
 """Hand-written controllers by their dotted path."""
 
+import sys
+import traceback
 from typing import Any
 
-from robopolicy.core.errors import ConfigError
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, RobopolicyError
 from robopolicy.core.registry import fixed_arguments, load_dotted
-from robopolicy.core.spec import WorldSpec
-from robopolicy.core.world import Controller
+from robopolicy.core.spec import Observation, WorldSpec
+from robopolicy.core.world import Controller, Rows
 
 
-def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
-    """Return the controller that the class or function at `dotted_path` ("package.module:name") makes.
+class NamedController:
+    """A controller of the user's own: what it raises is said in a sentence, with its name and the line in its file.
+
+    inner: the controller itself; name: what the user calls it.
+    """
+
+    def __init__(self, inner: Controller, name: str):
+        self.inner, self.name = inner, name
+
+    def reset(self, rows: Rows = None) -> None:
+        """Let it forget `rows` [R], all of them for None; raises ConfigError where it raises."""
+        try:
+            self.inner.reset(rows)
+        except Exception as error:
+            raise self._said("reset", error) from error
+
+    def act(self, observation: Observation) -> np.ndarray:
+        """Return its actions [B, A] for an observation [B, H, ...]; raises ConfigError where it raises."""
+        try:
+            return self.inner.act(observation)
+        except Exception as error:
+            raise self._said("act", error) from error
+
+    def _said(self, call: str, error: Exception) -> RobopolicyError:
+        """Return what `call` raised as an error of ours; one that is ours already is returned as it is."""
+        if isinstance(error, RobopolicyError):
+            return error
+        file = getattr(sys.modules.get(type(self.inner).__module__), "__file__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next((frame for frame in reversed(frames) if frame.filename == file), frames[-1])
+        return ConfigError(
+            f"Controller '{self.name}': {call} raised {type(error).__name__}: {error} ({last.filename}, line "
+            f"{last.lineno}: {last.line})."
+        )
+
+
+def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
+    """Return the controller that the class or function at `dotted_path` ("package.module:name") makes, see `inner`.
 
     It is called with the world's spec if it takes an argument, else with none, and must give an object with
     `reset(rows)` and `act(observation) -> actions [B, A]`. Raises ConfigError saying what is wrong with the path.
@@ -44,4 +84,4 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> Controller:
             f"'{dotted_path}' {what}: its act also needs {', '.join(beyond)}, and a controller is called as "
             "act(observation) -> actions [B, A]."
         )
-    return controller
+    return NamedController(controller, dotted_path)

@@ -16,6 +16,7 @@ from robopolicy.core.origin import WorldOrigin, texts
 from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.world import Controller, World
+from sims.controllers import NamedController
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
 from sims.task import Task
 from sims.wording import InPlainWords
@@ -125,7 +126,8 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
     task = _task(name, WORLDS.load(name)) if name in WORLDS or is_dotted(name) else None
     if task is None:
         return None
-    return InPlainWords(task.expert(), task.paraphrases) if task.paraphrases else task.expert()
+    expert = NamedController(task.expert(), name) if is_dotted(name) else task.expert()
+    return InPlainWords(expert, task.paraphrases) if task.paraphrases else expert
 
 
 def _task(name: str, found: Any) -> Task | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from robopolicy.core.conformance import copy
+from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.spec import Observation
 from robopolicy.core.world import Controller, World
 
@@ -34,7 +35,8 @@ def _act(controller: Controller, observation: Observation, world: World) -> None
         found = np.asarray(controller.act(observation))
     except Exception as error:
         fields = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
-        raise AssertionError(f"act raised {type(error).__name__}: {error}. It was shown {fields}.") from error
+        said = str(error) if isinstance(error, RobopolicyError) else f"act raised {type(error).__name__}: {error}."
+        raise AssertionError(f"{said} It was shown {fields}.") from error
     rows, size = world.batch_size, tuple(world.spec.action.shape)
     _promise(
         found.shape == (rows, *size),

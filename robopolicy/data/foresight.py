@@ -32,9 +32,10 @@ class Foresight:
         try:
             copy.deepcopy(controller)
         except Exception as error:
+            name = getattr(controller, "name", type(controller).__name__)
             raise ConfigError(
-                f"{type(controller).__name__} cannot be copied to play on from what it remembers ({error}): let it "
-                "label single steps (label_steps=1)."
+                f"{name} cannot be copied to play on from what it remembers ({error}): let it label single steps "
+                "(label_steps=1)."
             ) from error
         self.controller, self.ahead, self.steps = controller, ahead, steps
         self._now, self._restore = world.snapshot, ahead.restore

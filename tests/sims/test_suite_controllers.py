@@ -6,6 +6,7 @@ import pytest
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Field, WorldSpec
 from sims.controllers import load_controller
+from sims.experts import NoisyController
 from sims.registry import make_world
 
 SPEC = WorldSpec("toy", {"observation.state": Field((2,))}, Field((2,), low=-1, high=1), fps=10, horizon=5)
@@ -30,6 +31,11 @@ class OptionalSpec(Still):
 
 def still():
     return Still(SPEC)
+
+
+class Stumbles(Still):
+    def act(self, observation):
+        return observation["observation.sate"]
 
 
 def broken():
@@ -61,7 +67,7 @@ number = 3
 def test_classes_and_functions_with_or_without_the_spec_make_controllers(name):
     controller = load_controller(f"test_suite_controllers:{name}", SPEC)
     controller.reset()
-    assert controller.spec == SPEC
+    assert controller.inner.spec == SPEC
     assert controller.act({"observation.state": np.zeros((3, 1, 2))}).shape == (3, 2)
 
 
@@ -81,6 +87,16 @@ def test_classes_and_functions_with_or_without_the_spec_make_controllers(name):
 def test_bad_paths_say_what_is_wrong(path, text):
     with pytest.raises(ConfigError, match=text):
         load_controller(path, SPEC)
+
+
+def test_a_controller_that_raises_is_said_with_the_line_in_its_file():
+    controller = load_controller("test_suite_controllers:Stumbles", SPEC)
+    said = r"'test_suite_controllers:Stumbles': act raised KeyError: 'observation.sate' "
+    said += r"\(.*test_suite_controllers.py, line \d+: return observation\[\"observation.sate\"\]\)"
+    with pytest.raises(ConfigError, match=said):
+        controller.act({"observation.state": np.zeros((3, 1, 2))})
+    with pytest.raises(ConfigError, match=said):
+        NoisyController(controller, 0.1, 0, SPEC.action).act({"observation.state": np.zeros((3, 1, 2))})
 
 
 def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
