@@ -88,9 +88,10 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
         after = [argument for argument in arguments[asked:] if argument not in HELP]
         settings = arguments[:asked] + [argument for argument in after if "=" in argument]
         sections = [argument for argument in after if "=" not in argument]
-        print_help(name, verb, compose(overrides(name, verb, settings)), output, sections)
+        print_help(name, verb, compose(overrides(name, verb, settings), sections=verb.sections), output, sections)
         return 0
-    config = compose(overrides(name, verb, arguments), partial(_in_origin, verb) if verb.world_from else None)
+    origin = partial(_in_origin, verb) if verb.world_from else None
+    config = compose(overrides(name, verb, arguments), origin, verb.sections)
     ask_for(config.run.plugins)
     return int(VERBS.load(name)(config) or 0)
 

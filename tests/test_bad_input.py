@@ -59,6 +59,10 @@ def complaint(capsys, verb, *arguments) -> str:
     [
         (["trian"], ["'trian' is not a verb", "'train'"]),
         (["train", "policy.widht=3"], ["policy.widht", "'policy.width'"]),
+        (["train", "train.fit.batch_size=64"], ["train.fit.batch_size", "Did you mean 'train.batch_size'?"]),
+        (["train", "train.learning_rate=64"], ["Did you mean 'train.fit.learning_rate'?"]),
+        (["evaluate", "evaluate.batch_size=64"], ["Did you mean 'world.batch_size'?"]),
+        (["train", "train.fit.setps=64"], ["Did you mean 'train.fit.steps'?"]),
         (["collect", "recipe=push_tea"], ["push_tea", "'push_t'"]),
         (["collect", "world.name=push_cubes", "run.name=a"], ["push_cubes", "'push_cube'"]),
         (["collect", "world.cameras=[topp]", "run.name=b"], ["no camera 'topp'", "'top'"]),
@@ -153,6 +157,11 @@ def test_a_missing_camera(root, checkpoint, capsys):
         "run.name=camera",
     )
     assert "observation.images.top" in said
+
+
+def test_a_checkpoint_in_the_place_of_doctors_data(root, checkpoint, capsys):
+    said = complaint(capsys, "doctor", checkpoint, f"run.root={root}")
+    assert f"robopolicy doctor DATA doctor.policy={checkpoint}" in said
 
 
 def test_actions_of_another_shape(root, tmp_path, capsys):

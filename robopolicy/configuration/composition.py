@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,16 @@ RENAMED = {
 """Keys and sections of earlier versions, and what they are called now."""
 
 
-def compose(overrides: list[str], origin: Callable[[Config], Config] | None = None) -> Config:
+def compose(
+    overrides: list[str], origin: Callable[[Config], Config] | None = None, sections: Sequence[str] = ()
+) -> Config:
     """Compose defaults, recipe, world and `key=value` overrides, in this order of growing weight.
 
     `recipe=path/to/mine.yaml` and `world=path/to/mine.yaml` read your own file. Where the command line chooses another
     kind of policy or world model than the recipe, what the recipe says about its own kind alone is left out.
     origin: is called where neither overrides nor recipe name a world, and returns the configuration with the one to
-    act in. Raises ConfigError naming the key.
+    act in. sections: those that are read, in which an unknown key is looked for as well. Raises ConfigError naming the
+    key.
     """
     defaults = to_plain(Config())
     for path, section in _tagged(Config):
@@ -64,7 +67,7 @@ def compose(overrides: list[str], origin: Callable[[Config], Config] | None = No
         kept = () if section.beside else [key for key in node if key != "config"]
         _at(defaults, path[:-1])[path[-1]] = {"kind": section.kind, **{key: node[key] for key in kept}}
     store = ConfigStore.instance()
-    prepared = [_prepare(override, defaults, store) for override in overrides]
+    prepared = [_prepare(override, defaults, store, sections) for override in overrides]
     composed = _hydra(prepared)
     for path, section in _tagged(Config):
         _leave_out_other_kinds(composed, path, section, prepared)
@@ -141,7 +144,7 @@ def _leave_out_other_kinds(
             node.pop(key, None)
 
 
-def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> str:
+def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sections: Sequence[str]) -> str:
     key, _, value = override.partition("=")
     key = key.lstrip("+")
     if key == "world" and not value.endswith((".yaml", ".yml")):
@@ -163,11 +166,30 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore) -> 
         if not isinstance(node, Mapping) or (part not in node and not _is_open(parts[:depth])):
             place = ".".join(parts[:depth])
             known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
-            raise ConfigError(f"Unknown configuration key '{key}'.{did_you_mean(key, known)}")
+            meant = _elsewhere(parts, defaults, sections) or did_you_mean(key, known)
+            raise ConfigError(f"Unknown configuration key '{key}'.{meant}")
         node = node.get(part, {})
     if isinstance(node, str) and re.fullmatch(r"[\w.+-]+", value):
         value = f"'{value}'"  # a text may look like a number: run.name=1e3 is not 1000.0
     return f"++{key}={value}"
+
+
+def _elsewhere(parts: tuple[str, ...], defaults: Mapping[str, Any], sections: Sequence[str]) -> str:
+    """Return " Did you mean 'x'?" for the setting of the same last name nearest to the key: its own section's first."""
+    for section in dict.fromkeys((parts[0], *sections)):
+        for path in sorted(_leaves(defaults.get(section), (section,)), key=len):
+            if len(parts) > 1 and path[-1] == parts[-1]:
+                return f" Did you mean '{'.'.join(path)}'?"
+    return ""
+
+
+def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every setting."""
+    if not isinstance(tree, Mapping):
+        yield path
+        return
+    for name, inside in tree.items():
+        yield from _leaves(inside, (*path, name))
 
 
 def _named_world(name: str) -> str:

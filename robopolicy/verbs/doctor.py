@@ -14,11 +14,13 @@ from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.storage import read_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.doctor import Finding, Health, check_statistics, examine
 from robopolicy.doctor.engine import check_plan
 from robopolicy.runs import default_path, output, publish, run_path
@@ -39,6 +41,10 @@ def run(config: Config) -> int:
     """Examine data and world, and the policy when there is one; print findings."""
     device = choose_device(config.run)
     data = default_path(config, "collect", "dataset", config.doctor.data, "doctor.data")
+    if (data / "config.json").is_file() and not is_dataset(data):
+        raise ConfigError(
+            f"{data} is a checkpoint, and demonstrations are examined: robopolicy doctor DATA doctor.policy={data}"
+        )
     episodes = read_dataset(data)
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None

@@ -313,7 +313,7 @@ def print_advice(
     if tuned.score > base.score:
         return
     failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
-    causes = "`robopolicy doctor DATASET doctor.policy=CHECKPOINT` looks for other causes."
+    causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` looks for other causes."
     if Need.CRITIC not in build_algorithm(narrowed(FinetuneConfig, section)).needs:
         output.print(
             f"{failed} Often steps are too large, and what was lucky is learned by heart: try a third of "

@@ -144,8 +144,8 @@ def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
 def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, Way]:
     """Return the ways to try, by name: exact engines, and what is cheaper where the section allows an error.
 
-    What is cheaper is computed by the first of the engines, of a policy that decides by means of another one in the
-    other one.
+    What is cheaper is computed by the first of the engines that is not the reference, of a policy that decides by means
+    of another one in the other one.
     """
     ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
     deciding = innermost(policy)
@@ -159,7 +159,11 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
             soft_wrap=True,
         )
         return ways
-    engine = InferenceConfig(section.engines[0])
+    cheaper = [name for name in section.engines if name != REFERENCE]
+    if not cheaper:
+        output.print("The reference alone: bf16, fewer steps and block caches are computed by another engine, lean.")
+        return ways
+    engine = InferenceConfig(cheaper[0])
     caches = cached_ways(section, policy, seen, engine)
     if isinstance(deciding, LeRobotPolicy):
         return ways | caches

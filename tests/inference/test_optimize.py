@@ -121,6 +121,15 @@ def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, mo
     assert "Nothing is judged: the reference is chosen" in capsys.readouterr().out
 
 
+def test_what_is_cheaper_is_computed_by_an_engine_that_is_not_the_reference(tmp_path: Path, capsys):
+    policy = _checkpoint(tmp_path / "checkpoint")
+    given = OptimizeSection(error=0.3, engines=("reference", "lean"), steps=(1,), schedulers=())
+    ways = optimize.ways_for(given, policy, _seen(policy))
+    assert set(ways) == {"reference", "lean", "bf16", "ddim 1"} and ways["ddim 1"].config.engine == "lean"
+    assert set(optimize.ways_for(replace(given, engines=("reference",)), policy, _seen(policy))) == {"reference"}
+    assert "The reference alone" in capsys.readouterr().out
+
+
 def test_a_plan_for_other_weights_is_refused_with_a_reason(tmp_path: Path):
     _checkpoint(tmp_path / "checkpoint")
     plan = InferencePlan(InferenceConfig("lean", sampler="ddim", steps=1), weights_hash(tmp_path / "checkpoint"))
