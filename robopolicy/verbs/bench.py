@@ -135,7 +135,8 @@ class Benchmark:
 def run(config: Config) -> int:
     """Run one benchmark: print its tables, write report.html and benchmark.json into runs/bench/<name>.
 
-    Raises ConfigError where there is no such benchmark, or one does not read a setting that is given.
+    Figures are written before tables are made of them. Raises ConfigError where there is no such benchmark, one does
+    not read a setting that is given, or what it makes of its figures is no `Table`.
     """
     name = config.bench.name
     benchmark = BENCHMARKS.load(name)
@@ -144,17 +145,37 @@ def run(config: Config) -> int:
     refuse_unread(config, benchmark)
     root = open_folder(config.run.root / "bench" / name.replace(":", "-")).path
     figures = benchmark.measure(config, root)
-    report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
-    report.sections += benchmark.sections(figures, root)
-    for table in benchmark.tables(figures):
-        report.sections.append(Section(table.title, header=table.header, rows=table.lines))
-        print_table(table.title, table.header, table.lines)
-    write_atomic(root / "report.html", render(report))
     write_json(root / "benchmark.json", figures)
     made = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
     publish(config, made | without(figures, benchmark.bulky))
+    report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
+    report.sections += benchmark.sections(figures, root)
+    for table in benchmark.tables(figures):
+        require_table(name, table, root)
+        report.sections.append(Section(table.title, header=table.header, rows=table.lines))
+        print_table(table.title, table.header, table.lines)
+    write_atomic(root / "report.html", render(report))
     output.print(f"Report: {root / 'report.html'}")
     return 0
+
+
+def require_table(name: str, table: object, root: Path) -> None:
+    """Raise ConfigError, saying where the figures are, unless `table` is a `Table` of text, each line like its header.
+
+    name: of the benchmark.
+    """
+    kept = f"The figures are in {root / 'benchmark.json'}."
+    if not isinstance(table, Table):
+        raise ConfigError(
+            f"tables() of '{name}' returns {table!r:.80} where a robopolicy.verbs.bench.Table(title, header, lines) is "
+            f"expected. {kept}"
+        )
+    for line in (table.header, *table.lines):
+        if len(line) != len(table.header) or not all(isinstance(cell, str) for cell in line):
+            raise ConfigError(
+                f"The table '{table.title}' of '{name}' has the line {line!r:.80}: a line is {len(table.header)} "
+                f"texts, one under each of {', '.join(map(str, table.header))}. {kept}"
+            )
 
 
 def refuse_unread(config: Config, benchmark: Benchmark) -> None:
