@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.registry import is_dotted
 from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.registry import Slot, declared_at, mechanisms, written
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,16 @@ class AlgorithmConfig:
         if value is not None:
             return value
         if self.algorithm not in PRESETS:
-            raise ConfigError(
-                f"algorithm={self.algorithm} is not known.{did_you_mean(self.algorithm, PRESETS)} "
-                f"There are {', '.join(PRESETS)}."
-            )
+            raise ConfigError(f"algorithm={self.algorithm} is {_no_preset(self.algorithm)}")
         return PRESETS[self.algorithm].get(name, default)
+
+
+def _no_preset(name: str) -> str:
+    """Return why a name is no preset: a mechanism belongs into its slot, anything else is not known."""
+    found = declared_at(name) if is_dotted(name) else [entry for entry in mechanisms() if entry.name == name]
+    if found:
+        settings = " or ".join(written(entry.slot, name) for entry in found)
+        return f"no preset but a mechanism, which goes into its slot: write {settings} beside the name of a preset."
+    if is_dotted(name):
+        return f"no preset: a function of yours goes into a slot, such as {written(Slot.ADVANTAGE, name)}."
+    return f"not known.{did_you_mean(name, PRESETS)} `robopolicy algorithms` lists them."

@@ -41,6 +41,23 @@ class Slot(Enum):
     CONTROLLER = "controllers"
 
 
+SEVERAL = (Slot.SELECTION, Slot.MODEL, Slot.REWARD, Slot.CREDIT, Slot.AUXILIARY, Slot.CONTROLLER)
+"""Slots that take a list of mechanisms."""
+
+CALLED_WITH: dict[Slot, tuple[str, ...]] = {
+    Slot.SELECTION: ("rollouts", "context"),
+    Slot.REWARD: ("rollouts", "context"),
+    Slot.ADVANTAGE: ("rollouts", "context"),
+    Slot.CREDIT: ("rollouts", "advantage", "context"),
+    Slot.COEFFICIENT: ("scored",),
+    Slot.WEIGHT: ("mask", "rollouts"),
+    Slot.AUXILIARY: ("inputs",),
+    Slot.MODEL: ("tools",),
+    **dict.fromkeys((Slot.SAMPLER, Slot.HINT, Slot.ALLOCATOR, Slot.REPLAY, Slot.CONTROLLER), ()),
+}
+"""What the functions of a slot are called with, and the classes of one made with."""
+
+
 class Need(Enum):
     """What a mechanism cannot do without."""
 
@@ -142,6 +159,18 @@ def find(slot: Slot, name: str) -> Mechanism:
             "'robopolicy algorithms' lists them; your own is named by its dotted path, package.module:name."
         )
     return known[name]
+
+
+def declared_at(path: str) -> list[Mechanism]:
+    """Return what is decorated as a mechanism at a dotted path, [] for anything else; raises ConfigError as `find`."""
+    function = load_dotted(path, "Mechanism")
+    known = {**_installed(), **_registered, **_ours()}.values()
+    return [entry for entry in known if callable(function) and entry.path == _path_of(function)]
+
+
+def written(slot: Slot, name: str) -> str:
+    """Return the setting that puts a mechanism into its slot, a list where the slot takes several."""
+    return f"{slot.value}=[{name}]" if slot in SEVERAL else f"{slot.value}={name}"
 
 
 def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:

@@ -13,11 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from robopolicy.configuration import Config
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, nearest
+from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import to_plain
 from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, counted, effect, papers, papers_of, published
 from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.registry import Mechanism, Slot, mechanisms
+from robopolicy.rl.registry import Mechanism, Slot, declared_at, mechanisms, written
 from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb
 
@@ -36,13 +37,15 @@ PAPERS = "papers"
 def run(config: Config) -> int:
     """Print all, the papers, or the entries called `algorithms.name`."""
     name = config.algorithms.name
-    chosen = [entry for entry in mechanisms() if name in ("", entry.name)]
+    chosen = entries_at(name) if is_dotted(name) else [entry for entry in mechanisms() if name in ("", entry.name)]
     presets = {key: preset for key, preset in PRESETS.items() if name in ("", key)}
     if not chosen and not presets:
         named = [paper for paper in papers() if name in (PAPERS, paper.id)]
         if not named:
             known = [PAPERS, *PRESETS, *(entry.name for entry in mechanisms()), *(paper.id for paper in papers())]
-            raise ConfigError(f"No algorithm, mechanism or paper is called '{name}'.{did_you_mean(name, known)}")
+            near = nearest(name, known)
+            meant = f"Did you mean '{near}'?" if near else f"Without a name all are listed; '{PAPERS}' lists papers."
+            raise ConfigError(f"No algorithm, mechanism or paper is called '{name}'. {meant}")
         show_papers(named)
         publish(config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in named]})
         return 0
@@ -54,11 +57,24 @@ def run(config: Config) -> int:
     if name:
         for entry in chosen:
             explain(entry)
+            if is_dotted(name):
+                output.print(f"  finetune.{written(entry.slot, name)}\n", markup=False)
     publish(
         config,
         {"presets": {key: to_plain(value) for key, value in presets.items()}, "mechanisms": list(map(row, chosen))},
     )
     return 0
+
+
+def entries_at(path: str) -> list[Mechanism]:
+    """Return the mechanisms at a dotted path; raises ConfigError where there is none."""
+    found = declared_at(path)
+    if not found:
+        raise ConfigError(
+            f"'{path}' is not decorated as a mechanism (robopolicy.rl.registry.mechanism), which says its slot and "
+            f"what it needs. A plain function goes into a slot as it is, such as finetune.advantage={path}."
+        )
+    return found
 
 
 def show_presets(presets: dict[str, dict[str, Any]]) -> None:

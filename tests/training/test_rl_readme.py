@@ -1,7 +1,8 @@
 """The mechanism that the README of this room writes down runs as it stands there."""
 
+import inspect
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from seeing_toys import SeeingWorld, token_policy
 
 import robopolicy.rl
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.registry import Slot
+from robopolicy.rl.configuration import AlgorithmConfig
+from robopolicy.rl.registry import CALLED_WITH, SEVERAL, Slot, mechanisms
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 
@@ -29,6 +31,14 @@ def test_the_readmes_mechanism_runs_by_its_dotted_path(tmp_path: Path, monkeypat
     assert finetune(policy, None, SeeingWorld(4), config).iterations == 1
     with pytest.raises(ConfigError, match="group_size >= 2"):
         finetune(policy, None, SeeingWorld(4), replace(config, group_size=1))
+
+
+def test_what_is_in_a_slot_is_called_as_the_slot_says():
+    for entry in mechanisms():
+        if entry.path.startswith("robopolicy."):
+            inspect.signature(entry.function).bind(*CALLED_WITH[entry.slot])
+    tuples = {item.name for item in fields(AlgorithmConfig) if "tuple" in str(item.type)}
+    assert tuples == {slot.value for slot in SEVERAL}
 
 
 def test_the_table_has_every_slot():
