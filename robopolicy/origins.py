@@ -8,31 +8,33 @@ import dataclasses
 import json
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
 from robopolicy.core.delayed import with_latency_options
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.registry import ask_for
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.data.lerobot_reading import is_dataset
-from robopolicy.policies.loading import saved_origin
+from robopolicy.policies.loading import saved_origin, untrusted_kind
 from robopolicy.runs import run_path
 from sims.registry import require_trusted, trusted_options
 
-SERVER = "server"
+SERVER, UNASSUMED = "server", "unassumed"
 
 
 def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     """Return `config`, in which no world is named, with the world of the first of `sources` that is there.
 
     sources: configuration key of checkpoints or datasets -> "verb/part", where such a thing lies if the key is not set
-    ("" for nowhere, "server" for the policy behind drive.port), as a verb declares in `world_from`. Where none of them
+    ("" for nowhere, "server" for the policy behind drive.port, "unassumed" for nowhere and no world, named "", where
+    the thing says none that is trusted), as a verb declares in `world_from`. Where none of them
     says its world, the episodes of a dataset stand in for it; where there is no dataset, a warning says which world is
     assumed. Raises CheckpointError or DataError where one is damaged or names a
     world that the user must name, ConfigError where several come from different worlds.
@@ -42,6 +44,8 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     paths = [path for key, default in sources.items() for path in _places(config, key, default) if path.exists()]
     found = {path: _origin(path) for path in paths}
     known = {path: origin for path, origin in found.items() if origin is not None}
+    if UNASSUMED in sources.values():
+        return _unless_unknown(config, known) if found else config
     if not known:
         recorded = next((path for path in found if is_dataset(path)), None)
         if recorded is not None:
@@ -56,6 +60,14 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
                 f"{where} comes from {_described(origin)}, {path} from {_described(other)}: name one, world=NAME."
             )
     return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+
+
+def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config:
+    """Return `config` in the world of the one thing in `known`, in a world named "" without one that is trusted."""
+    for where, origin in known.items():
+        with suppress(CheckpointError):
+            return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+    return dataclasses.replace(config, world=dataclasses.replace(config.world, name=""))
 
 
 def _as_served(config: Config) -> Config:
@@ -97,10 +109,13 @@ def _say_unknown(where: object, instead: str) -> None:
 def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins: Iterable[str] = ()) -> WorldSection:
     """Return `section` in the world that `where` comes from; options that the user gave outweigh its own.
 
-    plugins: modules that the user trusts. Raises CheckpointError where the world or an option leads to others.
+    plugins: modules that the user trusts. Raises CheckpointError where the world or an option leads to others; it names
+    the module of what is in the checkpoint `where` too, where that has to be named as well.
     """
     ask_for(plugins)
-    require_trusted(origin.name, where, f"world.name={origin.name}")
+    kind = untrusted_kind(where) if isinstance(where, Path) else ""
+    more = f" run.plugins=[{kind.partition(':')[0]}], for it holds a '{kind}', which is not either" if kind else ""
+    require_trusted(origin.name, where, f"world.name={origin.name}{more}")
     taken = trusted_options(origin, where, section.options)
     return dataclasses.replace(section, name=origin.name, options={**taken, **section.options})
 

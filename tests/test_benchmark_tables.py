@@ -1,6 +1,7 @@
 """Tables of the READMEs are what assets/figures say; benchmarks are found by name and refuse what they do not read."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from robopolicy.benchmarks import rates, recipes, tables
+from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.resources import resource
@@ -21,6 +23,39 @@ ROOT = Path(__file__).parents[1]
 
 def run(root, *settings):
     return bench.run(compose([f"run.root={root}", *settings]))
+
+
+def test_the_benchmark_of_the_readme_runs_and_is_checked(tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", tables.READMES[0].read_text(), re.DOTALL)
+    (tmp_path / "readme_benchmark.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(tmp_path, "bench.name=readme_benchmark:BENCHMARK", "bench.seeds=[0,1]") == 0
+    assert "The expert of reach_planar" in capsys.readouterr().out
+    root = tmp_path / "bench" / "readme_benchmark-BENCHMARK"
+    assert read_json(root / "benchmark.json") == {"success": {"0": 1.0, "1": 1.0}}
+    assert (root / "report.html").is_file()
+    assert main(["check", "readme_benchmark:BENCHMARK"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a benchmark" in said and "Does the expert succeed?" in said and "bench.seeds" in said
+    with pytest.raises(ConfigError, match=r"reads bench\.seeds"):
+        run(tmp_path, "bench.name=readme_benchmark:BENCHMARK", "bench.tasks=[push_t]")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ([["a", "1"]], r"returns \['a', '1'\] where a robopolicy\.verbs\.bench\.Table"),
+        ([bench.Table("mine", ["name", "rate"], [["a", "1"], ["b"]])], r"'mine'.* the line \['b'\]: a line is 2 texts"),
+        ([bench.Table("mine", ["name", "rate"], [["a", 1.0]])], r"the line \['a', 1\.0\]"),  # type: ignore[list-item]
+    ],
+)
+def test_what_is_no_table_is_said_after_the_figures_are_written(made, said, tmp_path, monkeypatch):
+    mine = bench.Benchmark("Mine.", (), lambda config, folder: {"a": 1}, lambda figures: made)
+    monkeypatch.setattr(sys.modules[__name__], "MINE", mine, raising=False)
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, f"bench.name={__name__}:MINE", f"json={tmp_path / 'figures.json'}")
+    root = tmp_path / "bench" / f"{__name__}-MINE"
+    assert read_json(root / "benchmark.json") == {"a": 1} and read_json(tmp_path / "figures.json")["a"] == 1
 
 
 @pytest.mark.parametrize("path", tables.READMES, ids=lambda path: str(path.relative_to(ROOT)))

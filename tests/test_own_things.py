@@ -16,6 +16,7 @@ from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.registry import Registry, ask_for, load_dotted
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.policies import load_policy
+from robopolicy.rl import registry as mechanisms_of_rl
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.registry import Slot, find
@@ -121,6 +122,11 @@ def test_own_policy_from_training_to_judgement_and_its_checkpoint(tmp_path, caps
     assert json.loads((folder / "result.json").read_text())["policy"]["deterministic"]["success_rate"] == 1.0
 
     registry._asked_for.clear()
+    bare = ["evaluate", str(folder / "checkpoint"), "run.name=line", f"run.root={tmp_path}"]
+    capsys.readouterr()
+    assert main(bare) == 2
+    assert "world.name=own_things:Line run.plugins=[own_things]" in " ".join(capsys.readouterr().err.split())
+    registry._asked_for.clear()
     judged = ["evaluate", str(folder / "checkpoint"), *here, "evaluate.episodes=4", "evaluate.videos=0"]
     world = [argument for argument in judged if not argument.startswith("world=")]
     capsys.readouterr()
@@ -193,6 +199,50 @@ def test_own_advantage_decorated_and_plain():
         find(Slot.CREDIT, ranks)
     with pytest.raises(ConfigError, match="Did you mean 'plain'"):
         find(Slot.ADVANTAGE, "own_things:plane")
+
+
+MECHANISMS = '''
+from robopolicy.rl.registry import Need, Slot, mechanism
+@mechanism(Slot.CREDIT, "surely", source="nobody", needs=(Need.ENTROPY,))
+def surely(rollouts, advantage, context, *, damping: float = 1.0):
+    """Trusts all steps alike."""
+    return advantage
+@mechanism(Slot.ADVANTAGE, "surely_not")
+def surely_not(rollouts):
+    """Is called wrongly."""
+    return rollouts
+def plain(rollouts, context):
+    return rollouts
+'''
+
+
+def test_an_own_mechanism_is_checked_explained_and_shown_its_slot(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mechanisms_of_rl, "_registered", dict(mechanisms_of_rl._registered))
+    (tmp_path / "mine_surely.py").write_text(MECHANISMS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def said(*arguments: str, status: int) -> str:
+        assert main(list(arguments)) == status
+        shown = capsys.readouterr()
+        return " ".join((shown.out + shown.err).split())
+
+    checked = said("check", "mine_surely:surely", status=0)
+    assert "a mechanism that keeps" in checked and "finetune.credit=[mine_surely:surely]" in checked
+    assert "finetune.options.surely.damping=1.0" in checked and "It needs the entropy of every step" in checked
+    assert "calls 'surely_not' with (rollouts, context)" in said("check", "mine_surely:surely_not", status=1)
+    explained = said("algorithms", "mine_surely:surely", status=0)
+    assert "Trusts all steps alike." in explained and "finetune.credit=[mine_surely:surely]" in explained
+    assert "is not decorated" in said("algorithms", "mine_surely:plain", status=2)
+    assert len(said("algorithms", "mine_surely", status=2)) < 200
+    for name, written in {
+        "mine_surely:surely": "credit=[mine_surely:surely]",
+        "mine_surely:plain": "such as advantage=mine_surely:plain",
+        "grop": "Did you mean 'grpo'?",
+        "rec": "coefficient=rec",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            build_algorithm(AlgorithmConfig(algorithm=name))
+        assert written in str(refused.value) and "There are" not in str(refused.value)
 
 
 def test_ask_for_says_what_is_missing():

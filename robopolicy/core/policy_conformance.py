@@ -31,6 +31,7 @@ class Level(IntEnum):
 
 
 PROTOCOLS: dict[Level, type] = {Level.ACTS: Policy, Level.SCORES: ScoredPolicy, Level.TRAINS: Trainable}
+ACTS_WITHOUT_RATE = "evaluate, record, collect, serve and rank it; imitate it as a teacher"
 ALLOWS: dict[Level, str] = {
     Level.ACTS: "evaluate, record, collect, serve, drive and rank it; imitate it as a teacher",
     Level.SCORES: "compare log-probabilities of recorded decisions with it: a teacher or base of the same steps",
@@ -41,17 +42,22 @@ ALLOWS: dict[Level, str] = {
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What `check_policy` found: the level that the policy keeps, and what it lacks for the next one."""
+    """What `check_policy` found: the level that the policy keeps, and what it lacks for the next one.
+
+    has_rate: False where it does not say its control rate, so that no robot can be driven with it.
+    """
 
     level: Level
     lacks: tuple[str, ...] = ()
+    has_rate: bool = True
 
     def lines(self) -> list[str]:
         """Return one line a level: whether it is kept, and what it allows or what is missing."""
         found: list[str] = []
         for level in Level:
             if level <= self.level:
-                found.append(f"{level.name.lower()}: yes. You can {ALLOWS[level]}.")
+                allowed = ALLOWS[level] if self.has_rate or level is not Level.ACTS else ACTS_WITHOUT_RATE
+                found.append(f"{level.name.lower()}: yes. You can {allowed}.")
             elif level == self.level + 1:
                 found.append(f"{level.name.lower()}: no, it lacks {', '.join(self.lacks)}.")
             else:
@@ -95,7 +101,7 @@ def check_policy(
     if load is not None:
         assert hasattr(policy, "save"), f"{name} has no save, so that it cannot be loaded"
         _check_round_trip(cast(Trainable, policy), observation, load)
-    return PolicyReport(reached, lacks)
+    return PolicyReport(reached, lacks, bool(policy.spec.fps))
 
 
 def example_observation(

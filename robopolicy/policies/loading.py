@@ -16,6 +16,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.origin import WORLD, WorldOrigin, remember_origin
 from robopolicy.core.policy import Policy, Trainable
+from robopolicy.core.registry import asked_for, is_dotted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
@@ -79,6 +80,14 @@ def _of_lerobot(description: Mapping[str, Any]) -> bool:
     return "kind" not in description and "type" in description
 
 
+def no_rate(folder: Path) -> str:
+    """Return what is to be written for the policy in `folder`, which does not say its control rate."""
+    return (
+        f"{folder} does not say its control rate, and no robot can be driven without: write "
+        f'"fps": N into {SETTINGS_FILE} beside config.json.'
+    )
+
+
 def saved_origin(folder: Path) -> WorldOrigin | None:
     """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
 
@@ -91,6 +100,18 @@ def saved_origin(folder: Path) -> WorldOrigin | None:
         file = SETTINGS_FILE
         description = read_json(folder / file) if (folder / file).is_file() else {}
     return WorldOrigin.from_json(description.get(WORLD), folder / file)
+
+
+def untrusted_kind(folder: Path) -> str:
+    """Return the dotted path of what a checkpoint holds where the user has not named it in this process, else "".
+
+    Reads config.json alone, and none where there is none (a dataset); raises CheckpointError where it is damaged.
+    """
+    folder = checkpoint_in(folder)
+    if not (folder / "config.json").is_file():
+        return ""
+    kind = str(read_description(folder).get("kind")).rpartition("/")[2]
+    return kind if is_dotted(kind) and not asked_for(kind) else ""
 
 
 def build_policy(

@@ -1,13 +1,16 @@
 """Checks something of yours against its contract, and says what it can be used for.
 
 The target is a checkpoint folder, a world's name, or the dotted path, package.module:Name, of a world, a policy, a
-world model or a controller. A policy or world model without a checkpoint is built, and tried on a dozen episodes that
-random actions play in the configured world; a controller plays them itself. What fails is named in a sentence, and the
-exit status is 1.
+world model, a controller, a mechanism of fine-tuning or a benchmark. A policy or world model without a checkpoint is
+built, and tried on a dozen episodes that random actions play in the configured world; a controller plays them itself.
+What fails is named in a sentence, and the exit status is 1. Of a policy's checkpoint it is said, too, whether it fits
+the world that it comes from, or world=NAME.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -18,19 +21,22 @@ import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
+from robopolicy.configuration.bench import BenchSection
 from robopolicy.core.conformance import check_world
 from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, RobopolicyError
+from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
 from robopolicy.core.policy import BecomesTrainable, Policy
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Field, Observation, WorldSpec
 from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
 from robopolicy.data.record import record
-from robopolicy.policies.loading import build_policy
+from robopolicy.policies.loading import build_policy, no_rate
 from robopolicy.policies.registry import POLICIES
+from robopolicy.rl.registry import CALLED_WITH, Mechanism, declared_at, written
 from robopolicy.runs import output, publish
+from robopolicy.verbs.bench import Benchmark
 from robopolicy.verbs.verb import Verb
 from sims.controllers import load_controller
 from sims.names import WORLDS, suite_of
@@ -44,6 +50,7 @@ VERB = Verb(
     sections=("run", "world", "check"),
     example="robopolicy check my_package.my_module:MyWorld",
     targets=("check.target",),
+    world_from={"check.target": "unassumed"},
 )
 EPISODES = 12
 WORLD_ALLOWS = "evaluate, collect, finetune, drive and rank in it; train policies and world models on what it shows"
@@ -81,6 +88,10 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
     if not is_dotted(target):
         raise ConfigError(f"'{target}' is neither a folder, nor registered, nor a dotted path, package.module:Name.")
     found = load_dotted(target, "Target")
+    if entries := declared_at(target):
+        return "a mechanism", partial(mechanism_lines, entries, target)
+    if isinstance(found, Benchmark):
+        return "a benchmark", partial(benchmark_lines, found, target)
     if is_controller(found):
         return "a controller", partial(controller_lines, config, target)
     config_of = getattr(found, "configuration", None) or (found if hasattr(found, "builds") else None)
@@ -97,6 +108,33 @@ def is_controller(found: Any) -> bool:
     return found is Controller or (
         callable(getattr(found, "act", None)) and not any(hasattr(found, name) for name in ("spec", "configuration"))
     )
+
+
+def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
+    """Check that mechanisms can be called as their slots do, and say where they go; AssertionError if not."""
+    lines: list[str] = []
+    for entry in entries:
+        given = CALLED_WITH[entry.slot]
+        try:
+            inspect.signature(entry.function).bind(*given)
+        except TypeError as error:
+            raise AssertionError(
+                f"{entry.slot.value} calls '{entry.name}' with ({', '.join(given)}): {error}. Options are "
+                "keyword-only, with defaults."
+            ) from error
+        lines += [f"You can finetune with it: finetune.{written(entry.slot, target)}. {entry.line}"]
+        lines += [f"Option finetune.options.{entry.name}.{key}={value}" for key, value in entry.options.items()]
+        lines += [f"It needs {need.value}." for need in sorted(entry.needs, key=lambda item: item.name)]
+    return [*lines, "How it is called was checked; what it computes is not."]
+
+
+def benchmark_lines(found: Benchmark, target: str) -> list[str]:
+    """Check that a benchmark reads settings that there are, and say how it is run; AssertionError if not."""
+    known = {item.name for item in fields(BenchSection)} - {"name"}
+    unknown = [key for key in found.reads if key not in known]
+    assert not unknown, f"it reads bench.{unknown[0]}, which there is not:{did_you_mean(unknown[0], known)}"
+    reads = ", ".join(f"bench.{key}" for key in found.reads) or "no setting of bench"
+    return [f"You can run it: robopolicy bench {target}. {found.claim}", f"It reads {reads}."]
 
 
 def controller_lines(config: Config, target: str) -> list[str]:
@@ -123,7 +161,23 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
         return "a world model", loads
     policy = load_at_best(folder, device)
     reload = partial(load_at_best, device=device) if hasattr(policy, "save") else None
-    return "a policy", lambda: check_policy(policy, reload, device=device).lines()
+    return "a policy", lambda: [
+        *check_policy(policy, reload, device=device).lines(),
+        *fitting_lines(config, folder, policy, device),
+    ]
+
+
+def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.device) -> list[str]:
+    """Say whether a policy fits the configured world, and what it lacks to drive a robot."""
+    world = config.world.name
+    found = [] if policy.spec.fps else [f"Not on a robot: {no_rate(folder)}"]
+    if not world:
+        return ["Whether it fits a world: world=NAME.", *found]
+    try:
+        build_world(config.world, policy, batch_size=1, seed=config.run.seed, device=device).close()
+    except RobopolicyError as error:
+        return [f"Not in {world}, where it does not fit: {error} For another world: world=NAME.", *found]
+    return [f"It fits {world}; for another world: world=NAME.", *found]
 
 
 def load_at_best(folder: Path, device: torch.device) -> Policy:

@@ -15,6 +15,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.structured import narrowed
 from robopolicy.inference.chunkings import CHUNKINGS
+from robopolicy.policies.loading import no_rate
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.server import ServerSettings, serve
 from robopolicy.verbs.verb import Verb
@@ -37,12 +38,7 @@ def run(config: Config) -> int:
     loaded = load_acting(config.inference, section.policy, device, section.chunking)
     policy = with_planning(config.plan, loaded, device)
     if not policy.spec.fps:
-        warnings.warn(
-            f"{section.policy} does not say its control rate, and no robot can be driven without: write "
-            '"fps": N into robopolicy.json beside config.json.',
-            RobopolicyWarning,
-            stacklevel=1,
-        )
+        warnings.warn(no_rate(section.policy), RobopolicyWarning, stacklevel=1)
     key = section.api_key or os.environ.get("ROBOPOLICY_API_KEY", "")
 
     def announce(port: int) -> None:

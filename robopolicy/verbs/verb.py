@@ -49,8 +49,8 @@ class Verb:
     """One job: a line for the table, the sections of the configuration it reads, an example, and what bare words after
     it set, keys in their order; lists: those of them that hold several, of which the word is one. text: the docstring
     of its module. world_from: keys of what says in which world the verb acts where none is named -> "verb/part", where
-    that lies by default ("" for nowhere, "server" for a server's). resumes: whether the same command goes on where a
-    killed one was.
+    that lies by default ("" for nowhere, "server" for a server's, "unassumed": none is assumed). resumes: whether the
+    same command goes on where a killed one was.
     """
 
     summary: str

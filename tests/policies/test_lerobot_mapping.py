@@ -10,13 +10,15 @@ import torch
 from test_lerobot_policies import save, tiny_act
 
 from robopolicy.build import build_world
+from robopolicy.cli import main
 from robopolicy.configuration.world import WorldSection
-from robopolicy.core.errors import SpecError
+from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import STATE
 from robopolicy.policies.lerobot import load_lerobot_policy
 from sims.registry import make_world
 
+CAMERA1 = "observation.images.camera1"
 FRONT, TOP, LONE = "observation.images.front", "observation.images.top", "observation.image"
 
 
@@ -35,6 +37,14 @@ def policy_reading(images: dict[str, tuple[int, int]], folder: Path) -> Any:
         ({FRONT: (32, 48)}, {"image_sizes": {FRONT: [48, 48]}}),
         ({FRONT: (32, 32), TOP: (48, 32)}, {"image_sizes": {FRONT: [48, 48], TOP: [48, 48]}}),
         ({LONE: (32, 32)}, {"features": {LONE: "observation.images.<camera of the world>"}}),
+        ({CAMERA1: (32, 32)}, {"features": {CAMERA1: "observation.images.<camera of the world>"}}),
+        (
+            {CAMERA1: (32, 48), FRONT: (32, 48)},
+            {
+                "features": {CAMERA1: "observation.images.<camera of the world>"},
+                "image_sizes": {CAMERA1: [48, 48], FRONT: [48, 48]},
+            },
+        ),
     ],
 )
 def test_what_to_write_is_said_and_works(images, written, tmp_path):
@@ -51,6 +61,31 @@ def test_what_to_write_is_said_and_works(images, written, tmp_path):
     seen = to_tensors(world.reset(seeds=[0, 1]))
     assert policy.act(seen, torch.Generator()).actions.shape[0] == 2
     world.close()
+
+
+def test_a_mapping_with_the_worlds_name_in_the_place_of_lerobots_is_said_with_file_and_key(tmp_path):
+    folder = policy_reading({CAMERA1: (32, 32)}, tmp_path / "policy")
+    settings = {"features": {CAMERA1: FRONT}, "image_sizes": {FRONT: [32, 32]}}
+    (folder / "robopolicy.json").write_text(json.dumps(settings))
+    said = rf"policy/robopolicy\.json: image_sizes has '{FRONT}'.* no such feature\. .*'{CAMERA1}'"
+    with pytest.raises(ConfigError, match=said):
+        load_lerobot_policy(folder)
+
+
+def test_check_says_that_cameras_do_not_fit_and_that_the_rate_is_not_known(tmp_path, capsys):
+    folder = policy_reading({CAMERA1: (32, 32)}, tmp_path / "policy")
+    assert main(["check", str(folder), "world=push_cube"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Not in push_cube, where it does not fit: Task 'push_cube' has no camera 'camera1'." in said
+    assert f'put {{"features": {{"{CAMERA1}": ' in said
+    assert "drive" not in said.partition("Not on a robot")[0] and '"fps": N' in said
+    assert main(["check", str(folder)]) == 0
+    assert "Whether it fits a world: world=NAME." in capsys.readouterr().out
+    settings = {"features": {CAMERA1: FRONT}, "fps": 10, "world": {"name": "push_cube", "options": {}}}
+    (folder / "robopolicy.json").write_text(json.dumps(settings))
+    assert main(["check", str(folder)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "It fits push_cube" in said and "serve, drive and rank it" in said and "Not" not in said
 
 
 def test_a_vector_of_another_size_is_no_matter_of_names(tmp_path):
