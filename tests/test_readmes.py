@@ -116,4 +116,8 @@ def test_the_task_of_the_simulators_readme_is_a_world_and_its_expert_succeeds(tm
     monkeypatch.syspath_prepend(str(tmp_path))
     task = load_dotted("slide:task", "Task")()
     check_world(lambda rows: MujocoWorld(task, rows))
-    assert evaluate_policy(MujocoWorld(task, 8), task.expert(), np.arange(8)).success_rate == 1.0
+    world = MujocoWorld(task, 8)
+    assert evaluate_policy(world, task.expert(), np.arange(8)).success_rate == 1.0
+    world.reset(seeds=np.arange(8))
+    red, green, blue = np.moveaxis(world.render(camera="top").astype(int), -1, 0)
+    assert (red - green > 80).any() and (blue - red > 80).any(), "the ball, or the box, cannot be told from the track"
