@@ -14,6 +14,7 @@ from robopolicy.cli import main
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import to_tensors
+from robopolicy.core.policy_conformance import Level, PolicyReport
 from robopolicy.core.spec import STATE
 from robopolicy.policies.lerobot import load_lerobot_policy
 from sims.registry import make_world
@@ -72,7 +73,11 @@ def test_a_mapping_with_the_worlds_name_in_the_place_of_lerobots_is_said_with_fi
         load_lerobot_policy(folder)
 
 
-def test_check_says_that_cameras_do_not_fit_and_that_the_rate_is_not_known(tmp_path, capsys):
+def test_check_says_that_cameras_do_not_fit_and_that_the_rate_is_not_known(tmp_path, capsys, monkeypatch):
+    def promises(policy: Any, *_: Any, **__: Any) -> PolicyReport:  # those of these policies are tested elsewhere
+        return PolicyReport(Level.TRAINS, has_rate=bool(policy.spec.fps))
+
+    monkeypatch.setattr("robopolicy.verbs.check.check_policy", promises)
     folder = policy_reading({CAMERA1: (32, 32)}, tmp_path / "policy")
     assert main(["check", str(folder), "world=push_cube"]) == 0
     said = " ".join(capsys.readouterr().out.split())
