@@ -5,15 +5,33 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MUJOCO_GL", "egl")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+SET_NUM_THREADS = torch.set_num_threads
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep verbs from giving a worker as many threads as the machine has cores, for the rest of its life.
+
+    For the session, because fixtures of modules run verbs too: with two workers of two threads each on two cores, every
+    small operation waits for a thread that is not running.
+    """
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "set_num_threads", lambda count: None)
+        yield
+
 
 @pytest.fixture(autouse=True)
-def one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep verbs from giving every worker as many threads as the machine has cores, for the rest of its life.
-
-    A test marked `threads` gets those that it asks for.
-    """
+def threads_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Give a test that is marked `threads` those that it asks for, and take them back."""
     if request.node.get_closest_marker("threads") is None:
-        monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+        yield
+        return
+    monkeypatch.setattr(torch, "set_num_threads", SET_NUM_THREADS)
+    yield
+    SET_NUM_THREADS(1)

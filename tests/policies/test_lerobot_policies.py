@@ -243,7 +243,7 @@ def test_names_are_mapped_where_the_file_says_so(copy):
     with pytest.raises(SpecError, match=expected):
         policy.act(observation, generator)
     (copy / "robopolicy.json").write_text(json.dumps({"features": {"observation.stat": "observation.goal"}}))
-    with pytest.raises(ConfigError, match=r"no feature 'observation.stat'. Did you mean 'observation.state'"):
+    with pytest.raises(ConfigError, match=r"features has 'observation.stat', .* Did you mean 'observation.state'"):
         load_policy(copy)
     (copy / "robopolicy.json").write_text(json.dumps({"rate": 20}))
     with pytest.raises(ConfigError, match="rate"):
