@@ -363,6 +363,8 @@ def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: the policy's first denoising steps are in there.")
     found, own = load_tensors(path), dict(network.named_parameters())
+    if "weight_0" in found and len(found) == len(policy.base.names):  # numbered, as they were written at first
+        found = {name: found[f"weight_{index}"] for index, name in enumerate(policy.base.names)}
     if not all(name in own and own[name].shape == value.shape for name, value in found.items()):
         raise CheckpointError(f"{path} does not fit the policy beside it: restore both from a copy.")
     policy.base = FrozenTwin(network, {name: value.to(own[name].device) for name, value in found.items()})
