@@ -34,10 +34,10 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
 
     sources: configuration key of checkpoints or datasets -> "verb/part", where such a thing lies if the key is not set
     ("" for nowhere, "server" for the policy behind drive.port, "unassumed" for nowhere and no world, named "", where
-    the thing says none that is trusted), as a verb declares in `world_from`. Where none of them
-    says its world, the episodes of a dataset stand in for it; where there is no dataset, a warning says which world is
-    assumed. Raises CheckpointError or DataError where one is damaged or names a
-    world that the user must name, ConfigError where several come from different worlds.
+    the thing says none that is trusted), as a verb declares in `world_from`. Where none of them says its world, the
+    episodes of a dataset stand in for it; where there is no dataset, a warning says which world is assumed. Raises
+    CheckpointError or DataError where one is damaged or names a world that the user must name, ConfigError where
+    several come from different worlds.
     """
     if SERVER in sources.values():
         return _as_served(config)

@@ -176,9 +176,11 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sec
 
 def _elsewhere(parts: tuple[str, ...], defaults: Mapping[str, Any], sections: Sequence[str]) -> str:
     """Return " Did you mean 'x'?" for the setting of the same last name nearest to the key: its own section's first."""
+    if len(parts) < 2:
+        return ""
     for section in dict.fromkeys((parts[0], *sections)):
         for path in sorted(_leaves(defaults.get(section), (section,)), key=len):
-            if len(parts) > 1 and path[-1] == parts[-1]:
+            if path[-1] == parts[-1]:
                 return f" Did you mean '{'.'.join(path)}'?"
     return ""
 

@@ -223,15 +223,14 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
     with matplotlib.rc_context(STYLE):
         figure, axes = new_axes()
         rows = [(int(horizon), found[key]) for horizon, found in figures.items() if key in found]
-        image = key.startswith(IMAGE_PREFIX)
+        steps, image = [horizon for horizon, _ in rows], key.startswith(IMAGE_PREFIX)
         for name, label, colour in (
             ("model", "world model", TUNED),
             ("shuffled", "world model told other actions", THIRD),
             ("copy", "first frame repeated", BASE),
         ):
-            steps = [horizon for horizon, _ in rows]
             axes.plot(steps, [found[name] for _, found in rows], marker="o", color=colour, label=label)
-            axes.set_xticks(steps)
+        axes.set_xticks(steps)
         axes.set(xlabel="imagined steps", ylabel=unit_of(key) if image else "error in standard deviations")
         if not image:
             axes.set_ylim(0, None)

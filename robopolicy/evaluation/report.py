@@ -135,9 +135,8 @@ def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
         report.sections.append(Section("Judged so", caption, header=("what", "value"), rows=rows))
     smooth = {
         f"{name}, {mode}": Smoothness.told(figures)
-        for name in JUDGED
-        if isinstance(result.get(name), Mapping)
-        for mode, figures in result[name].get("smoothness", {}).items()
+        for name, verdict in _verdicts(result).items()
+        for mode, figures in verdict.get("smoothness", {}).items()
     }
     rows = [[who, ", ".join(f"{what} {value}" for what, value in told.items())] for who, told in smooth.items()]
     if rows:
@@ -150,12 +149,10 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
     if "ways" not in result:
         return
     ways, chosen, left_out = result["ways"], result["chosen"], result["left_out"]
-    faster = f"{ways[chosen]['times_as_fast']:.1f} times as fast as the reference"
-    report.cards.append(Card("chosen", chosen, faster))
+    report.cards.append(Card("chosen", chosen, f"{ways[chosen]['times_as_fast']:.1f} times as fast as the reference"))
     caption = "The least of several times in turns, with the error of what is decided; the chosen way is filled."
     report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen)))
-    caption = "* is the chosen one. Errors are in standard deviations of what the reference decides."
-    caption = " ".join([caption, *(f"{name} was left out: {why}." for name, why in left_out.items())])
+    caption = " ".join(["* is the chosen one.", *(f"{name} was left out: {why}." for name, why in left_out.items())])
     header, rows = ways_header(result.get("error_of", "std")), way_rows(ways, chosen)
     report.sections.append(Section(result.get("measured", "A decision"), caption, header=header, rows=rows))
 
@@ -368,12 +365,17 @@ def _return_cards(result: Mapping[str, Any]) -> list[Card]:
     ]
 
 
+def _verdicts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what was said of every policy that was judged, by its name."""
+    judged = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
+    return {**judged, **result.get("verdicts", {})}
+
+
 def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return ("policy, mode", its figures) of every judgement in the result."""
-    judged = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
     return [
         (f"{name}, {mode}", verdict[mode])
-        for name, verdict in {**judged, **result.get("verdicts", {})}.items()
+        for name, verdict in _verdicts(result).items()
         for mode in ("deterministic", "stochastic")
         if mode in verdict
     ]

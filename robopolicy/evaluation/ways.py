@@ -15,8 +15,8 @@ def ways_header(error: str = "std") -> tuple[str, ...]:
 def way_rows(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> list[list[str]]:
     """Return a row each way, the chosen one with an asterisk.
 
-    ways: name -> median_ms, least_ms, times_as_fast, error, and block_share where some blocks
-    of a network are not evaluated.
+    ways: name -> median_ms, least_ms, times_as_fast, error, and block_share where some blocks of a network are not
+    evaluated.
     """
     return [
         [

@@ -144,10 +144,12 @@ Kept = list[tuple[Tensor, Tensor | None]]
 """Of every weight what it was, and what the optimiser's fp32 copy of it was, if it has one."""
 
 
-def keep_weights(optimiser: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> Kept:
+def keep_weights(optimiser: torch.optim.Optimizer) -> Kept:
     """Return what `put_back` needs to take back the optimiser's next step: weights [*shape] and their fp32 copies."""
-    masters = (optimiser.state.get(weight, {}).get(MasterAdamW.MASTER) for weight in weights)
-    return [(weight.detach().clone(), master) for weight, master in zip(weights, masters, strict=True)]
+    return [
+        (weight.detach().clone(), optimiser.state.get(weight, {}).get(MasterAdamW.MASTER))
+        for weight in _parameters(optimiser)
+    ]
 
 
 def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
@@ -159,12 +161,12 @@ def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
 
 
 @torch.no_grad()
-def put_back(optimiser: torch.optim.Optimizer, weights: Sequence[nn.Parameter], kept: Kept) -> None:
-    """Let weights [*shape] be what they were when `keep_weights` was asked; the optimiser's averages stay.
+def put_back(optimiser: torch.optim.Optimizer, kept: Kept) -> None:
+    """Let the optimiser's weights [*shape] be what they were when `keep_weights` was asked; its averages stay.
 
     The fp32 copies too: a step that rounding hides would stay in them, and one that it shows would begin them anew.
     """
-    for weight, (before, master) in zip(weights, kept, strict=True):
+    for weight, (before, master) in zip(_parameters(optimiser), kept, strict=True):
         weight.copy_(before)
         if master is not None:
             optimiser.state[weight][MasterAdamW.MASTER] = master  # no step writes into it: each makes one of its own

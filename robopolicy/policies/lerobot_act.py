@@ -208,10 +208,10 @@ class GaussianACT(LeRobotModule):
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint of LeRobot's, atomically, with the standard deviations in robopolicy.json beside it."""
-        settings = self.reader.settings
-        log_std = tuple(float(value) for value in self.log_std.detach().cpu())
-        if settings.log_std is None and torch.equal(torch.tensor(log_std), _begins_at(settings.tuning, len(log_std))):
-            log_std = None  # nothing was learned, so that another std can be chosen still
+        settings, found = self.reader.settings, self.log_std.detach().cpu()
+        # Where nothing was learned nothing is said, so that another std can be chosen still.
+        learned = settings.log_std is not None or not torch.equal(found, _begins_at(settings.tuning, len(found)))
+        log_std = tuple(found.tolist()) if learned else None
         self.write(folder, replace(settings, log_std=log_std, **described_origin(self)))
 
     def _normal(self, condition: Condition) -> Normal:

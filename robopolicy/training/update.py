@@ -255,7 +255,7 @@ class Learner:
             loss.backward()
         norm = clip_gradients(self.parameters, config.gradient_clip, where)
         if config.target_kl is not None:
-            self.before_step = keep_weights(self.optimiser, self.parameters)
+            self.before_step = keep_weights(self.optimiser)
         self.steps += 1
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)
@@ -341,7 +341,7 @@ class Learner:
     def _take_back(self) -> None:
         """Undo the last actor step, if this iteration has made one."""
         if self.before_step:
-            put_back(self.optimiser, self.parameters, self.before_step)
+            put_back(self.optimiser, self.before_step)
             if self.average is not None:
                 self.average.take_back()
 

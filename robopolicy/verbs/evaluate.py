@@ -25,7 +25,14 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.world import World, can_render
-from robopolicy.evaluation.instructions import Control, controls_of, judge_controls, with_instruction
+from robopolicy.evaluation.instructions import (
+    PARAPHRASE,
+    WRONG,
+    Control,
+    controls_of,
+    judge_controls,
+    with_instruction,
+)
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
@@ -134,7 +141,7 @@ def conditions(section: EvaluateSection) -> dict[str, str]:
     """Return what is special about how the section lets policies be judged, in words by what it is; often nothing."""
     found: dict[str, str] = {}
     if section.instruction:
-        said = {"wrong": "another instruction of the world's", "paraphrase": "the same in other words"}
+        said = {WRONG: "another instruction of the world's", PARAPHRASE: "the same in other words"}
         found["told"] = said.get(section.instruction, f"'{section.instruction}'")
     if section.latency_steps:
         found["a decision takes"] = f"{section.latency_steps} control steps"

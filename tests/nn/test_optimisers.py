@@ -204,17 +204,17 @@ def test_a_step_that_is_taken_back_leaves_nothing_in_bfloat16_either():
     optimisers = [make_optimiser("adamw", [each], 1e-5, 0.0) for each in pair]
     for turn in range(30):
         _learn(pair, optimisers, 1, turn)
-        kept = [keep_weights(optimiser, [each]) for each, optimiser in zip(pair, optimisers, strict=True)]
+        kept = [keep_weights(optimiser) for optimiser in optimisers]
         _learn(pair, optimisers, 1, 100 + turn)
-        for each, optimiser, before in zip(pair, optimisers, kept, strict=True):
-            put_back(optimiser, [each], before)
+        for optimiser, before in zip(optimisers, kept, strict=True):
+            put_back(optimiser, before)
     low, full = pair
     assert torch.equal(optimisers[0].state[low]["master"], full) and torch.equal(low, full.bfloat16())
     fresh, (other, _) = _rounded(1)[0], _rounded(1)
     optimiser = make_optimiser("adamw", [fresh], 1e-2, 0.0)
-    before = keep_weights(optimiser, [fresh])
+    before = keep_weights(optimiser)
     _learn((fresh,), [optimiser], 1, 0)
-    put_back(optimiser, [fresh], before)
+    put_back(optimiser, before)
     assert torch.equal(fresh, other) and "master" not in optimiser.state[fresh]
 
 

@@ -23,6 +23,7 @@ from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Po
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
+from robopolicy.policies.network import freeze
 from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.registry import AGENTS
@@ -130,8 +131,7 @@ class SteeredPolicy(nn.Module):
     def __init__(self, base: Steerable, agent: OfflineAgent, interface: Interface, steers: bool = True):
         super().__init__()
         self.base: Steerable = base
-        for weight in base.parameters():
-            weight.requires_grad_(False)
+        freeze(base.parameters())
         self.agent, self.interface = agent, interface
         self.register_buffer("steers", torch.tensor(steers))
         self._fast: ActsFromNoise | None = None  # what computes the base's decisions in its place
@@ -226,8 +226,7 @@ class BestOfPolicy(nn.Module):
         if not isinstance(base, Kept):
             raise ConfigError(f"{type(base).__name__} cannot be saved within what chooses for it: it has no save().")
         self.base: Kept = base
-        for weight in base.parameters():
-            weight.requires_grad_(False)
+        freeze(base.parameters())
         self.agent, self.interface = agent, interface
         self.register_buffer("count", torch.tensor(count))
         self._fast: Policy | None = None  # what computes the base's decisions in its place
