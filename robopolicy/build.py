@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -325,12 +326,20 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
-    """Load a policy that is to learn; tuning: how one of LeRobot's explores and learns.
+    """Load a policy that is to learn; raises as `load_policy` and `trainable` do."""
+    return trainable(load_policy(folder, device), tuning)
 
-    Raises as `load_policy` does, and ConfigError where the policy cannot be trained or does not read such a choice.
+
+def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
+    """Return what learns of a policy; tuning: how one of LeRobot's explores and learns.
+
+    Raises ConfigError where the policy cannot be trained or does not read such a choice.
     """
-    policy = load_policy(folder, device)
-    return policy.to_trainable_by(tuning) if isinstance(policy, LeRobotPolicy) else require_trainable(policy)
+    if isinstance(policy, LeRobotPolicy):
+        return policy.to_trainable_by(tuning)
+    if tuning != LeRobotTuning():
+        raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
+    return require_trainable(policy)
 
 
 def load_acting(
@@ -351,16 +360,8 @@ def load_acting(
     plan = load_plan(folder)
     if plan is None:
         return policy
-    if said := plan.unfit(folder, chunking) or plan.refusal(folder):  # the latter reads all weights
-        warnings.warn(said, RobopolicyWarning, stacklevel=2)
-        return policy
-    if said := plan.elsewhere(folder, torch.device(device)):
-        warnings.warn(said, RobopolicyWarning, stacklevel=2)
-    try:
-        return with_engine(policy, plan.config, plan.cache)
-    except ConfigError as error:  # config.json, or this machine, is not what the plan was made for
-        warnings.warn(plan.useless(folder, error), RobopolicyWarning, stacklevel=2)
-        return policy
+    planned = partial(with_engine, policy, plan.config, plan.cache)
+    return plan.applied(policy, planned, folder, torch.device(device), chunking)
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
@@ -370,18 +371,10 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
     is used with one. Raises as `load_world_model` and `load_plan` do.
     """
     model, plan = load_world_model(folder, device), load_plan(folder)
-    if plan is None or plan.cache is None or not isinstance(model, Cacheable):
+    if plan is None or (cache := plan.cache) is None or not isinstance(model, Cacheable):
         return model
-    if said := plan.refusal(folder):
-        warnings.warn(said, RobopolicyWarning, stacklevel=2)
-        return model
-    if said := plan.elsewhere(folder, torch.device(device)):
-        warnings.warn(said, RobopolicyWarning, stacklevel=2)
-    try:
-        return cast(LearnedModel, model.with_caching(plan.cache))
-    except ConfigError as error:  # config.json is not what the plan was made for
-        warnings.warn(plan.useless(folder, error), RobopolicyWarning, stacklevel=2)
-        return model
+    planned = lambda: cast(LearnedModel, model.with_caching(cache))  # noqa: E731
+    return plan.applied(cast(LearnedModel, model), planned, folder, torch.device(device))
 
 
 def behind(model: WorldModel, policy: Policy) -> Policy:

@@ -260,5 +260,6 @@ def test_a_rank_below_none_is_no_rank(capsys):
 
 
 def test_choices_of_lerobots_policies_are_not_for_ours(capsys, checkpoint):
-    said = complaint(capsys, "finetune", checkpoint, "lerobot.eta=0.5")
-    assert "lerobot" in said and "DenoisingPolicy" in said
+    for settings in ([], ["finetune.dry_run=true"]):
+        said = complaint(capsys, "finetune", checkpoint, "lerobot.eta=0.5", *settings)
+        assert "lerobot" in said and "DenoisingPolicy" in said

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import POSITIONS
 from robopolicy.core.structured import REGISTRY
 
 
@@ -47,7 +48,7 @@ class EvaluateSection:
     """Its own settings, such as evaluate.chunking_options.max_guidance_weight=10."""
     hold: Literal["zero", "last"] = "zero"
     """How it holds still: no motion (actions are velocities or differences), or the last action (positions)."""
-    positions: tuple[str, ...] = ("gripper",)
+    positions: tuple[str, ...] = POSITIONS
     """Elements of the action that keep their last value even so, by name."""
 
     def __post_init__(self) -> None:

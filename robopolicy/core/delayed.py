@@ -22,12 +22,20 @@ from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.history import begin, held, move, select
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.spec import HOLD, LATENCY, QUEUE, Field, Observation, WorldSpec, keeps_value, validate_actions
+from robopolicy.core.spec import (
+    HOLD,
+    LATENCY,
+    POSITIONS,
+    QUEUE,
+    Field,
+    Observation,
+    WorldSpec,
+    keeps_value,
+    validate_actions,
+)
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 
-POSITIONS = ("gripper",)
-"""Elements of an action whose zero is a movement: robots that hold still keep them as the first decision has them."""
 _OURS = "latency/"
 
 

@@ -5,7 +5,8 @@ refused, because what was measured on those says nothing about these.
 """
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from robopolicy.core.checkpoints import WEIGHTS
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.storage import recover_folder, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
@@ -42,6 +43,24 @@ class InferencePlan:
     device: str = "cpu"
     batch: int = 1
     measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def applied[T](
+        self, plain: T, planned: Callable[[], T], folder: Path, device: torch.device, chunking: str = SYNCHRONOUS
+    ) -> T:
+        """Return what `planned` makes by the plan in `folder`; `plain`, with a warning, where that is not for it.
+
+        One that was measured elsewhere is used, with a warning.
+        """
+        if said := self.unfit(folder, chunking) or self.refusal(folder):  # the latter reads all weights
+            warnings.warn(said, RobopolicyWarning, stacklevel=3)
+            return plain
+        if said := self.elsewhere(folder, device):
+            warnings.warn(said, RobopolicyWarning, stacklevel=3)
+        try:
+            return planned()
+        except ConfigError as error:  # config.json, or this machine, is not what the plan was made for
+            warnings.warn(self.useless(folder, error), RobopolicyWarning, stacklevel=3)
+            return plain
 
     def refusal(self, folder: Path) -> str:
         """Return why the plan is not for the checkpoint in `folder`, "" where it is."""

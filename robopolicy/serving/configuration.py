@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.spec import POSITIONS
 from robopolicy.core.structured import REGISTRY
 
 
@@ -88,7 +89,7 @@ class RobotSettings:
     """What a robot does that has nothing to do: nothing (zero: velocities, differences), or the last action (last:
     positions). auto: as the served policy's world has it (its latency_hold), zero where that does not say.
     """
-    positions: tuple[str, ...] = ("gripper",)
+    positions: tuple[str, ...] = POSITIONS
     """Elements of the action that keep their last value even so, by name."""
     max_age: float | None = None
     """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""

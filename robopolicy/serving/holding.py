@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import HOLD, keeps_value
 from robopolicy.serving.configuration import RobotSettings
@@ -31,10 +31,6 @@ def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:
     That is no motion, but for elements that are positions, or its last action (`keeps_value`); no motion where it has
     not done anything yet. Raises ConfigError where positions name other elements than the actions have.
     """
-    unknown = [name for name in settings.positions if name not in names]
-    if unknown and settings.positions != RobotSettings.positions:
-        known = did_you_mean(unknown[0], names) or " Its elements have no names, so none can be named here."
-        raise ConfigError(f"positions names '{unknown[0]}', which is no element of the action.{known}")
     kept = np.array(keeps_value(settings.hold, settings.positions, names, size))
 
     def hold(_: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:

@@ -23,6 +23,7 @@ from robopolicy.build import (
     load_policy,
     load_trainable,
     planned_acting,
+    trainable,
 )
 from robopolicy.configuration import Config
 from robopolicy.configuration.finetune import FinetuneSection
@@ -45,7 +46,6 @@ from robopolicy.nn.shapes import shapes_only
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.lerobot_reading import require_memory
 from robopolicy.policies.loading import checkpoint_in, is_lerobot, weights_bytes
 from robopolicy.policies.token.policy import TokenPolicy
@@ -93,7 +93,6 @@ def tune(config: Config) -> int:
     base = load_policy(path, device)
     if isinstance(base, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
-    require_lerobots(config, base)
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
@@ -154,7 +153,7 @@ def dry_run(config: Config) -> int:
     with shapes_only() if lerobots else nullcontext():
         base, other = ((load_lerobot_policy(path, weights=False) if lerobots else load_policy(path)) for _ in range(2))
         world = build_world(config.world, base, batch_size=section.num_envs)
-        policy = other.to_trainable_by(config.lerobot) if isinstance(other, LeRobotPolicy) else require_trainable(other)
+        policy = trainable(other, config.lerobot)
         policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
         add_lora(policy, section.lora_rank)
         budget = memory_of(config, policy, base, world, torch.device("cpu"))
@@ -285,12 +284,6 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
     expert = build_controller(config.world, world, section.expert)
     seeds, tasks = start_pool(config.run.seed, section.starts, len(spec.instructions))
     return demonstrate(world, expert, seeds, tasks)
-
-
-def require_lerobots(config: Config, policy: Policy) -> None:
-    """Raise ConfigError where the settings say how a policy of LeRobot's explores, and `policy` is none of them."""
-    if config.lerobot != LeRobotTuning() and not isinstance(policy, LeRobotPolicy):
-        raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
 
 
 def add_lora(policy: Policy, rank: int) -> None:

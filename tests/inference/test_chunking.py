@@ -259,3 +259,5 @@ def test_the_verb_delays_measures_and_takes_a_strangers_chunking_by_its_dotted_p
     )
     assert main([*common, "evaluate.latency_steps=3", "evaluate.chunking=prefetch"]) == 2
     assert "prediction_steps=7" in " ".join(capsys.readouterr().err.split())
+    assert main([*common, "evaluate.latency_steps=3", "evaluate.positions=[griper]"]) == 2
+    assert "positions names 'griper', which is no element" in " ".join(capsys.readouterr().err.split())
