@@ -1,11 +1,12 @@
 """Optimisers as everything here uses them: made, bounded, guarded against non-finite numbers, saved and restored."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError, require_extra
+from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError, RobopolicyWarning, require_extra
 from robopolicy.nn.configuration import Optimiser
 
 NOTHING_TO_TRAIN = "There are no parameters to train: every parameter is frozen."
@@ -59,7 +60,7 @@ def make_optimiser(
 ) -> torch.optim.Optimizer:
     """Return an AdamW whose two averages have 32 bits a number, or 8 with a scale for every 256 of them (adamw8bit).
 
-    Parameters in bfloat16 learn in fp32, see `MasterAdamW`, but not with adamw8bit.
+    Parameters in bfloat16 learn in fp32, see `MasterAdamW`, but not with adamw8bit, which warns of it.
 
     Source of the latter: 8-bit optimizers via block-wise quantization, Dettmers et al. 2021, arXiv:2110.02861, by the
     authors' package bitsandbytes. Raises ConfigError when there is nothing to train, and for adamw8bit where weights
@@ -75,7 +76,15 @@ def make_optimiser(
         )
     if not parameters:
         raise ConfigError(NOTHING_TO_TRAIN)
-    return require_extra("bitsandbytes", "cuda").optim.AdamW8bit(list(parameters), lr=rate, weight_decay=weight_decay)
+    eight = require_extra("bitsandbytes", "cuda").optim.AdamW8bit
+    if any(parameter.dtype is torch.bfloat16 for parameter in parameters):
+        warnings.warn(
+            f"optimiser={kind} writes its steps into weights in bfloat16: what is less than 2^-9 of a weight is lost, "
+            "which is most of them at the learning rates of fine-tuning. optimiser=adamw keeps a copy in fp32.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
+    return eight(list(parameters), lr=rate, weight_decay=weight_decay)
 
 
 def optimiser_bytes(kind: Optimiser, parameters: Iterable[nn.Parameter]) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from robopolicy.core.errors import CheckpointError, ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.randomness import Generators
 from robopolicy.nn.optimisers import (
     keep_weights,
@@ -139,6 +139,8 @@ def test_averages_of_eight_bits_are_bitsandbytes_on_cuda(monkeypatch):
     made = make_optimiser("adamw8bit", [OnCuda(torch.ones(2))], 0.1, 0.01)
     assert isinstance(made, Averages)
     assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.1, 0.01)
+    with pytest.warns(RobopolicyWarning, match="less than 2\\^-9 of a weight is lost"):
+        make_optimiser("adamw8bit", [OnCuda(torch.ones(2, dtype=torch.bfloat16))], 0.1, 0.01)
     with pytest.raises(ConfigError, match="no parameters to train"):
         make_optimiser("adamw8bit", [], 0.1, 0.0)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
