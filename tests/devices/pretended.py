@@ -312,6 +312,8 @@ def pretended_cuda() -> Iterator[Log]:
         for name in ("synchronize", "set_rng_state"):
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args: None))
         stack.enter_context(mock.patch.object(torch.cuda, "get_rng_state", lambda *args: torch.get_rng_state()))
+        free, total = 70 * 10**9, 80 * 10**9
+        stack.enter_context(mock.patch.object(torch.cuda, "mem_get_info", lambda *args: (free, total)))
         stack.enter_context(_Computing(log))
         stack.enter_context(_Speaking())
         yield log

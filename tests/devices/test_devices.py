@@ -38,6 +38,7 @@ EVERY = dict(
 QUICK = {
     *(f"diffusion, {name}" for name in ("mlp", "transformer", "unet", "images", "words", "advantage")),
     *(f"flow, {name}" for name in ("mlp", "noise learned", "few noisy steps", "student")),
+    "lerobot, diffusion",
     "token, bins",
     "token, masked",
     "joint, as it is",
