@@ -212,11 +212,7 @@ def potential(observation: Arrays) -> np.ndarray:
     opened = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
     cube = raised + 2.0 * carried + 0.5 * np.maximum(grasped, placed) + 0.5 * np.maximum(near, placed)
     drawer = 3.5 * (1.0 - np.minimum(distance / TRAVEL, 1.0)) + 0.5 * grasped + 0.5 * near
-    # On another cube letting go often fails at first, and then all of this is lost. Where holding is paid as in a tray,
-    # policies that explore learn to hold on for ever: here most is paid for letting go.
-    let_go = placed * opened
-    cube = np.where(scene.stacks, 0.5 * cube + 2.5 * let_go, cube + 0.5 * let_go)
-    return np.where(scene.handles, drawer, cube)
+    return np.where(scene.handles, drawer, cube + 0.5 * placed * opened)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
