@@ -1,10 +1,11 @@
 """Twelve instructions in one scene: how far do PPO, GRAPE and a teacher take a policy that is told what to do?
 
 `tidy`: nine instructions are trained, three compositions of known words are held out. PPO and GRAPE begin with the
-imitated policy and play about as many episodes; on-policy distillation begins with nothing, and the scene's expert
-says what it would have done where the student led (DAgger), one that reads the state and one that sees. Every policy is
-judged on the same starts: as asked, told another instruction, told the same in words that it has not heard, and asked
-for what was held out.
+imitated policy and play about as many episodes; PPO plays alone and, as the recipe has it, imitating its
+demonstrations on the side (DAPG). On-policy distillation begins with nothing, and the scene's expert says what it
+would have done where the student led (DAgger), one that reads the state and one that sees. Every policy is judged on
+the same starts: as asked, told another instruction, told the same in words that it has not heard, and asked for what
+was held out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,17 +30,20 @@ EPISODES = 200
 HELD_OUT = 100
 """Episodes that ask for what was held out."""
 BASE = "imitation"
-PPO = "PPO"
+PPO, BESIDE = "PPO", "demonstrations"
+ALONE = "finetune.auxiliaries=[]"
+"""Leaves out the recipe's imitation on the side."""
 
 GROUPS = 512
 """Episodes that GRAPE plays an iteration."""
-SLOW = "finetune.learning_rate=5e-5", "finetune.epochs=2", "finetune.options.gcpg.own=0"
+SLOW = ALONE, "finetune.learning_rate=5e-5", "finetune.epochs=2", "finetune.options.gcpg.own=0"
 """How GRAPE learns here: with the steps that it takes on push_cube it learns its pairs by heart, and success falls."""
 
 ARMS = {
     BASE: "imitation of 1,000 demonstrations",
     "hidden words": "imitation, a tenth of the words hidden",
     PPO: "PPO in the flow",
+    BESIDE: "PPO, imitating its demonstrations on the side",
     "GRAPE": "GRAPE",
     "distillation": "on-policy distillation from the expert",
     "cameras": "the same, by two cameras in the place of the state",
@@ -83,7 +87,10 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
         return taught(config, root, arm, seed)
     if arm in IMITATED:
         return pretrained(config, root, TASK, IMITATED[arm], seed) / "checkpoint", {"env_steps": 0}
-    settings = () if arm == PPO else as_many_episodes(config, root, seed)
+    if arm == BESIDE:
+        settings = (f"finetune.experts=[{root / TASK / 'collect' / 'data' / str(seed) / 'dataset'}]",)
+    else:
+        settings = (ALONE,) if arm == PPO else as_many_episodes(config, root, seed)
     result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result
     place = root / TASK / "finetune" / arm / str(seed) / "checkpoint"
     return place, {name: result[name] for name in ("env_steps", "seconds", "iterations")}

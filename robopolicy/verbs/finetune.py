@@ -245,7 +245,11 @@ def guidance_of(
     imagined: the world model's checkpoint in which `world` plays, None for another world; policy: which is tuned.
     """
     section, device = config.finetune, choose_device(config.run)
-    recorded = [read_dataset(path, cameras=world.spec.cameras) for path in section.experts]
+    paths = section.experts
+    needed = section.expert_rows or Need.EXPERTS in build_algorithm(narrowed(FinetuneConfig, section)).needs
+    if needed and not paths:
+        paths = (default_path(config, "collect", "dataset", None, "finetune.experts"),)
+    recorded = [read_dataset(path, cameras=world.spec.cameras) for path in paths]
     experts = Episodes.concatenate(recorded) if recorded else None
     if experts is not None and experts.success is not None:
         experts = experts.select(experts.success)
