@@ -32,8 +32,9 @@ def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
     """The policy's own regression loss on a batch of recorded experts, one with every actor step.
 
     Deviation from DynaWeb, whose expert trajectories join the batch as episodes: the chain that leads to an expert's
-    action is not known, so policies learn from experts as in pre-training. The sum of the means of the loss's parts
-    [N], a scalar. Raises ConfigError without experts.
+    action is not known, so policies learn from experts as in pre-training. Deviation from DAPG, whose weight is the
+    largest advantage times a number that falls with the iterations: here it stays what it is. The sum of the means of
+    the loss's parts [N], a scalar. Raises ConfigError without experts.
     """
     losses = loss_of(inputs.policy, next(given(inputs.experts, "experts")), inputs.context.generator)
     return weight * torch.stack([value.mean() for value in losses.values()]).sum()
