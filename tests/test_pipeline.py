@@ -186,7 +186,7 @@ def test_wrong_pipelines_are_refused_before_anything_runs(tmp_path: Path, capsys
     assert not list(tmp_path.glob("pipeline/*/*/*/*"))
 
 
-@pytest.mark.parametrize("task", ["push_cube", "push_t", "pick_place", "reach_planar"])
+@pytest.mark.parametrize("task", ["push_cube", "push_t", "pick_place", "reach_planar", "tidy"])
 def test_sight_composes_and_its_student_sees_what_its_teacher_does_not(task: str, tmp_path: Path):
     stages = stages_of(compose(["recipe=sight", f"pipeline.recipe={task}"]), tmp_path)
     assert [verb for verb, _ in stages.values()] == ["collect", "train", "finetune", "teach"]
@@ -195,6 +195,7 @@ def test_sight_composes_and_its_student_sees_what_its_teacher_does_not(task: str
     assert student.teach.teacher == str(tmp_path / "finetune/tuned/0/checkpoint")
     assert "observation.environment_state" not in student.policy.config.observation_keys
     assert stages["tuned"][1].policy.config.observation_keys == ()
+    assert stages["tuned"][1].finetune.experts == (tmp_path / "collect/demonstrations/0/dataset",)
 
 
 @pytest.mark.parametrize("task", ["push_t", "pick_place"])
