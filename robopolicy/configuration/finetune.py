@@ -18,7 +18,7 @@ class FinetuneSection(FinetuneConfig):
     expert: str = ""
     """Dotted path of the controller whose states hints begin in, empty for the task's."""
     experts: tuple[Path, ...] = ()
-    """Datasets whose successes auxiliaries=[experts] imitates on the side; none for what `collect` left."""
+    """Datasets for auxiliaries=[experts], else `collect`'s."""
     pairs: Path | None = None
     """Stored preferences (algorithm=grape writes them to preferences/) to learn from instead of playing."""
     finetuned_steps: int | None = None

@@ -20,19 +20,10 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.history import begin, held, move, select
+from robopolicy.core.holding import POSITIONS, keeps_value
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.spec import (
-    HOLD,
-    LATENCY,
-    POSITIONS,
-    QUEUE,
-    Field,
-    Observation,
-    WorldSpec,
-    keeps_value,
-    validate_actions,
-)
+from robopolicy.core.spec import HOLD, LATENCY, QUEUE, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 

@@ -6,14 +6,14 @@ goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (th
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
 from robopolicy.core.narrowing import is_sequence
 
 if TYPE_CHECKING:
@@ -78,23 +78,6 @@ class Field:
             data["unit"],
             tuple(data["names"]),
         )
-
-
-POSITIONS = ("gripper",)
-"""Elements of an action whose zero is a movement: they keep their value while a robot holds still, where it has any."""
-
-
-def keeps_value(hold: str, positions: Sequence[str], names: Sequence[str], size: int) -> list[bool]:
-    """Return which of the `size` elements of an action keep their last value while a robot holds still, [A].
-
-    hold: last, all of them; zero, those named in positions, such as a gripper's, which zero would half open. names: of
-    the elements, () where they have none. Raises ConfigError where positions, if not `POSITIONS`, name others.
-    """
-    unknown = [name for name in positions if name not in names]
-    if unknown and tuple(positions) != POSITIONS:
-        known = did_you_mean(unknown[0], names) or " Its elements have no names, so none can be named here."
-        raise ConfigError(f"positions names '{unknown[0]}', which is no element of the action.{known}")
-    return [hold == "last" or name in positions for name in names or [""] * size]
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from robopolicy.core.delayed import steps_ahead
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.holding import keeps_value
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import fixed_arguments
-from robopolicy.core.spec import LATENCY, QUEUE, PolicySpec, keeps_value
+from robopolicy.core.spec import LATENCY, QUEUE, PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.spec import POSITIONS
+from robopolicy.core.holding import POSITIONS
 from robopolicy.core.structured import REGISTRY
 
 

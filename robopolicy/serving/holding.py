@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.holding import keeps_value
 from robopolicy.core.narrowing import is_mapping
-from robopolicy.core.spec import HOLD, keeps_value
+from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
 
 type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]

@@ -167,8 +167,8 @@ class FinetuneConfig(AlgorithmConfig):
     teacher_until: float = 0.5
     """Share of the run at which that has fallen to 0, linearly."""
     expert_rows: float = 0.0
-    """Episodes of experts that join each iteration's own (DynaWeb), as a share of their number, 0 for none. They have
-    advantages by their returns; for token policies and algorithms that compare episodes.
+    """Share of experts' episodes beside its own (DynaWeb). That is of the number of an iteration's, 0 for none. They
+    have advantages by their returns; for token policies and algorithms that compare episodes.
     """
     proximal: Literal["current", "behaviour", "average"] = "current"
     """What the decisions of older policies are clipped around. Current is the policy before the update (AReaL);
