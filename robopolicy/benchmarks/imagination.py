@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.benchmarks.rates import pooled, rate_of, rate_text, spread_text
-from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, modelled, pretrained, settings_of
+from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, demonstrations, modelled, pretrained, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
@@ -127,7 +127,7 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
         model = modelled(config, root, task, arm.model, seed, seen) / "checkpoint"
         chosen = [f"finetune.policy={base}", f"imagine.model={model}"]
         if EXPERTS in arm.settings:
-            chosen.append(f"finetune.experts=[{root / task / 'collect' / 'data' / str(seed) / 'dataset'}]")
+            chosen.append(f"finetune.experts=[{demonstrations(root, task, seed)}]")
         run = [*shared, f"run.name={label}", *chosen, *arm.settings]
         imagine.run(compose(run))
     return folder

@@ -17,7 +17,7 @@ from diffusers.schedulers.scheduling_ddim import DDIMScheduler
 from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.benchmarks.rates import mean_text, pooled, rate_text, short
-from robopolicy.benchmarks.runs import chosen_from, each_row, pretrained, settings_of
+from robopolicy.benchmarks.runs import chosen_from, demonstrations, each_row, pretrained, settings_of
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError
@@ -260,7 +260,7 @@ def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps
 
 def recorded(root: Path, task: str, seed: int, policy: DenoisingPolicy) -> TensorObservation:
     """Return observations [N, H, ...] of the demonstrations that the policy learned from."""
-    episodes = read_dataset(root / task / "collect" / "data" / str(seed) / "dataset", cameras=policy.spec.cameras)
+    episodes = read_dataset(demonstrations(root, task, seed), cameras=policy.spec.cameras)
     draws = torch.Generator().manual_seed(seed)
     steps = torch.randperm(episodes.step_count, generator=draws)[:OBSERVATIONS]
     frames = steps + episodes.episode_of_step[steps]

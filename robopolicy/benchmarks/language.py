@@ -16,7 +16,15 @@ from rich.rule import Rule
 
 from robopolicy.benchmarks.algorithms import GRAPE
 from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, seen_by, settings_of
+from robopolicy.benchmarks.runs import (
+    Variant,
+    chosen_from,
+    demonstrations,
+    pretrained,
+    run_variant,
+    seen_by,
+    settings_of,
+)
 from robopolicy.benchmarks.sight import SMALL
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
@@ -88,7 +96,7 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
     if arm in IMITATED:
         return pretrained(config, root, TASK, IMITATED[arm], seed) / "checkpoint", {"env_steps": 0}
     if arm == BESIDE:
-        settings = (f"finetune.experts=[{root / TASK / 'collect' / 'data' / str(seed) / 'dataset'}]",)
+        settings = (f"finetune.experts=[{demonstrations(root, TASK, seed)}]",)
     else:
         settings = (ALONE,) if arm == PPO else as_many_episodes(config, root, seed)
     result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result

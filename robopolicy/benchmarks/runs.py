@@ -158,6 +158,11 @@ def seen_by(*cameras: str) -> tuple[str, ...]:
     return f"world.cameras=[{','.join(cameras)}]", f"policy.observation_keys=[{keys}]"
 
 
+def demonstrations(root: Path, task: str, seed: int, name: str = "data") -> Path:
+    """Return the dataset that `pretrained` records under root/task; name: of its run."""
+    return root / task / "collect" / name / str(seed) / "dataset"
+
+
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of a base under root/task, after recording and training what is missing."""
     settings = BASES[name].of(task)
@@ -168,8 +173,8 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
         shared = settings_of(config, root, task, seed)
         output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
         collect.run(compose([*shared, f"run.name={recording}", *own]))
-        data = root / task / "collect" / recording / str(seed)
-        train.run(compose([*shared, f"run.name={name}", *settings, f"train.data={data / 'dataset'}"]))
+        data = demonstrations(root, task, seed, recording)
+        train.run(compose([*shared, f"run.name={name}", *settings, f"train.data={data}"]))
     return base
 
 
@@ -195,7 +200,7 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
         output.print(Rule(f"[bold]{task}, world model {label}, seed {seed}", align="left"))
         data = f"data_{label}" if filmed else "data"
         collect.run(compose([*shared, *filmed, f"run.name={data}"]))
-        recordings = root / task / "collect" / data / str(seed) / "dataset"
+        recordings = demonstrations(root, task, seed, data)
         chosen = [f"run.name={label}", f"worldmodel.data=[{recordings}]", "worldmodel.include_base=false"]
         worldmodel.run(compose([*shared, *chosen, *settings]))
     return folder
