@@ -15,7 +15,7 @@ from robopolicy.benchmarks import (
     sight,
     test_time_planning,
 )
-from robopolicy.benchmarks.runs import Changes, Variant, settings_of
+from robopolicy.benchmarks.runs import BASES, Changes, Variant, run_variant, settings_of
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.verbs import bench, collect, imagine, train, worldmodel
@@ -55,6 +55,16 @@ def test_what_a_benchmark_runs_has_its_threads_unless_overridden(tmp_path):
 def benchmark(root, *chosen):
     overrides = ",".join(f"'{setting}'" for setting in TINY)
     return bench.run(compose([*chosen, "bench.seeds=[0]", f"run.root={root}", f"bench.overrides=[{overrides}]"]))
+
+
+@pytest.mark.parametrize("base", ["diffusion", "few"])
+def test_what_imitates_on_the_side_does_so_from_what_its_base_learned_from(tmp_path, monkeypatch, base):
+    monkeypatch.setitem(BASES, "few", Changes((), {"reach_planar": ("collect.episodes=5",)}))
+    variant = Variant(base, ("finetune.auxiliaries=[experts]", "finetune.videos=0", "finetune.critic_warmup=0"))
+    outcome = run_variant(compose([f"bench.overrides={json.dumps(TINY)}"]), tmp_path, "reach_planar", "on", variant, 0)
+    assert outcome.records[-1]["experts"] > 0
+    chosen = (tmp_path / "reach_planar/finetune/on/0/config.yaml").read_text()
+    assert f"collect/{'data' if base == 'diffusion' else 'data_few'}/0/dataset" in chosen
 
 
 def test_checkpoints_are_named_by_what_differs():

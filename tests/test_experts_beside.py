@@ -38,6 +38,7 @@ def test_what_was_collected_is_imitated_unless_other_datasets_are_named(tmp_path
         assert found is not None and len(found) == round(24 * rate) and found.success.all()
     elsewhere = f"finetune.experts=[{folder / 'dataset'}]"
     assert len(experts_of(tmp_path / "other", beside, elsewhere)) == len(found)
+    assert experts_of(tmp_path / "other", elsewhere) is None, "what nobody imitates is not read"
 
 
 def test_tidys_recipe_imitates_its_demonstrations_beside_ppo():

@@ -19,7 +19,6 @@ from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import (
     Variant,
     chosen_from,
-    demonstrations,
     pretrained,
     run_variant,
     seen_by,
@@ -59,6 +58,8 @@ ARMS = {
 """What bench.only names."""
 IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
 """Arm -> name of its pre-trained policy (`runs.BASES`)."""
+BY_PPO: dict[str, tuple[str, ...]] = {PPO: (ALONE,), BESIDE: ()}
+"""Arm -> what it changes about the recipe."""
 TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SMALL, *seen_by("front", "wrist"))}
 """Arm -> further settings of its student."""
 
@@ -95,10 +96,7 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
         return taught(config, root, arm, seed)
     if arm in IMITATED:
         return pretrained(config, root, TASK, IMITATED[arm], seed) / "checkpoint", {"env_steps": 0}
-    if arm == BESIDE:
-        settings = (f"finetune.experts=[{demonstrations(root, TASK, seed)}]",)
-    else:
-        settings = (ALONE,) if arm == PPO else as_many_episodes(config, root, seed)
+    settings = BY_PPO[arm] if arm in BY_PPO else as_many_episodes(config, root, seed)
     result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result
     place = root / TASK / "finetune" / arm / str(seed) / "checkpoint"
     return place, {name: result[name] for name in ("env_steps", "seconds", "iterations")}

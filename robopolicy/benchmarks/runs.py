@@ -163,18 +163,22 @@ def demonstrations(root: Path, task: str, seed: int, name: str = "data") -> Path
     return root / task / "collect" / name / str(seed) / "dataset"
 
 
+def recorded_for(task: str, base: str) -> tuple[str, list[str]]:
+    """Return the name under which the demonstrations of a base are recorded, and the settings of doing so."""
+    own = [setting for setting in BASES[base].of(task) if setting.startswith("collect.")]
+    return f"data_{base}" if own else "data", own
+
+
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of a base under root/task, after recording and training what is missing."""
-    settings = BASES[name].of(task)
-    own = [setting for setting in settings if setting.startswith("collect.")]
-    recording = f"data_{name}" if own else "data"
+    recording, own = recorded_for(task, name)
     base = root / task / "train" / name / str(seed)
     if not is_complete(base):
         shared = settings_of(config, root, task, seed)
         output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
         collect.run(compose([*shared, f"run.name={recording}", *own]))
         data = demonstrations(root, task, seed, recording)
-        train.run(compose([*shared, f"run.name={name}", *settings, f"train.data={data}"]))
+        train.run(compose([*shared, f"run.name={name}", *BASES[name].of(task), f"train.data={data}"]))
     return base
 
 
@@ -212,11 +216,13 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
     if not is_complete(tuned):
         if variant.base in TUNED_BASES:
             run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
-            base = root / task / "finetune" / variant.base / str(seed)
+            base, imitated = root / task / "finetune" / variant.base / str(seed), "diffusion"
         else:
-            base = pretrained(config, root, task, variant.base, seed)
+            base, imitated = pretrained(config, root, task, variant.base, seed), variant.base
         output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
-        changed = [f"run.name={label}", f"finetune.policy={base / 'checkpoint'}", *variant.settings]
+        experts = demonstrations(root, task, seed, recorded_for(task, imitated)[0])
+        given = f"finetune.policy={base / 'checkpoint'}", f"finetune.experts=[{experts}]"
+        changed = [f"run.name={label}", *given, *variant.settings]
         finetune.run(compose([*settings_of(config, root, task, seed), *changed]))
     return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
 

@@ -245,18 +245,19 @@ def guidance_of(
     imagined: the world model's checkpoint in which `world` plays, None for another world; policy: which is tuned.
     """
     section, device = config.finetune, choose_device(config.run)
-    paths = section.experts
     needed = section.expert_rows or Need.EXPERTS in build_algorithm(narrowed(FinetuneConfig, section)).needs
-    if needed and not paths:
-        paths = (default_path(config, "collect", "dataset", None, "finetune.experts"),)
-    recorded = [read_dataset(path, cameras=world.spec.cameras) for path in paths]
-    experts = Episodes.concatenate(recorded) if recorded else None
-    if experts is not None and experts.success is not None:
-        experts = experts.select(experts.success)
+    experts = experts_of(config, world) if needed else None
     teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy)
     acting = planned_acting(config.plan, world, imagined, device)
     pairs = None if section.pairs is None else read_pairs(section.pairs)
     return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
+
+
+def experts_of(config: Config, world: World) -> Episodes:
+    """Read the successful episodes of finetune.experts, by default of what `collect` left."""
+    paths = config.finetune.experts or (default_path(config, "collect", "dataset", None, "finetune.experts"),)
+    experts = Episodes.concatenate([read_dataset(path, cameras=world.spec.cameras) for path in paths])
+    return experts if experts.success is None else experts.select(experts.success)
 
 
 def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None) -> Policy:
