@@ -4,7 +4,7 @@ A vision-language model that does not learn reads a picture the same way in ever
 the work: of LeRobot's tiny policies two thirds of a step, of full-sized ones more.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,24 @@ def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
     }
 
 
-def with_conditions(batches: Iterator[dict[str, Any]], conditions: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Yield `batches`, which need no observations, with what was made of those of their steps."""
+def with_conditions(
+    batches: Iterator[dict[str, Any]], read: Sequence[Mapping[str, Tensor]]
+) -> Iterator[dict[str, Any]]:
+    """Yield `batches`, which need no observations, with what was made of those of their steps.
+
+    read: of all steps, in parts [N, ...] by name that follow one another.
+    """
     for batch in batches:
-        yield {**batch, **{name: values[batch["steps"]] for name, values in conditions.items()}}
+        yield {**batch, **{name: _taken([part[name] for part in read], batch["steps"]) for name in read[0]}}
+
+
+def _taken(parts: Sequence[Tensor], steps: Tensor) -> Tensor:
+    """Return the elements [S, ...] of parts [N, ...], which are not joined, for that would hold them twice."""
+    if len(parts) == 1:
+        return parts[0][steps]
+    found, first = parts[0].new_empty((len(steps), *parts[0].shape[1:])), 0
+    for part in parts:
+        here = ((steps >= first) & (steps < first + len(part))).nonzero()[:, 0]
+        found[here] = part[steps[here] - first]
+        first += len(part)
+    return found

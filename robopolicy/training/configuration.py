@@ -80,7 +80,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
-class TeachConfig:
+class TeachConfig(PretrainConfig):
     """How a student learns from a teacher where the student itself leads (DAgger)."""
 
     rounds: int = 8
@@ -89,18 +89,15 @@ class TeachConfig:
     """A round."""
     teacher_share: float = 0.3
     """Share of the second round that the teacher plays, its square of the third."""
-    batch_size: int = 256
-    """Samples a training step."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
     """Of every round."""
     last_steps: int = 3000
     """Training steps of the last round."""
 
     def __post_init__(self) -> None:
-        if min(self.rounds, self.episodes, self.batch_size, self.last_steps) < 1 or not 0 <= self.teacher_share <= 1:
-            raise ConfigError(
-                "rounds, episodes, batch_size and last_steps must be at least 1, teacher_share between 0 and 1."
-            )
+        super().__post_init__()
+        if min(self.rounds, self.episodes, self.last_steps) < 1 or not 0 <= self.teacher_share <= 1:
+            raise ConfigError("rounds, episodes and last_steps must be at least 1, teacher_share between 0 and 1.")
 
     @property
     def last_fit(self) -> FitConfig:

@@ -1,6 +1,6 @@
 """Behaviour cloning: fit a policy to the action chunks of episodes, of those that say who acted to what is worth it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
-from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.training.conditions import read_once, with_conditions
 from robopolicy.training.configuration import PretrainConfig
@@ -34,14 +33,34 @@ def pretrain(
     """
     require_finite_columns(episodes.to_imitate(), policy.spec.observation)
     generators = Generators(seed, next(policy.parameters()).device)
-    require_lowering(policy, config.precision)
-    kept = config.precision if config.keep_conditions else None
-    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read_once_in=kept)
-    chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
-    result = fit(policy, batches, config.fit, generators, run=run, label="Behaviour cloning", **chosen)
+    result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning")
     if run is not None:
         policy.save(run.checkpoint)
     return result
+
+
+def imitate(
+    policy: Trainable,
+    parts: Sequence[Episodes],
+    config: PretrainConfig,
+    generators: Generators,
+    run: RunFolder | None,
+    label: str,
+    read: list[dict[str, Tensor]] | None = None,
+) -> FitResult:
+    """Fit `policy` to all episodes of `parts`, as config says, and show `label` meanwhile.
+
+    read: what config.keep_conditions keeps of the first parts, [N, ...] by name; the others' are added to it.
+    Raises as `pretrain`.
+    """
+    require_lowering(policy, config.precision)
+    device, read = next(policy.parameters()).device, [] if read is None else read
+    if config.keep_conditions:  # part by part, as when nobody killed the run
+        read += [read_once(policy, part.to(device), config.precision) for part in parts[len(read) :]]
+    episodes = parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
+    batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read)
+    chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
+    return fit(policy, batches, config.fit, generators, run=run, label=label, **chosen)
 
 
 def regression_batches(
@@ -49,23 +68,21 @@ def regression_batches(
     episodes: Episodes,
     batch_size: int,
     generator: torch.Generator,
-    *,
-    read_once_in: LearningPrecision | None = None,
+    read: Sequence[Mapping[str, Tensor]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state.
 
     Where they say what a teacher would have done, that is learned in every step, whoever acted. Where they say who
-    acted, what is not worth imitating is neither begun nor part of what is predicted. read_once_in: the precision in
-    which a frozen encoder reads every step once, for all batches; None: as they come. Raises DataError where nothing is
-    worth imitating, ConfigError as `read_once`.
+    acted, what is not worth imitating is neither begun nor part of what is predicted. read: what a frozen encoder made
+    of all steps, part by part (`read_once`); without it, observations are read as they come. Raises DataError where
+    nothing is worth imitating.
     """
     spec = policy.spec
     device = next(policy.parameters()).device
     labels = episodes.labels if episodes.labels is not None and episodes.labels.shape[1] > 1 else None
     data = (episodes if labels is not None else episodes.to_imitate()).to(device)
     worth = worth_imitating(data) if labels is None else None
-    kept = None if read_once_in is None else read_once(policy, data, read_once_in)
-    columns = spec.columns if kept is None else ()
+    columns = () if read else spec.columns
     if labels is not None:
         batches = _labelled_batches(data, labels.to(device), spec, batch_size, generator, columns)
     elif worth is not None:
@@ -74,7 +91,7 @@ def regression_batches(
         batches = data.sampler(spec.history, spec.prediction, batch_size, generator, keys=columns)
     if isinstance(policy, DenoisingPolicy) and policy.part.first:
         batches = _with_past(batches, data, policy.part.first)
-    return batches if kept is None else with_conditions(batches, kept)
+    return with_conditions(batches, read) if read else batches
 
 
 def _with_past(batches: Iterator[dict[str, Any]], data: Episodes, count: int) -> Iterator[dict[str, Any]]:

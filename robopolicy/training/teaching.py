@@ -7,12 +7,13 @@ learns the way back from its own mistakes, which no demonstration shows, and the
 from step to step, and a round goes on from the student of the round before. Axes: N step, E episode.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy, Trainable
@@ -25,8 +26,7 @@ from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
 from robopolicy.training.configuration import TeachConfig
-from robopolicy.training.fit import fit
-from robopolicy.training.pretrain import regression_batches
+from robopolicy.training.pretrain import imitate
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def teach(
     not fit the world, and what `record` and `fit` raise.
     """
     played: list[Episodes] = []
+    read: list[dict[str, Tensor]] = []
     student: Trainable | None = None
     for number in range(config.rounds):
         place = RunFolder(folder.path / "rounds" / str(number))
@@ -81,13 +82,12 @@ def teach(
         if place.checkpoint.exists():
             student = load_student(place.checkpoint)
             continue
-        everything = Episodes.concatenate(played)
         if student is None:
-            student = new_student(everything)
+            student = new_student(Episodes.concatenate(played))
             require_fit(student.spec, world.spec)
-        losses = _learn(student, everything, config, number, place, seed)
+        losses = _learn(student, played, config, number, place, seed, read)
         folder.rewind("round", number - 1)
-        counts = {"episodes": len(everything), "steps": everything.step_count}
+        counts = {"episodes": sum(map(len, played)), "steps": sum(part.step_count for part in played)}
         folder.log({**_outcome(played[-1], config, number), **counts, **losses})
         student.save(place.checkpoint)  # which comes last: the round is over
     assert student is not None  # there is a first round
@@ -116,14 +116,18 @@ def _play(
 
 
 def _learn(
-    student: Trainable, episodes: Episodes, config: TeachConfig, number: int, place: RunFolder, seed: int
+    student: Trainable,
+    played: Sequence[Episodes],
+    config: TeachConfig,
+    number: int,
+    place: RunFolder,
+    seed: int,
+    read: list[dict[str, Tensor]],
 ) -> dict[str, float]:
-    """Fit the student to everything played so far; return the last losses."""
+    """Fit the student to everything played so far; return the last losses. read: see `imitate`."""
     generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
-    batches = regression_batches(student, episodes, config.batch_size, generators["batches"])
-    last = number + 1 == config.rounds
-    chosen = config.last_fit if last else config.fit
-    found = fit(student, batches, chosen, generators, run=place, label=f"Round {number + 1} of {config.rounds}")
+    chosen = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
+    found = imitate(student, played, chosen, generators, place, f"Round {number + 1} of {config.rounds}", read)
     return dict(found.losses)
 
 

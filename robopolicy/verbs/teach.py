@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from robopolicy.build import (
     build_foresight,
     build_noisy_expert,
@@ -21,9 +23,10 @@ from robopolicy.build import (
 from robopolicy.configuration import Config
 from robopolicy.configuration.inference import InferenceSection
 from robopolicy.configuration.world import WorldSection
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
-from robopolicy.core.policy import Policy, is_policy, require_trainable
+from robopolicy.core.policy import Policy, Trainable, is_policy, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
@@ -38,7 +41,7 @@ from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
 from robopolicy.verbs.collect import EXPERT
 from robopolicy.verbs.evaluate import evaluation_seeds, film_alone, judge, print_verdicts
-from robopolicy.verbs.train import new_policy
+from robopolicy.verbs.train import new_policy, say_model
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -66,7 +69,7 @@ def run(config: Config) -> int:
     taught = teach(
         teacher,
         world,
-        lambda episodes: new_policy(config, episodes, device),
+        lambda episodes: new_student(config, episodes, device),
         lambda path: require_trainable(load_policy(path, device)),
         narrowed(TeachConfig, section),
         folder,
@@ -89,6 +92,13 @@ def run(config: Config) -> int:
     finish(config, folder, result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def new_student(config: Config, episodes: Episodes, device: torch.device) -> Trainable:
+    """Build the student, and say what a large one takes of memory; raises ConfigError where less is free."""
+    student = new_policy(config, episodes, device)
+    say_model(student, config.teach)
+    return student
 
 
 def teacher_path(config: Config) -> Path:

@@ -9,11 +9,12 @@ from seeing_toys import CAMERA, INSTRUCTIONS, SIZE, SeeingWorld, denoising_polic
 from robopolicy.cli import main
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import STATE
 from robopolicy.training import conditions
 from robopolicy.training.conditions import read_once
 from robopolicy.training.configuration import FitConfig, PretrainConfig
-from robopolicy.training.pretrain import pretrain
+from robopolicy.training.pretrain import imitate, pretrain
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,22 @@ def test_what_is_learned_is_the_same(episodes, labelled, monkeypatch):
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*learned, strict=True))
     assert read.count(False) == 30
     assert read.count(True) == -(-data.step_count // conditions.AT_ONCE)
+
+
+def test_parts_that_come_one_after_another_are_read_once_and_taught_as_a_whole(episodes):
+    config = PretrainConfig(batch_size=16, fit=FitConfig(steps=30, learning_rate=0.01), keep_conditions=True)
+    whole, in_parts, read = frozen(), frozen(), []
+    imitate(whole, [episodes], config, Generators(3), None, "whole")
+    first, second, third = (episodes.select(range(*span)) for span in ((0, 13), (13, 14), (14, 40)))
+    imitate(frozen(), [first, second], config, Generators(3), None, "first", read)
+    kept = [part["condition"] for part in read]
+    assert [len(each) for each in kept] == [39, 3]
+    imitate(in_parts, [first, second, third], config, Generators(3), None, "all", read)
+    assert [part["condition"] is before for part, before in zip(read[:2], kept, strict=True)] == [True, True]
+    assert [len(part["condition"]) for part in read] == [39, 3, 78]
+    told, begun = (torch.cat([each.flatten() for each in policy.parameters()]) for policy in (in_parts, frozen()))
+    assert torch.allclose(told, torch.cat([each.flatten() for each in whole.parameters()]), atol=1e-5)
+    assert not torch.allclose(told, begun, atol=1e-2)
 
 
 def test_an_encoder_that_learns_is_refused(episodes):

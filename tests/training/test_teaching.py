@@ -8,6 +8,7 @@ import torch
 
 from robopolicy.cli import main
 from robopolicy.configuration import compose
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.run import RunFolder
@@ -59,10 +60,9 @@ def taught(folder, config: TeachConfig = CONFIG):
 
 
 def test_the_teachers_share_shrinks_and_it_labels_whoever_plays(tmp_path, monkeypatch):
-    seen = []
-    regression_batches = teaching.regression_batches
+    seen, imitate = [], teaching.imitate
     monkeypatch.setattr(
-        teaching, "regression_batches", lambda *args: (seen.append(args[1]), regression_batches(*args))[1]
+        teaching, "imitate", lambda *args: (seen.append(Episodes.concatenate(args[1])), imitate(*args))[1]
     )
     found = taught(tmp_path)
     assert [len(episodes) for episodes in seen] == [8, 16, 24]  # everything so far
@@ -81,8 +81,8 @@ def test_the_teachers_share_shrinks_and_it_labels_whoever_plays(tmp_path, monkey
 def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(tmp_path, monkeypatch):
     whole = taught(tmp_path / "whole")
     weights = {name: value.clone() for name, value in whole.student.state_dict().items()}
-    play, fit = teaching._play, teaching.fit
-    for name, function in (("_play", play), ("fit", fit)):
+    play, imitate = teaching._play, teaching.imitate
+    for name, function in (("_play", play), ("imitate", imitate)):
         folder = tmp_path / name
         for stop in (0, 1, 2):
             calls = []
@@ -104,8 +104,8 @@ def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(tmp_path, mon
 
 
 def test_sizes_that_cannot_be_are_refused():
-    for wrong in ({"rounds": 0}, {"episodes": 0}, {"last_steps": 0}, {"teacher_share": 1.5}):
-        with pytest.raises(ConfigError, match="at least 1, teacher_share between 0 and 1"):
+    for wrong in ({"rounds": 0}, {"episodes": 0}, {"last_steps": 0}, {"teacher_share": 1.5}, {"batch_size": 0}):
+        with pytest.raises(ConfigError, match="at least 1"):
             TeachConfig(**wrong)
 
 
