@@ -15,7 +15,8 @@ from robopolicy.data.lerobot_reading import read_dataset
 OVERRIDES = [
     "collect.episodes=6", "world.image_size=32", "train.fit.steps=3", "train.batch_size=8", "finetune.iterations=1",
     "finetune.num_envs=4", "finetune.rollout_length=2", "finetune.minibatch=8", "finetune.evaluate_episodes=4",
-    "finetune.critic_width=8", "world.batch_size=4",
+    "finetune.critic_width=8", "world.batch_size=4", "teach.rounds=2", "teach.episodes=4", "teach.fit.steps=2",
+    "teach.last_steps=3", "teach.batch_size=8", "teach.evaluate_episodes=4",
 ]  # fmt: skip
 
 
@@ -24,20 +25,20 @@ def small(monkeypatch):
     """Sizes with which a run takes seconds."""
     sizes = dataclasses.replace(vla.SIZES, image=32, read=(96, 2), seen=(32, 1), acts=32)
     monkeypatch.setattr(vla, "SIZES", sizes)
-    monkeypatch.setattr(vla, "TAUGHT", 2)
+    monkeypatch.setattr(vla, "SEEING", 2)
     return sizes
 
 
-@pytest.mark.parametrize("kind", ["smolvla", "pi0"])
-def test_every_stage_runs_and_lerobot_loads_what_comes_out(small, kind, tmp_path, capsys):
+@pytest.mark.parametrize("arm", ["smolvla", "smolvla_taught", "pi0", "pi0_taught"])
+def test_every_stage_runs_and_lerobot_loads_what_comes_out(small, arm, tmp_path, capsys):
     changed = ",".join(f"'{setting}'" for setting in OVERRIDES)
-    given = ["bench", "vla", "bench.seeds=[0]", f"bench.only=[{kind}]", f"bench.overrides=[{changed}]"]
+    given = ["bench", "vla", "bench.seeds=[0]", f"bench.only=[{arm}]", f"bench.overrides=[{changed}]"]
     assert main([*given, f"run.root={tmp_path}", f"json={tmp_path / 'vla.json'}"]) == 0
-    row = json.loads((tmp_path / "vla.json").read_text())["kinds"][kind]["0"]
+    row = json.loads((tmp_path / "vla.json").read_text())["kinds"][arm]["0"]
     assert row["score_difference"] < 1e-4
     assert row["action_difference"] < 1e-5
-    assert row["iterations"] == 1
-    assert vla.KINDS[kind] in capsys.readouterr().out
+    assert row["rounds"] == 2 if arm.endswith("taught") else row["iterations"] == 1
+    assert vla.ARMS[arm] in " ".join(capsys.readouterr().out.split())
     before = len(list(tmp_path.rglob("model.safetensors")))
     assert main([*given, f"run.root={tmp_path}"]) == 0  # nothing is done twice
     assert len(list(tmp_path.rglob("model.safetensors"))) == before

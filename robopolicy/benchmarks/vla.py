@@ -1,13 +1,14 @@
-"""Does PPO in the flow raise what a policy of LeRobot's own classes learned by imitation, and is it LeRobot's again?
+"""Do PPO in the flow and a teacher raise what LeRobot's own policies learned by imitation? Are they LeRobot's again?
 
 A SmolVLA and a pi0 with random weights (`tiny_vla`) are taught to see, for nobody has taught their language models
-before. Then their experts learn by LeRobot's own loss from demonstrations that a camera filmed, and by PPO from the
-simulator's reward, both while what reads rests. They read the robot's joints, the picture and the instruction; the
-critic alone reads where things are. They are judged on the same starts before and after. The checkpoint that comes out
-is loaded by LeRobot's own classes, whose decisions from the same noise are compared with ours.
+before. Then their experts learn by LeRobot's own loss from demonstrations that a camera filmed, while what reads rests;
+and from there by PPO from the simulator's reward, or of the scripted expert, which says what it would have done where
+they lead (DAgger). They read the robot's joints, the picture and the instruction; critic and script alone read where
+things are. They are judged on the same starts before and after. The checkpoint that comes out is loaded by LeRobot's
+own classes, whose decisions from the same noise are compared with ours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -27,27 +28,43 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.nn.pretrained import quiet
 from robopolicy.runs import is_complete, output
-from robopolicy.verbs import collect, finetune, train
+from robopolicy.verbs import collect, evaluate, finetune, teach, train
 from robopolicy.verbs.bench import Benchmark, Table
 
-KINDS = {"smolvla": "SmolVLA", "pi0": "pi0"}
+TAUGHT = "_taught"
+ARMS = {
+    "smolvla": "SmolVLA, PPO in its flow",
+    "smolvla_taught": "SmolVLA, taught by the script",
+    "pi0": "pi0, PPO in its flow",
+    "pi0_taught": "pi0, taught by the script",
+}
+"""What bench.only names: a kind of policy, and how it learns on."""
 SIZES = Sizes(read=(96, 4), acts=96)
 CAMERA = "top"
 COMPARED = 64
 """Observations on which scores and decisions are compared."""
 
-TAUGHT = 400
+SEEING = 400
 """Steps of learning to see."""
 
 SCENE = "world.name=push_choice", f"world.cameras=[{CAMERA}]", f"world.image_size={SIZES.image}"
 DEMONSTRATIONS = "collect.episodes=1200", "collect.noise=[0.3]", "collect.label_policy=expert", "collect.label_steps=1"
+STUDENT = "policy.kind=lerobot", "policy.tuned=expert"
 IMITATION = (
-    "policy.kind=lerobot",
-    "policy.tuned=expert",
+    *STUDENT,
     "train.keep_conditions=true",
     "train.fit.steps=8000",
     "train.batch_size=64",
     "train.evaluate_episodes=0",
+)
+TEACHING = (
+    "teach.teacher=expert",
+    "teach.keep_conditions=true",
+    "teach.batch_size=64",
+    "teach.episodes=200",
+    "teach.fit.steps=1000",
+    "teach.last_steps=4000",
+    "teach.videos=0",
 )
 TUNING = (
     "lerobot.flow_noise_level=0.3",
@@ -67,26 +84,40 @@ TUNING = (
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
-    """Return {"kinds": {kind: {seed: row}}}, after measuring those that are asked for."""
-    for kind in chosen_from(config, KINDS):
+    """Return {"kinds": {arm: {seed: row}}}, after measuring those that are asked for."""
+    for arm in chosen_from(config, ARMS):
         for seed in config.bench.seeds:
-            path = root / "rows" / kind / f"{seed}.json"
+            path = root / "rows" / arm / f"{seed}.json"
             if not path.exists():
-                with pi_of(SIZES) if kind == "pi0" else nullcontext():
-                    write_json(path, measure(config, root, kind, seed))
-    rows = {
-        kind: {path.stem: read_json(path) for path in sorted((root / "rows" / kind).glob("*.json"))} for kind in KINDS
-    }
-    return {"kinds": {kind: found for kind, found in rows.items() if found}}
+                with pi_of(SIZES) if kind_of(arm) == "pi0" else nullcontext():
+                    write_json(path, measure(config, root, arm, seed))
+    rows = {arm: {path.stem: read_json(path) for path in sorted((root / "rows" / arm).glob("*.json"))} for arm in ARMS}
+    return {"kinds": {arm: found for arm, found in rows.items() if found}}
 
 
-def measure(config: Config, root: Path, kind: str, seed: int) -> dict[str, Any]:
-    """Run the missing stages of one policy, and return its row of results."""
+def kind_of(arm: str) -> str:
+    """Return which policy of LeRobot's it is."""
+    return arm.removesuffix(TAUGHT)
+
+
+def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
+    """Run the missing stages of one arm, and return its row of results."""
+    output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
     run = f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"
-    shared, changed = [*SCENE, *run], config.bench.overrides
-    recorded = root / "collect" / "data" / str(seed)
-    base, tuned = (root / stage / kind / str(seed) for stage in ("train", "finetune"))
-    output.print(Rule(f"[bold]{KINDS[kind]}, seed {seed}", align="left"))
+    shared = [*SCENE, *run], config.bench.overrides
+    base = imitated(root, kind_of(arm), seed, *shared)
+    folder, found = (taught if arm.endswith(TAUGHT) else tuned)(root, kind_of(arm), base, seed, *shared)
+    made = read_json(folder / "versions.json")
+    return {
+        **found,
+        **compared(compose([*shared[0], *shared[1]]), folder / "checkpoint"),
+        **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
+    }
+
+
+def imitated(root: Path, kind: str, seed: int, shared: Sequence[str], changed: Sequence[str]) -> Path:
+    """Return the checkpoint of a policy that imitates demonstrations, after recording and learning what is missing."""
+    recorded, base = root / "collect" / "data" / str(seed), root / "train" / kind / str(seed)
     if not is_complete(recorded):
         collect.run(compose([*shared, "run.name=data", *DEMONSTRATIONS, *changed]))
     if not is_complete(base):
@@ -94,20 +125,47 @@ def measure(config: Config, root: Path, kind: str, seed: int) -> dict[str, Any]:
         path = untrained / "taught"
         if not path.exists():
             path = taught_to_see(
-                write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed), dataset, path, TAUGHT, seed
+                write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed), dataset, path, SEEING, seed
             )
         chosen = f"run.name={kind}", f"policy.path={path}", f"train.data={dataset}"
         train.run(compose([*shared, *IMITATION, *chosen, *changed]))
-    if not is_complete(tuned):
-        start = f"run.name={kind}", f"finetune.policy={base / 'checkpoint'}"
-        finetune.run(compose([*shared, *TUNING, *start, *changed]))
-    result, made = read_json(tuned / "result.json"), read_json(tuned / "versions.json")
-    return {
+    return base / "checkpoint"
+
+
+def tuned(
+    root: Path, kind: str, base: Path, seed: int, shared: Sequence[str], changed: Sequence[str]
+) -> tuple[Path, dict[str, Any]]:
+    """Fine-tune `base` by PPO; return the run's folder and what came of it."""
+    folder = root / "finetune" / kind / str(seed)
+    if not is_complete(folder):
+        finetune.run(compose([*shared, *TUNING, f"run.name={kind}", f"finetune.policy={base}", *changed]))
+    result = read_json(folder / "result.json")
+    return folder, {
         **{who: short(result[who]["deterministic"]) for who in ("base", "tuned")},
         **{f"{who}_with_noise": short(result[who]["stochastic"]) for who in ("base", "tuned")},
         **{name: result[name] for name in ("difference", "iterations", "env_steps", "seconds")},
-        **compared(compose([*shared, *changed]), tuned / "checkpoint"),
-        **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
+    }
+
+
+def taught(
+    root: Path, kind: str, base: Path, seed: int, shared: Sequence[str], changed: Sequence[str]
+) -> tuple[Path, dict[str, Any]]:
+    """Let the script teach `base`; return the run's folder and what came of it."""
+    folder, judged = (root / verb / kind / str(seed) for verb in ("teach", "evaluate"))
+    if not is_complete(folder):
+        teach.run(compose([*shared, *STUDENT, *TEACHING, f"run.name={kind}", f"policy.path={base}", *changed]))
+    if not is_complete(judged):
+        episodes = compose([*shared, *TEACHING, *changed]).teach.evaluate_episodes
+        given = f"evaluate.policy={base}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
+        evaluate.run(compose([*shared, f"run.name={kind}", *given, *changed]))
+    result, before = read_json(folder / "result.json"), read_json(judged / "result.json")["policy"]
+    return folder, {
+        "base": short(before["deterministic"]),
+        "base_with_noise": short(before["stochastic"]),
+        "tuned": short(result["student"]["deterministic"]),
+        "tuned_with_noise": short(result["student"]["stochastic"]),
+        "rounds": len(result["rounds"]),
+        **{name: result[name] for name in ("env_steps", "seconds")},
     }
 
 
@@ -151,7 +209,7 @@ def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tens
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return success before and after, with and without exploration noise, and what LeRobot makes of the checkpoint."""
     success, same = [], []
-    for kind, found in figures["kinds"].items():
+    for arm, found in figures["kinds"].items():
         rows = list(found.values())
         rates = [spread_text(row[who]["success_rate"] for row in rows) for who in ("base", "tuned")]
         each = ", ".join(f"{rate_text(row['base'])} to {rate_text(row['tuned'])}" for row in rows)
@@ -160,10 +218,10 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             mean_text((row["env_steps"] / 1e3 for row in rows), 0),
             mean_text((row["seconds"] / 60 for row in rows), 0),
         )
-        success.append([KINDS[kind], *rates, each, *noisy, *numbers])
+        success.append([ARMS[arm], *rates, each, *noisy, *numbers])
         worst = [max(row[name] for row in rows) for name in ("score_difference", "action_difference")]
-        same.append([KINDS[kind], *(f"{value:.1e}" for value in worst)])
-    header = ["policy", "base", "fine-tuned", "each seed", "base, noise", "fine-tuned, noise", "steps / 1e3", "minutes"]
+        same.append([ARMS[arm], *(f"{value:.1e}" for value in worst)])
+    header = ["policy", "base", "then", "each seed", "base, noise", "then, noise", "steps / 1e3", "minutes"]
     return [
         Table("push_choice seen by a camera: mean over seeds (range), each seed [Wilson 95 %]", header, success),
         Table(
@@ -175,7 +233,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "Does PPO raise what a tiny SmolVLA and pi0 learned by imitation, and does LeRobot load what comes out?",
+    "Do PPO and a teacher raise what a tiny SmolVLA and pi0 learned by imitation? Does LeRobot load what comes out?",
     ("seeds", "only", "overrides"),
     benchmark,
     tables,

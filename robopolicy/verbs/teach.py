@@ -66,6 +66,7 @@ def run(config: Config) -> int:
     shown = world_for_both(config.world, policy, reach)
     world = build_world(shown, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
     teacher = the_expert(config, world, reach) if policy is None else Teacher(policy, lambda _: policy)
+    clock = folder.clock()
     taught = teach(
         teacher,
         world,
@@ -76,6 +77,7 @@ def run(config: Config) -> int:
         seed=seed,
         device=device,
     )
+    seconds = clock.seconds
     world.close()
     if isinstance(teacher.says, Foresight):
         teacher.says.close()
@@ -85,6 +87,7 @@ def run(config: Config) -> int:
     result: dict[str, Any] = {
         "teacher": section.teacher or str(teacher_path(config)),
         "env_steps": taught.env_steps,
+        "seconds": seconds,
         "rounds": taught.rounds,
     }
     if section.evaluate_episodes:
