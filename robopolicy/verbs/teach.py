@@ -23,19 +23,21 @@ from robopolicy.build import (
 from robopolicy.configuration import Config
 from robopolicy.configuration.inference import InferenceSection
 from robopolicy.configuration.world import WorldSection
-from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
-from robopolicy.core.policy import Policy, Trainable, is_policy, require_trainable
-from robopolicy.core.randomness import derive
+from robopolicy.core.policy import Policy, is_policy, require_trainable
+from robopolicy.core.randomness import derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
+from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
 from robopolicy.origins import origin_of_section
+from robopolicy.policies.lerobot_configuration import LeRobotStart
 from robopolicy.policies.reach import Reach, reach_of
+from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
@@ -66,11 +68,12 @@ def run(config: Config) -> int:
     shown = world_for_both(config.world, policy, reach)
     world = build_world(shown, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
     teacher = the_expert(config, world, reach) if policy is None else Teacher(policy, lambda _: policy)
+    plan(config, teacher, world, device)
     clock = folder.clock()
     taught = teach(
         teacher,
         world,
-        lambda episodes: new_student(config, episodes, device),
+        lambda episodes: new_policy(config, episodes, device),
         lambda path: require_trainable(load_policy(path, device)),
         narrowed(TeachConfig, section),
         folder,
@@ -97,11 +100,15 @@ def run(config: Config) -> int:
     return 0
 
 
-def new_student(config: Config, episodes: Episodes, device: torch.device) -> Trainable:
-    """Build the student, and say what a large one takes of memory; raises ConfigError where less is free."""
-    student = new_policy(config, episodes, device)
-    say_model(student, config.teach)
-    return student
+def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -> None:
+    """Say how a student that was made elsewhere reads images, and what teaching it takes of memory.
+
+    It is built from one episode of the teacher's, before the first round. Raises ConfigError where less is free.
+    """
+    student = config.policy.config
+    if isinstance(student, LeRobotStart) or (isinstance(student, TokenPolicyConfig) and student.token.model):
+        seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)
+        say_model(new_policy(config, record(world, teacher.plays(0), seeds, generator=draws), device), config.teach)
 
 
 def teacher_path(config: Config) -> Path:
