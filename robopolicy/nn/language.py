@@ -143,6 +143,9 @@ class LanguageModel(nn.Module):
     def __init__(self, backbone: "PreTrainedModel"):
         super().__init__()
         self.backbone = backbone
+        # SmolVLM and Idefics write what they see into the text's embeddings, which products in bfloat16 do not change.
+        if isinstance(connector := getattr(backbone, "connector", None), nn.Module):
+            connector.register_forward_hook(_in_its_weights_precision)
         self.train(False)
 
     @property
@@ -283,6 +286,10 @@ class LanguageModel(nn.Module):
 
     def _cache(self) -> "Cache":
         return require_extra("transformers", EXTRA).DynamicCache(config=self.decoder.config)
+
+
+def _in_its_weights_precision(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+    return made.to(next(module.parameters()).dtype)
 
 
 def _counted(text: Tensor) -> Tensor:

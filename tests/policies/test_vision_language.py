@@ -15,12 +15,13 @@ from torch import Tensor
 from vision_language_models import FAMILIES, tokenizer, written
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
-from robopolicy.core.policy_conformance import check_policy
+from robopolicy.core.policy_conformance import check_policy, example_batch
 from robopolicy.core.spec import Field
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn import pretrained
 from robopolicy.nn.language import Reading
+from robopolicy.nn.precision import ROUNDING, learning_in
 from robopolicy.nn.vision_language import VisionLanguageProcessor, images_of_rows
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import TokenDecoding, TokenVision
@@ -87,6 +88,25 @@ def processor(policy: TokenPolicy) -> VisionLanguageProcessor:
 @pytest.mark.parametrize(("name", "decoding"), list(zip(FAMILIES, TokenDecoding, strict=True)))
 def test_they_keep_the_promises_of_policies(checkpoints, name: str, decoding: TokenDecoding):
     check_policy(build(checkpoints[name], history=2, decoding=decoding), load_policy)
+
+
+@pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="this CPU has no bfloat16")
+@pytest.mark.parametrize("decoding", TokenDecoding)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_they_act_score_and_imitate_in_bfloat16(checkpoints, name: str, decoding: TokenDecoding):
+    policy, observation = disturb(build(checkpoints[name], decoding=decoding)), observe()
+    with learning_in("bf16"):
+        decision = policy.act(observation, generator())
+        lowered = policy.log_prob(observation, decision.latents).logp
+        batch = example_batch(policy.spec, observation, torch.device("cpu"))
+        losses = policy.loss(batch, generator())
+    assert lowered.dtype == torch.float32
+    assert float((lowered.detach() - decision.logp).abs().max()) <= ROUNDING
+    exact = policy.log_prob(observation, decision.latents).logp
+    assert 0 < float((lowered - exact).detach().abs().max()) < 4 * ROUNDING, "another rounding, not another policy"
+    torch.stack([value.mean() for value in losses.values()]).sum().backward()
+    grads = [weight.grad for weight in policy.trainable_parameters() if weight.grad is not None]
+    assert grads and {grad.dtype for grad in grads} == {torch.float32}
 
 
 @pytest.mark.parametrize("decoding", TokenDecoding)
