@@ -43,8 +43,8 @@ class FitConfig:
 
 
 @dataclass(frozen=True)
-class PretrainConfig:
-    """Behaviour-cloning defaults: samples per step, and how to fit them."""
+class RegressionConfig:
+    """Samples per step, and how a policy is fitted to them."""
 
     batch_size: int = 256
     """Samples a step."""
@@ -53,17 +53,23 @@ class PretrainConfig:
     """fp32, bf16 (faster), bf16_backward (gradients)."""
     micro_batch: int = 0
     """Samples whose activations are held at once, 0 for all."""
-    keep_conditions: bool = False
-    """Reads each observation once if the encoder is frozen."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
         _require_micro_batch(self.micro_batch)
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class PretrainConfig(RegressionConfig):
+    """Behaviour-cloning defaults."""
+
+    keep_conditions: bool = False
+    """Reads each observation once if the encoder is frozen."""
+
+
+@dataclass(frozen=True)
+class DistillConfig(RegressionConfig):
     """How a policy of few denoising steps learns what one of many does."""
 
     steps: int = 1
@@ -74,9 +80,10 @@ class DistillConfig:
     """Observations an update."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=3000))
 
-    def __post_init__(self):
-        if self.steps < 1 or self.batch_size < 1 or not 0 <= self.teacher_points < 1:
-            raise ConfigError("steps and batch_size must be at least 1, teacher_points in [0, 1).")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1 or not 0 <= self.teacher_points < 1:
+            raise ConfigError("steps must be at least 1, teacher_points in [0, 1).")
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.few_steps import clean_actions, few_step_student, require_fewer_steps
 from robopolicy.policies.prefixed import PrefixedSteps
 from robopolicy.training.configuration import DistillConfig
+from robopolicy.training.experience import require_lowering
 from robopolicy.training.fit import FitResult, fit
 
 
@@ -91,13 +92,16 @@ def distill(
     """Return a student of config.steps denoising steps that does what `teacher` does at the observations of `episodes`.
 
     The episodes' actions are not looked at. A run that was killed goes on from its resume point. Raises ConfigError for
-    a teacher that is no denoising policy, or takes no more steps than its student.
+    a teacher that is no denoising policy, or takes no more steps than its student, and for a precision that policy or
+    processor do not have.
     """
     teacher = distillable(teacher, config.steps)
+    require_lowering(teacher, config.precision)
     lesson = Distillation(teacher, config)
     generators = Generators(seed, teacher.action_low.device)
     batches = _observations(teacher, episodes, config.batch_size, generators["batches"])
-    found = fit(lesson, batches, config.fit, generators, run=run, label="Distilling")
+    chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
+    found = fit(lesson, batches, config.fit, generators, run=run, label="Distilling", **chosen)
     return lesson.student, found
 
 

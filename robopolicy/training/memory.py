@@ -18,6 +18,7 @@ from robopolicy.core.images import cameras_in
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.policy_conformance import example_batch, example_observation
+from robopolicy.core.regression import Regressor
 from robopolicy.nn.configuration import Optimiser
 from robopolicy.nn.optimisers import kept_bytes, optimiser_bytes
 from robopolicy.rl.registry import Need
@@ -164,18 +165,19 @@ def plan_pretraining(
     available: int | None,
     micro_batch: int = 0,
     optimiser: Optimiser = "adamw",
+    lesson: Regressor | None = None,
 ) -> str:
     """Return in one line what imitation by batches of so many decisions will take beside the weights.
 
-    micro_batch: how many of them are computed at once, 0 for all. Raises ConfigError where that is more than is
-    available, in bytes; None: not known.
+    micro_batch: how many of them are computed at once, 0 for all; lesson: whose loss it is, None for the policy's own.
+    Raises ConfigError where that is more than is available, in bytes; None: not known.
     """
     device = next(policy.parameters()).device
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
 
     def losses(seen: TensorObservation) -> list[Tensor]:
         batch = example_batch(policy.spec, seen, device)
-        return list(policy.loss(batch, torch.Generator(device).manual_seed(0)).values())
+        return list((lesson or policy).loss(batch, torch.Generator(device).manual_seed(0)).values())
 
     at_once = min(micro_batch or batch_size, batch_size)
     one, two = (_saved(policy, lambda given=given: losses(given)) for given in (seen, _twice(seen)))

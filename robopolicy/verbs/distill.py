@@ -26,8 +26,10 @@ from robopolicy.evaluation.success import compare
 from robopolicy.inference.comparison import timed
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, finished, open_run, output
-from robopolicy.training.distill import DistillConfig, distill, distillable
+from robopolicy.training.configuration import DistillConfig
+from robopolicy.training.distill import Distillation, distill, distillable
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.train import say_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy, encoded
 
@@ -53,13 +55,16 @@ def run(config: Config) -> int:
     section, device = config.distill, choose_device(config.run)
     path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
     teacher = load_policy(path, device)
+    settings = narrowed(DistillConfig, section)
     if isinstance(teacher, EncodedPolicy):
         distillable(teacher.policy, section.steps)
-    else:
-        teacher = distillable(teacher, section.steps)  # before it plays a single episode
+    else:  # before it plays a single episode
+        teacher = distillable(teacher, section.steps)
+        lesson = Distillation(teacher, settings)
+        say_model(lesson.student, settings, lesson)
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
-    settings, clock = narrowed(DistillConfig, section), folder.clock()
+    clock = folder.clock()
     if isinstance(teacher, EncodedPolicy):  # the encoder stays as it is
         few, fitted = distill(teacher.policy, encoded(teacher.model, episodes), settings, folder, seed=seed)
         student = teacher.around(few)

@@ -26,6 +26,7 @@ from robopolicy.core.memory import free_memory
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
+from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
@@ -41,7 +42,7 @@ from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
-from robopolicy.training.configuration import PretrainConfig
+from robopolicy.training.configuration import PretrainConfig, RegressionConfig
 from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult
 from robopolicy.training.memory import plan_pretraining
@@ -149,10 +150,11 @@ def demonstrations(config: Config, data: Path) -> Episodes:
     return episodes
 
 
-def say_model(policy: Trainable, section: PretrainConfig) -> None:
+def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
     """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
 
     That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
+    lesson: what teaches it, whose loss is another than its own.
     """
     network = policy.network if isinstance(policy, DenoisingPolicy) else policy
     if isinstance(policy, TokenPolicy) and policy.described:
@@ -161,7 +163,7 @@ def say_model(policy: Trainable, section: PretrainConfig) -> None:
         return
     free = free_memory(next(policy.parameters()).device)
     with learning_in(section.precision):
-        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser)
+        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, lesson)
     output.print(said, soft_wrap=True, highlight=False)
 
 

@@ -17,6 +17,7 @@ from robopolicy.build import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK
+from robopolicy.nn.precision import is_lowered
 from robopolicy.policies.few_steps import clean_actions, few_step_student
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.loading import load_policy
@@ -106,12 +107,7 @@ def test_a_student_of_one_step_comes_nearer_to_lerobots_policy(folders, kind, tm
     policy = load_policy(folders[kind])
     teacher = trained(folders[kind])
     seen = observed(teacher)
-    spec = teacher.spec
-    shown = {key: value[:, 0].repeat_interleave(3, 0) for key, value in seen.items() if key != TASK}
-    lengths = torch.full((ROWS,), 2)
-    episodes = Episodes(
-        dict(spec.observation), spec.action, 10.0, shown, torch.zeros(2 * ROWS, 2), lengths, tuple(seen[TASK])
-    )
+    episodes = recorded(teacher)
     config = DistillConfig(batch_size=8, fit=FitConfig(steps=30, warmup=2, learning_rate=1e-3))
     student, found = distill(policy, episodes, config)
     assert found.steps == 30
@@ -124,6 +120,48 @@ def test_a_student_of_one_step_comes_nearer_to_lerobots_policy(folders, kind, tm
         return float((ends[0] - ends[1]).square().mean())
 
     assert errors(trained(tmp_path / "student")) < 0.5 * errors(few_step_student(teacher, 1))
+
+
+def recorded(teacher: Any) -> Episodes:
+    """Episodes of two steps that show what `observed` does."""
+    seen, spec = observed(teacher), teacher.spec
+    shown = {key: value[:, 0].repeat_interleave(3, 0) for key, value in seen.items() if key != TASK}
+    lengths = torch.full((ROWS,), 2)
+    return Episodes(
+        dict(spec.observation), spec.action, 10.0, shown, torch.zeros(2 * ROWS, 2), lengths, tuple(seen[TASK])
+    )
+
+
+def test_its_pieces_and_precision_are_those_that_were_asked_for(folders, monkeypatch):
+    """What is held at once, and in which precision the losses are computed."""
+    computed, loss = [], Distillation.loss
+
+    def watched(lesson: Distillation, batch: Any, generator: torch.Generator) -> Any:
+        computed.append((len(batch["actions"]), is_lowered()))
+        return loss(lesson, batch, generator)
+
+    monkeypatch.setattr(Distillation, "loss", watched)
+    config = DistillConfig(batch_size=8, fit=FitConfig(steps=2, warmup=1), precision="bf16", micro_batch=3)
+    student, found = distill(load_policy(folders["smolvla"]), recorded(trained(folders["smolvla"])), config)
+    assert computed == [(3, True), (3, True), (2, True)] * 2
+    assert found.losses["distance"] > 0 and all(weight.isfinite().all() for weight in student.parameters())
+
+
+def test_what_it_takes_of_memory_is_said_and_refused_before_it_plays(folders, tmp_path, monkeypatch, capsys):
+    from robopolicy.cli import main
+    from robopolicy.verbs import distill as verb
+    from robopolicy.verbs import train
+
+    monkeypatch.setattr(verb, "asked_at", lambda *asked: pytest.fail("it played"))
+    scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", f"run.root={tmp_path}"]
+    monkeypatch.setattr(train, "free_memory", lambda device: 3_000_000)
+    assert main(["distill", str(folders["smolvla"]), *scene]) == 2
+    assert "activations of 512 decisions at once" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(verb, "asked_at", lambda *asked: (_ for _ in ()).throw(ConfigError("it would play")))
+    monkeypatch.setattr(train, "free_memory", lambda device: None)
+    assert main(["distill", str(folders["smolvla"]), *scene, "distill.micro_batch=3", "run.name=small"]) == 2
+    told = capsys.readouterr()
+    assert "activations of 3 decisions" in " ".join(told.out.split()) and "it would play" in told.err
 
 
 def test_a_teacher_of_few_noisy_steps_leaves_none_of_them_to_its_student(folders, tmp_path):
