@@ -8,12 +8,12 @@ from robopolicy.training.configuration import TeachConfig
 
 @dataclass(frozen=True)
 class TeachSection(TeachConfig):
-    """A student that is taught in the states that it gets into itself."""
+    """A student that is taught where it leads itself."""
 
     teacher: str = ""
-    """Checkpoint of a policy (default: what finetune wrote under the same name and seed), or expert: the world's."""
+    """Checkpoint (default: what finetune wrote under the same name and seed), or expert: the world's."""
     noise: str = "0.2"
-    """Disturbance of the expert, as in collect.noise. A policy explores."""
+    """Of the expert, as in collect.noise. A policy explores."""
     evaluate_episodes: int = 200
     """Episodes that judge both at the end, 0 for none."""
     videos: int = 8

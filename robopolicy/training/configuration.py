@@ -10,7 +10,7 @@ from robopolicy.rl.configuration import AlgorithmConfig
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Regression defaults: AdamW, a linear warm-up, then a cosine."""
+    """Regression: AdamW, a linear warm-up, then a cosine."""
 
     steps: int = 4000
     """Training steps."""
@@ -33,7 +33,7 @@ class FitConfig:
     log_every: int = 100
     """Steps between logged losses."""
     checkpoint_every: int = 1000
-    """Steps between checkpoints, from which a killed run goes on."""
+    """Steps between checkpoints, for a killed run to go on."""
 
     def __post_init__(self):
         if self.steps < 1 or self.log_every < 1 or self.checkpoint_every < 1:
@@ -95,7 +95,7 @@ class TeachConfig(PretrainConfig):
     episodes: int = 100
     """A round."""
     teacher_share: float = 0.3
-    """Share of the second round that the teacher plays, its square of the third."""
+    """Of the second round that the teacher plays, then its square."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
     """Of every round."""
     last_steps: int = 3000
