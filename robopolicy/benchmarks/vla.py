@@ -63,7 +63,7 @@ TEACHING = (
     "teach.batch_size=64",
     "teach.episodes=200",
     "teach.fit.steps=1000",
-    "teach.last_steps=4000",
+    "teach.last_steps=16000",
     "teach.videos=0",
 )
 TUNING = (
