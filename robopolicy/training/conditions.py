@@ -22,17 +22,23 @@ AT_ONCE = 64
 """Observations that are encoded at a time."""
 
 
-@torch.no_grad()
-def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = "fp32") -> dict[str, Tensor]:
-    """Return the encoded observation of every step of `data`, name -> [N, ...], on the device of `data`.
-
-    Raises ConfigError where the encoder learns, sees no images, or what it makes of them does not fit into memory.
-    """
+def require_resting_encoder(policy: Trainable) -> None:
+    """Raise ConfigError where an encoder learns or sees no images, so that nothing it makes is worth keeping."""
     if not isinstance(policy, LearnsFromCondition) or not (policy.learns_from_condition and policy.caches_condition):
         raise ConfigError(
             "keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
             "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
         )
+
+
+@torch.no_grad()
+def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = "fp32") -> dict[str, Tensor]:
+    """Return the encoded observation of every step of `data`, name -> [N, ...], on the device of `data`.
+
+    Raises ConfigError as `require_resting_encoder`, and where what it makes does not fit into memory.
+    """
+    require_resting_encoder(policy)
+    assert isinstance(policy, LearnsFromCondition)
     policy.eval()
     spec, found = policy.spec, {}
     with progress("Reading", data.step_count) as advance, learning_in(precision):
@@ -48,18 +54,38 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
 
 def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
     """Return empty tensors for as many conditions as `data` has steps, made like the first ones; ConfigError."""
-    each = sum(value[0].nbytes for value in made.values())
-    available = free_memory(data.device)
-    if available is not None and each * data.step_count > available:
-        raise ConfigError(
-            f"keep_conditions=true would keep {in_bytes(each)} of each of {data.step_count} steps, "
-            f"{in_bytes(each * data.step_count)}, and {in_bytes(available)} are free: leave it false, or take fewer "
-            "episodes."
-        )
+    _require_room(made, data.step_count, data.device)
     return {
         name: torch.empty((data.step_count, *value.shape[1:]), dtype=value.dtype, device=data.device)
         for name, value in made.items()
     }
+
+
+def _require_room(made: Mapping[str, Tensor], steps: int, device: torch.device) -> int:
+    """Return the bytes of so many conditions made like these; raises ConfigError where fewer are free."""
+    each, available = sum(value[0].nbytes for value in made.values()), free_memory(device)
+    if available is not None and each * steps > available:
+        raise ConfigError(
+            f"keep_conditions=true would keep {in_bytes(each)} of each of {steps} steps, {in_bytes(each * steps)}, and "
+            f"{in_bytes(available)} are free: leave it false, or take fewer episodes."
+        )
+    return each * steps
+
+
+@torch.no_grad()
+def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: LearningPrecision = "fp32") -> str:
+    """Return in one line what keeping the conditions of about so many steps like those of `data` will take.
+
+    Raises ConfigError as `read_once`.
+    """
+    require_resting_encoder(policy)
+    assert isinstance(policy, LearnsFromCondition)
+    spec, first = policy.spec, torch.zeros(1, dtype=torch.int64)
+    device = next(policy.parameters()).device
+    seen = data.to(device).windows(first.to(device), spec.history, 1, spec.columns)["observation"]
+    with learning_in(precision):
+        kept = _require_room(policy.encode(seen), steps, device)
+    return f"What its encoder makes of about {steps} steps is kept: {in_bytes(kept)}."
 
 
 def with_conditions(

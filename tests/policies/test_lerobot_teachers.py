@@ -174,7 +174,9 @@ def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path,
     command = ["teach", "expert", *student, *short, *scene, f"run.root={tmp_path}", "run.threads=1", *given]
     assert main(command) == 0
     held = 3 if "teach.micro_batch=3" in given else 8
-    assert f"activations of {held} decisions" in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"activations of {held} decisions" in told
+    assert ("What its encoder makes of about" in told) == ("teach.keep_conditions=true" in given)
     made = load_lerobot_policy(tmp_path / "teach/push_cube/0/checkpoint")
     before, after = load_lerobot_policy(folders["student"]).policy.state_dict(), made.policy.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -78,6 +78,15 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_computed(episodes
         read_once(frozen(), episodes)
 
 
+def test_what_it_will_take_is_said_and_refused_before_anything_is_played(episodes, monkeypatch):
+    policy = frozen()
+    each = sum(value[0].nbytes for value in read_once(policy, episodes).values())
+    assert conditions.plan_conditions(policy, episodes, 10**6).endswith(f"steps is kept: {each} MB.")
+    monkeypatch.setattr(conditions, "free_memory", lambda device: 10**6 * each - 1)
+    with pytest.raises(ConfigError, match=r"of each of 1000000 steps, .* leave it false, or take fewer episodes"):
+        conditions.plan_conditions(policy, episodes, 10**6)
+
+
 def test_policies_that_learn_in_stages_refuse_it(tmp_path, capsys):
     made = ["collect.episodes=3", "world=reach_planar", f"run.root={tmp_path}", "world.batch_size=3"]
     assert main(["collect", *made]) == 0
