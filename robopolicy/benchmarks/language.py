@@ -16,14 +16,7 @@ from rich.rule import Rule
 
 from robopolicy.benchmarks.algorithms import GRAPE
 from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import (
-    Variant,
-    chosen_from,
-    pretrained,
-    run_variant,
-    seen_by,
-    settings_of,
-)
+from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, seen_by, settings_of
 from robopolicy.benchmarks.sight import SMALL
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder

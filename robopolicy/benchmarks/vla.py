@@ -8,7 +8,7 @@ things are. They are judged on the same starts before and after. The checkpoint 
 own classes, whose decisions from the same noise are compared with ours.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +31,8 @@ from robopolicy.runs import is_complete, output
 from robopolicy.verbs import collect, evaluate, finetune, teach, train
 from robopolicy.verbs.bench import Benchmark, Table
 
+Composed = Callable[..., Config]
+"""Settings -> what a stage of a row runs with: scene, root, seed and overrides are known."""
 TAUGHT = "_taught"
 ARMS = {
     "smolvla": "SmolVLA, PPO in its flow",
@@ -104,22 +106,25 @@ def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
     """Run the missing stages of one arm, and return its row of results."""
     output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
     run = f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"
-    shared = [*SCENE, *run], config.bench.overrides
-    base = imitated(root, kind_of(arm), seed, *shared)
-    folder, found = (taught if arm.endswith(TAUGHT) else tuned)(root, kind_of(arm), base, seed, *shared)
+
+    def composed(*settings: str) -> Config:
+        return compose([*SCENE, *run, *settings, *config.bench.overrides])
+
+    base = imitated(root, kind_of(arm), seed, composed)
+    folder, found = (taught if arm.endswith(TAUGHT) else tuned)(root, kind_of(arm), base, seed, composed)
     made = read_json(folder / "versions.json")
     return {
         **found,
-        **compared(compose([*shared[0], *shared[1]]), folder / "checkpoint"),
+        **compared(composed(), folder / "checkpoint"),
         **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
     }
 
 
-def imitated(root: Path, kind: str, seed: int, shared: Sequence[str], changed: Sequence[str]) -> Path:
+def imitated(root: Path, kind: str, seed: int, composed: Composed) -> Path:
     """Return the checkpoint of a policy that imitates demonstrations, after recording and learning what is missing."""
     recorded, base = root / "collect" / "data" / str(seed), root / "train" / kind / str(seed)
     if not is_complete(recorded):
-        collect.run(compose([*shared, "run.name=data", *DEMONSTRATIONS, *changed]))
+        collect.run(composed("run.name=data", *DEMONSTRATIONS))
     if not is_complete(base):
         dataset, untrained = recorded / "dataset", root / "untrained" / kind / str(seed)
         path = untrained / "taught"
@@ -128,17 +133,15 @@ def imitated(root: Path, kind: str, seed: int, shared: Sequence[str], changed: S
                 write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed), dataset, path, SEEING, seed
             )
         chosen = f"run.name={kind}", f"policy.path={path}", f"train.data={dataset}"
-        train.run(compose([*shared, *IMITATION, *chosen, *changed]))
+        train.run(composed(*IMITATION, *chosen))
     return base / "checkpoint"
 
 
-def tuned(
-    root: Path, kind: str, base: Path, seed: int, shared: Sequence[str], changed: Sequence[str]
-) -> tuple[Path, dict[str, Any]]:
+def tuned(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> tuple[Path, dict[str, Any]]:
     """Fine-tune `base` by PPO; return the run's folder and what came of it."""
     folder = root / "finetune" / kind / str(seed)
     if not is_complete(folder):
-        finetune.run(compose([*shared, *TUNING, f"run.name={kind}", f"finetune.policy={base}", *changed]))
+        finetune.run(composed(*TUNING, f"run.name={kind}", f"finetune.policy={base}"))
     result = read_json(folder / "result.json")
     return folder, {
         **{who: short(result[who]["deterministic"]) for who in ("base", "tuned")},
@@ -147,17 +150,15 @@ def tuned(
     }
 
 
-def taught(
-    root: Path, kind: str, base: Path, seed: int, shared: Sequence[str], changed: Sequence[str]
-) -> tuple[Path, dict[str, Any]]:
+def taught(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> tuple[Path, dict[str, Any]]:
     """Let the script teach `base`; return the run's folder and what came of it."""
     folder, judged = (root / verb / kind / str(seed) for verb in ("teach", "evaluate"))
     if not is_complete(folder):
-        teach.run(compose([*shared, *STUDENT, *TEACHING, f"run.name={kind}", f"policy.path={base}", *changed]))
+        teach.run(composed(*STUDENT, *TEACHING, f"run.name={kind}", f"policy.path={base}"))
     if not is_complete(judged):
-        episodes = compose([*shared, *TEACHING, *changed]).teach.evaluate_episodes
+        episodes = composed(*TEACHING).teach.evaluate_episodes
         given = f"evaluate.policy={base}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
-        evaluate.run(compose([*shared, f"run.name={kind}", *given, *changed]))
+        evaluate.run(composed(f"run.name={kind}", *given))
     result, before = read_json(folder / "result.json"), read_json(judged / "result.json")["policy"]
     return folder, {
         "base": short(before["deterministic"]),

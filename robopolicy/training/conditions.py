@@ -22,34 +22,33 @@ AT_ONCE = 64
 """Observations that are encoded at a time."""
 
 
-def require_resting_encoder(policy: Trainable) -> None:
-    """Raise ConfigError where an encoder learns or sees no images, so that nothing it makes is worth keeping."""
-    if not isinstance(policy, LearnsFromCondition) or not (policy.learns_from_condition and policy.caches_condition):
-        raise ConfigError(
-            "keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
-            "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
-        )
-
-
 @torch.no_grad()
 def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = "fp32") -> dict[str, Tensor]:
     """Return the encoded observation of every step of `data`, name -> [N, ...], on the device of `data`.
 
-    Raises ConfigError as `require_resting_encoder`, and where what it makes does not fit into memory.
+    Raises ConfigError where the encoder learns, sees no images, or what it makes of them does not fit into memory.
     """
-    require_resting_encoder(policy)
-    assert isinstance(policy, LearnsFromCondition)
-    policy.eval()
     spec, found = policy.spec, {}
+    encoder = _resting(policy.eval())
     with progress("Reading", data.step_count) as advance, learning_in(precision):
         for steps in torch.arange(data.step_count, device=data.device).split(AT_ONCE):
-            made = policy.encode(data.windows(steps, spec.history, 1, spec.columns)["observation"])
+            made = encoder.encode(data.windows(steps, spec.history, 1, spec.columns)["observation"])
             if not found:
                 found = _room(made, data)
             for name, value in made.items():
                 found[name][steps] = value
             advance(len(steps))
     return found
+
+
+def _resting(policy: Trainable) -> LearnsFromCondition:
+    """Return a policy whose encoder rests; raises ConfigError where it learns or sees no images."""
+    if isinstance(policy, LearnsFromCondition) and policy.learns_from_condition and policy.caches_condition:
+        return policy
+    raise ConfigError(
+        "keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
+        "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
+    )
 
 
 def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
@@ -78,13 +77,11 @@ def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: Le
 
     Raises ConfigError as `read_once`.
     """
-    require_resting_encoder(policy)
-    assert isinstance(policy, LearnsFromCondition)
-    spec, first = policy.spec, torch.zeros(1, dtype=torch.int64)
-    device = next(policy.parameters()).device
-    seen = data.to(device).windows(first.to(device), spec.history, 1, spec.columns)["observation"]
+    encoder, spec, device = _resting(policy), policy.spec, next(policy.parameters()).device
+    first = torch.zeros(1, dtype=torch.int64, device=device)
+    seen = data.to(device).windows(first, spec.history, 1, spec.columns)["observation"]
     with learning_in(precision):
-        kept = _require_room(policy.encode(seen), steps, device)
+        kept = _require_room(encoder.encode(seen), steps, device)
     return f"What its encoder makes of about {steps} steps is kept: {in_bytes(kept)}."
 
 

@@ -83,7 +83,7 @@ def teach(
             student = load_student(place.checkpoint)
             continue
         if student is None:
-            student = new_student(Episodes.concatenate(played))
+            student = new_student(played[0])
             require_fit(student.spec, world.spec)
         losses = _learn(student, played, config, number, place, seed, read)
         folder.rewind("round", number - 1)

@@ -24,6 +24,8 @@ from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
 from robopolicy.inference.comparison import timed
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import DistillConfig
@@ -60,8 +62,7 @@ def run(config: Config) -> int:
         distillable(teacher.policy, section.steps)
     else:  # before it plays a single episode
         teacher = distillable(teacher, section.steps)
-        lesson = Distillation(teacher, settings)
-        say_model(lesson.student, settings, lesson)
+        plan(teacher, settings)
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
     clock = folder.clock()
@@ -93,6 +94,13 @@ def run(config: Config) -> int:
     )
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def plan(teacher: DenoisingPolicy, settings: DistillConfig) -> None:
+    """Say what distilling one of LeRobot's takes of memory, by a student that is dropped; raises as `say_model`."""
+    if isinstance(teacher.network, LeRobotModule):
+        lesson = Distillation(teacher, settings)
+        say_model(lesson.student, settings, lesson)
 
 
 def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
