@@ -22,14 +22,18 @@ def test_advice_comes_where_success_did_not_rise(tuned, said, capsys):
     assert ("finetune.learning_rate=1e-4" in capsys.readouterr().out) is said
 
 
-@pytest.mark.parametrize(("discount", "horizon", "said"), [(0.99, 40, True), (0.95, 40, False), (0.99, 120, False)])
-def test_a_critic_that_looks_beyond_the_time_limit_is_named(discount, horizon, said, capsys):
-    print_advice({"base": judged(0.4), "tuned": judged(0.4)}, FinetuneSection(discount=discount), horizon)
+@pytest.mark.parametrize(
+    ("discount", "horizon", "limit", "said"),
+    [(0.99, 40, "cut", True), (0.99, 40, "end", False), (0.95, 40, "cut", False), (0.99, 120, "cut", False)],
+)
+def test_a_critic_that_looks_beyond_the_time_limit_is_named(discount, horizon, limit, said, capsys):
+    section = FinetuneSection(discount=discount, time_limit=limit)
+    print_advice({"base": judged(0.4), "tuned": judged(0.4)}, section, horizon)
     assert (
-        "100 control steps ahead, further than an episode lasts (40): try finetune.discount=0.95"
+        "100 control steps ahead, further than an episode lasts (40): try finetune.time_limit=end first"
         in " ".join(capsys.readouterr().out.split())
     ) is said
-    print_advice({"base": judged(0.4), "tuned": judged(0.9)}, FinetuneSection(discount=discount), horizon)
+    print_advice({"base": judged(0.4), "tuned": judged(0.9)}, section, horizon)
     assert not capsys.readouterr().out
 
 

@@ -168,6 +168,12 @@ class Rollouts:
             return replace(self, images=kept)
         return replace(self, next_observation={}, images=None if kept is None else replace(kept, after=None))
 
+    def ended_by_limits(self) -> "Rollouts":
+        """Take time limits for ends of the task: nothing is worth anything behind them (Pardo et al. 2018,
+        arXiv:1712.00378; their agents are told the time as well, which is no part of what is observed here).
+        """
+        return replace(self, terminated=self.terminated | self.truncated, truncated=torch.zeros_like(self.truncated))
+
     def with_extras(self, **extras: Tensor) -> "Rollouts":
         """Add extras [B, T, ...] by name; raises KeyError for a name that `Extras` does not have."""
         return replace(self, extras=self.extras.adding(**extras))

@@ -133,7 +133,7 @@ class FinetuneConfig(AlgorithmConfig):
     group_size: int = 8
     """Episodes with the same start."""
     starts: int = 0
-    """Size of the pool that starts are drawn from, 0 for always fresh ones."""
+    """Size of the pool that starts are drawn from, 0 for fresh ones."""
     branch_at: tuple[int, ...] = ()
     """Decisions before which every running episode splits into branch_width that go on from the same state."""
     branch_width: int = 2
@@ -211,6 +211,10 @@ class FinetuneConfig(AlgorithmConfig):
     """Per control step; 1 / (1 - it) of them should fit an episode."""
     gae_lambda: float = 0.95
     """Per decision."""
+    time_limit: Literal["cut", "end"] = "cut"
+    """A cut, behind which an episode's value goes on, or its end. End where few decisions fit an episode: what comes
+    behind a cut is never seen, and a critic that is wrong there makes standing still look good.
+    """
     clip: float = 0.2
     """Width of the ratio's clip range, at the cleanest step."""
     clip_base: float | None = None

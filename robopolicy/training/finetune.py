@@ -268,6 +268,8 @@ class _Finetuning:
         """Turn rewards into one advantage a step."""
         instructions = self.world.spec.instructions
         sources = Sources(self.policy, self.teacher, instructions, self.generators, self.iteration)
+        if self.config.time_limit == "end":
+            rollouts = rollouts.ended_by_limits()
         rollouts = provide(rollouts, self.algorithm.needs, sources)
         for model in self.models.values():
             rollouts = model.annotate(rollouts, self._context)

@@ -329,12 +329,12 @@ def print_advice(
         "ready, finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more finetune.num_envs. "
         f"{causes}"
     )
-    # A time limit is no end: what would have come after it counts, and no episode shows that to the critic.
+    # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.
     ahead = 1 / max(1 - section.discount, 1e-9)
-    if horizon and ahead > horizon:
+    if horizon and ahead > horizon and section.time_limit == "cut":
         output.print(
             f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
-            f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} first."
+            f"episode lasts ({horizon}): try finetune.time_limit=end first."
         )
 
 

@@ -98,6 +98,14 @@ def test_critic_warmup_leaves_the_policy_alone_but_not_the_critic(tmp_path: Path
     assert records[-1]["value_loss"] < records[1]["value_loss"]
 
 
+def test_a_time_limit_is_an_end_where_it_is_said_to_be():
+    config = replace(CONFIG, iterations=3)
+    ended, _ = _tune(config, world=BanditWorld(64, terminates=True))
+    for limit, alike in (("end", True), ("cut", False)):
+        policy, _ = _tune(replace(config, time_limit=limit), world=BanditWorld(64))
+        assert torch.equal(policy.first.weight, ended.first.weight) is alike
+
+
 def test_the_kl_target_stops_the_epochs(tmp_path: Path):
     _tune(replace(CONFIG, iterations=3, target_kl=1e-4), tmp_path)
     record = RunFolder(tmp_path).metrics()[-1]
