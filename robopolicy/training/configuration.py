@@ -213,7 +213,7 @@ class FinetuneConfig(AlgorithmConfig):
     """Per decision."""
     time_limit: Literal["cut", "end"] = "cut"
     """A cut, behind which an episode's value goes on, or its end. End where few decisions fit an episode: what comes
-    behind a cut is never seen, and a critic that is wrong there makes standing still look good.
+    behind a cut is never seen.
     """
     clip: float = 0.2
     """Width of the ratio's clip range, at the cleanest step."""
