@@ -169,8 +169,9 @@ class Rollouts:
         return replace(self, next_observation={}, images=None if kept is None else replace(kept, after=None))
 
     def ended_by_limits(self) -> "Rollouts":
-        """Take time limits for ends of the task: nothing is worth anything behind them (Pardo et al. 2018,
-        arXiv:1712.00378; their agents are told the time as well, which is no part of what is observed here).
+        """Take time limits for ends of the task, behind which nothing is worth anything.
+
+        As Pardo et al. 2018 (arXiv:1712.00378) do, whose agents are told the time as well; here nothing observes it.
         """
         return replace(self, terminated=self.terminated | self.truncated, truncated=torch.zeros_like(self.truncated))
 

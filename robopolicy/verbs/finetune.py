@@ -334,7 +334,8 @@ def print_advice(
     if horizon and ahead > horizon and section.time_limit == "cut":
         output.print(
             f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
-            f"episode lasts ({horizon}): try finetune.time_limit=end first."
+            f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "
+            "finetune.time_limit=end first."
         )
 
 
