@@ -243,6 +243,9 @@ def test_from_images_to_one_step_behind_one_encoder(tmp_path: Path):
     sized = [*(f"worldmodel.config.{each}" for each in TINY), "worldmodel.fit.steps=20"]
     for stage in ("model", "judge", "online_model"):
         asked.append(f"pipeline.changes.{stage}=[{','.join(repr(each) for each in sized)}]")
+    asked.append("pipeline.changes.demonstrations=['collect.episodes=12']")
+    for stage in ("recorder", "imitation"):
+        asked.append(f"pipeline.changes.{stage}=['train.fit.steps=10']")
     for stage in ("log", "online_log"):
         asked.append(f"pipeline.changes.{stage}=['collect.episodes=16']")
     for stage in ("offline", "online"):

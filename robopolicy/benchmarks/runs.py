@@ -99,14 +99,24 @@ MORE = {
 }
 """Settings by task."""
 
+NOISY_LABELS = {
+    "push_cube_pixels": (
+        "collect.episodes=300",
+        "collect.noise=[0.1]",
+        'collect.label_policy=""',
+        "train.fit.steps=3000",
+    ),
+}
+"""What its recipe was before its expert's clean labels; the rows of `bench inference` learned from it."""
+
 BASES = {
     "diffusion": Changes(),
     "flow": Changes(("policy.kind=flow",)),
     "token": Changes((*TOKEN, "train.fit.steps=600"), {"pick_place": ("collect.episodes=150", "train.fit.steps=1500")}),
     "few": Changes((), FEWER),
     "many": Changes((), MORE),
-    "hundred_steps": Changes((*TRANSFORMER, "policy.sampling_steps=100")),
-    "ten_steps": Changes(("policy.sampling_steps=10", "policy.finetuned_steps=null")),
+    "hundred_steps": Changes((*TRANSFORMER, "policy.sampling_steps=100"), NOISY_LABELS),
+    "ten_steps": Changes(("policy.sampling_steps=10", "policy.finetuned_steps=null"), NOISY_LABELS),
     "ten_steps_of_a_transformer": Changes((*TRANSFORMER, "policy.sampling_steps=10")),
     "hidden_words": Changes(("policy.hidden_words=0.1",)),
     "novice": Changes(("train.fit.steps=60",)),
