@@ -2,7 +2,8 @@
 
 Every family calls LeRobot's own modules, in the order of LeRobot's own `sample_actions`: the observation is read once,
 and the keys and values that it leaves in every layer are the condition, so that steps are taken, and scored again,
-without it. Axes: N row, P predicted step, L latent element, S prefix token, D size of a head.
+without it. Axes: N row, k denoising steps, P predicted step, L latent element, S prefix token, T suffix token, D size
+of a head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,15 @@ class Prefixed(Squared):
         """See `Family`."""
         return make_schedule(config)
 
+    def pays(self, x: Tensor, condition: Condition) -> bool:
+        """Whether k chunks side by side, which attend to all k of them, are no longer than the prefix they share."""
+        return x.shape[1] * x.shape[2] <= condition[MASK].shape[1]
+
+    def _predicted(self, after: Tensor, x: Tensor) -> Tensor:
+        """Return velocities [N, k, P, L] of what the expert made of suffixes side by side, [N, k T, width]."""
+        steps = after.unflatten(1, (x.shape[1], -1))[:, :, -x.shape[2] :]
+        return self.model.action_out_proj(steps.to(torch.float32))
+
 
 class SmolVLA(Prefixed):
     """SmolVLA: the state is the last token of the prefix, and the expert sees the prefix in every layer."""
@@ -75,6 +85,19 @@ class SmolVLA(Prefixed):
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, P, L]; see `Family`."""
         return self.model.denoise_step(condition[MASK], _cache(condition), x, time)
+
+    def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        """Predict velocities [N, k, P, L]; see `SeveralAtOnce`."""
+        suffixes, seen, order = self.model.embed_suffix(x.flatten(0, 1), times.flatten())
+        suffix, positions, mask = _side_by_side(suffixes, seen, order, condition[MASK])
+        (_, after), _ = self.model.vlm_with_expert.forward(
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=_cache(condition),
+            inputs_embeds=[None, suffix],
+            use_cache=True,
+        )
+        return self._predicted(after, x)
 
     def denoising_modules(self) -> list[nn.Module]:
         """See `Family`."""
@@ -125,6 +148,28 @@ class Pi(Prefixed):
         if self.reads_state_apart:
             return [*modules, model.state_proj, model.action_time_mlp_in, model.action_time_mlp_out]
         return [*modules, model.time_mlp_in, model.time_mlp_out]
+
+
+class Pi0(Pi):
+    """pi0 alone: times are part of its suffix's tokens. Those of pi05 scale whole suffixes, of one step each."""
+
+    def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        """Predict velocities [N, k, P, L]; see `SeveralAtOnce`."""
+        from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
+
+        state = condition[STATE].repeat_interleave(x.shape[1], 0)
+        suffixes, seen, order, _ = self.model.embed_suffix(state, x.flatten(0, 1), times.flatten())
+        suffix, positions, mask = _side_by_side(suffixes, seen, order, condition[MASK])
+        joint = self.model.paligemma_with_expert
+        joint.gemma_expert.model.config._attn_implementation = "eager"
+        (_, after), _ = joint.forward(
+            attention_mask=prepare_attention_masks_4d(mask),
+            position_ids=positions,
+            past_key_values=_cache(condition),
+            inputs_embeds=[None, suffix],
+            use_cache=False,
+        )
+        return self._predicted(after, x)
 
 
 class Diffusion(Squared):
@@ -215,7 +260,7 @@ class MultiTaskDiT(Squared):
 
 FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {
     "smolvla": SmolVLA,
-    "pi0": Pi,
+    "pi0": Pi0,
     "pi05": Pi,
     "xvla": XVLA,
     "multi_task_dit": MultiTaskDiT,
@@ -325,6 +370,25 @@ def _read_prefix(joint: Any, embedded: Tensor, seen: Tensor, mask: Tensor) -> di
         VALUES: torch.stack([layer.values for layer in cache.layers], 1),
         MASK: seen,
     }
+
+
+def _side_by_side(suffixes: Tensor, seen: Tensor, order: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return k suffixes of each row as one, which see the row's prefix and nothing of each other.
+
+    suffixes: embedded, [N k, T, width]; seen, order: as LeRobot has them, [N k, T], the same for all; prefix: which of
+    its tokens are seen, [N, S]. Returns the tokens [N, k T, width], their positions [N, k T], each suffix's as if there
+    were no other, and who attends to whom [N, k T, S + k T]. So the prefix's keys and values are neither copied nor
+    projected for every step: what they cost is most of a step whose chunk is short beside what was read.
+    """
+    from lerobot.policies.common.vla_utils import make_att_2d_masks
+
+    rows = len(prefix)
+    count = len(suffixes) // rows
+    apart = torch.block_diag(*make_att_2d_masks(seen[:1], order[:1]).expand(count, -1, -1))
+    length = len(apart)
+    mask = torch.cat([prefix[:, None].expand(-1, length, -1), apart.bool().expand(rows, -1, -1)], 2)
+    positions = prefix.sum(-1, keepdim=True) + (seen[0].cumsum(0) - 1).repeat(count)
+    return suffixes.unflatten(0, (rows, count)).flatten(1, 2), positions, mask
 
 
 def _cache(condition: Condition) -> Any:

@@ -1,10 +1,10 @@
 """What has to be known of a denoising policy of LeRobot's so that it learns here: `Family`, and what most share.
 
-Axes: N row, P predicted step, L latent element, A action dimension, S steps of a chunk.
+Axes: N row, k denoising steps, P predicted step, L latent element, A action dimension, S steps of a chunk.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -66,6 +66,19 @@ class Family(Protocol):
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Return what LeRobot's training loss says of each step, [N, P], of predictions and targets [N, P, L]."""
+        ...
+
+
+@runtime_checkable
+class SeveralAtOnce(Protocol):
+    """Optional: a family that need not copy the condition for each of several steps."""
+
+    def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        """Predict [N, k, P, L] of k latents of each row, x [N, k, P, L] at times [N, k], as `denoise` does of one."""
+        ...
+
+    def pays(self, x: Tensor, condition: Condition) -> bool:
+        """Whether that is cheaper than copies, of x [N, k, P, L]."""
         ...
 
 

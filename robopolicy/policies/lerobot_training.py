@@ -39,7 +39,7 @@ from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read
 from robopolicy.policies.lerobot_act import GaussianACT
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, folder_of
 from robopolicy.policies.lerobot_families import FAMILIES, WITHOUT_STEPS, why_as_many_steps, why_not_trainable
-from robopolicy.policies.lerobot_family import Squared
+from robopolicy.policies.lerobot_family import SeveralAtOnce, Squared
 from robopolicy.policies.lerobot_fast import FastTokens
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.policies.lerobot_statistics import fill_in, require_statistics
@@ -234,7 +234,9 @@ class LeRobotNetwork(LeRobotModule):
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Get ready for steps at times [K]; see `SharesSteps`."""
         every = EveryStep(self, times, condition)
-        return Recomputed(every) if self.tuning.checkpointing else every
+        if self.tuning.checkpointing:
+            return Recomputed(every)
+        return AtOnce(every, self.family) if isinstance(self.family, SeveralAtOnce) else every
 
     def to_latents(self, actions: Tensor) -> Tensor:
         """Return normalised actions [N, P, L] of actions [N, P, A], padded at the end."""
@@ -334,6 +336,24 @@ class FrozenTwin(nn.Module):
     def named_weights(self) -> dict[str, Tensor]:
         """Return the copies by the network's names, [*shape] each."""
         return {name: self.get_buffer(f"weight_{index}") for index, name in enumerate(self.names)}
+
+
+class AtOnce:
+    """`Steps` of a family that takes several without a copy of the condition for each."""
+
+    def __init__(self, every: EveryStep, family: SeveralAtOnce):
+        self.every, self.family = every, family
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [N, P, L]; see `Steps`."""
+        return self.every.one(x, step)
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [N, k, P, L]; see `Steps`."""
+        if not self.family.pays(x, self.every.condition):
+            return self.every.several(x, chosen)
+        times = self.every.times if chosen is None else self.every.times[chosen]
+        return self.family.denoise_several(x, times.expand(x.shape[:2]), self.every.condition)
 
 
 class Recomputed:
