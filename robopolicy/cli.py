@@ -39,6 +39,9 @@ NARROW = 110
 MANY = 40
 """Settings of a section beyond which a verb's page says little about each."""
 
+NAMING = ("collect.quality",)
+"""Settings that say for any verb where what it starts from lies by default, whichever sections it reads."""
+
 SHARED = ("run", "world", "plan", "lerobot")
 """Sections that many verbs read: the help of a verb only names their keys."""
 
@@ -91,7 +94,9 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
         print_help(name, verb, compose(overrides(name, verb, settings), sections=verb.sections), output, sections)
         return 0
     origin = partial(_in_origin, verb) if verb.world_from else None
-    config = compose(overrides(name, verb, arguments), origin, verb.sections)
+    given = overrides(name, verb, arguments)
+    config = compose(given, origin, verb.sections)
+    _say_unread(name, verb, config, given)
     ask_for(config.run.plugins)
     return int(VERBS.load(name)(config) or 0)
 
@@ -101,6 +106,16 @@ def _in_origin(verb: Verb, config: "Config") -> "Config":
     from robopolicy.origins import with_origin  # imports torch: only for verbs that need it
 
     return with_origin(config, verb.world_from)
+
+
+def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -> None:
+    """Say which settings `name` was given and does not read; no warning, for scripts may give all verbs the same."""
+    keys = [setting.partition("=")[0].lstrip("+~") for setting in given]
+    others = vars(config).keys() - set(verb.sections)
+    unread = [key for key in keys if "." in key and key.partition(".")[0] in others and key not in NAMING]
+    if unread:
+        text = f"'{name}' does not read {', '.join(unread)}: it reads {', '.join(verb.sections)}."
+        Console(stderr=True, emoji=False).print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
 
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:

@@ -114,6 +114,17 @@ def test_a_policy_of_another_world(root, checkpoint, capsys):
     assert "'push_cube' shows [13]" in said
 
 
+def test_a_setting_that_a_verb_does_not_read_is_said(root, tmp_path, capsys):
+    absent = tmp_path / "absent"
+    said = complaint(capsys, "finetune", str(absent), "recipe=push_cube", "policy.width=33", f"run.root={root}")
+    known = (
+        "train.evaluate_episodes, evaluate.episodes, evaluate.videos, policy.width: it reads run, world, plan, finetune"
+    )
+    assert "'finetune' does not read policy.width, policy.depth" in said and known in said
+    said = complaint(capsys, "train", "world=push_t", "collect.quality=medium", f"run.root={root}")
+    assert "quality" not in said and "push_t-medium" in said  # it says where the data lies
+
+
 def test_a_path_of_any_characters_is_a_target(root, checkpoint, tmp_path):
     folder = tmp_path / "rate=3e-4, {it's} [run 1]" / "checkpoint"
     folder.parent.mkdir()
