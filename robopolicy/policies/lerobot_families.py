@@ -51,7 +51,7 @@ class Prefixed(Squared):
         return make_schedule(config)
 
     def pays(self, x: Tensor, condition: Condition) -> bool:
-        """Whether k chunks side by side, which attend to all k of them, are no longer than the prefix they share."""
+        """Whether chunks side by side, k P of x [N, k, P, L], are no longer than the prefix: each sees all of them."""
         return x.shape[1] * x.shape[2] <= condition[MASK].shape[1]
 
     def _predicted(self, after: Tensor, x: Tensor) -> Tensor:
