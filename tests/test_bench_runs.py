@@ -203,7 +203,10 @@ def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_o
     monkeypatch.setattr(language, "GROUPS", 16)
     few = [
         "collect.episodes=32",
-        "teach.episodes=24",
+        "collect.label_steps=2",
+        "policy.chunk=2",
+        "policy.prediction_steps=2",
+        "teach.episodes=9",
         "teach.rounds=2",
         "teach.last_steps=2",
         "teach.fit.steps=2",
