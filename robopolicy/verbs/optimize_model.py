@@ -63,6 +63,11 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
     section, model = config.optimize, load_world_model(path, device)
     if not isinstance(model, Cacheable) or not isinstance(model, ChunkModel):
         raise ConfigError(f"{path} holds a world model without denoising steps: there is nothing to choose.")
+    if section.evaluate_episodes:
+        raise ConfigError(
+            f"{path} holds a world model, in which success is a policy's: leave optimize.evaluate_episodes=0, and "
+            "compare policies in it with 'robopolicy rank'."
+        )
     folder = open_fresh_run(config, "optimize", SECTIONS)
     episodes = _recorded(section, path, model)
     steps = model.chunk

@@ -173,6 +173,8 @@ def test_models_and_data_with_nothing_to_try_are_refused(
     missing = tmp_path / "missing"
     assert main(["optimize", str(saved), f"optimize.data=[{missing}]", f"run.root={tmp_path / 'b'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
+    assert main(["optimize", str(saved), "optimize.evaluate_episodes=8", f"run.root={tmp_path / 'b'}"]) == 2
+    assert "leave optimize.evaluate_episodes=0" in capsys.readouterr().err
     result = optimized(saved, recorded, tmp_path / "c", "optimize.budgets=[20]")
     assert list(result["ways"]) == ["reference"]
     assert f"calls its network {K} times" in capsys.readouterr().out.replace("\n", " ")
