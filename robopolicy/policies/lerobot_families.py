@@ -386,7 +386,7 @@ def _side_by_side(suffixes: Tensor, seen: Tensor, order: Tensor, prefix: Tensor)
     count = len(suffixes) // rows
     apart = torch.block_diag(*make_att_2d_masks(seen[:1], order[:1]).expand(count, -1, -1))
     length = len(apart)
-    mask = torch.cat([prefix[:, None].expand(-1, length, -1), apart.bool().expand(rows, -1, -1)], 2)
+    mask = torch.cat([prefix[:, None].expand(-1, length, -1), apart.expand(rows, -1, -1)], 2)
     positions = prefix.sum(-1, keepdim=True) + (seen[0].cumsum(0) - 1).repeat(count)
     return suffixes.unflatten(0, (rows, count)).flatten(1, 2), positions, mask
 

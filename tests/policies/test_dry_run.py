@@ -116,6 +116,9 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     said = capsys.readouterr().out
     assert "450 million parameters, 99.8 million of them learn" in said and "8 decisions and a copy of 1 42" in said
     assert not (tmp_path / "runs").exists()
+    assert main([*command, "finetune.rollout_length=2000", "finetune.minibatch=8000"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "lower minibatch=8000" in said
     monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 30 * 10**9)
     assert main([*command, "finetune.rollout_length=8", "finetune.minibatch=32"]) == 2
     said = " ".join(capsys.readouterr().err.split())
