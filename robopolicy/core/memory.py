@@ -11,7 +11,9 @@ MEMORY = Path("/proc/meminfo")
 def free_memory(device: torch.device) -> int | None:
     """Return the free bytes of a device, None where the system does not say."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What torch keeps for the next tensor is free as well.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     if not MEMORY.is_file():
         return None
     lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines() if ":" in line)

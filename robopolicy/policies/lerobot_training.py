@@ -6,7 +6,6 @@ unless fewer are asked for, because LeRobot runs one network in all of them. Wha
 Axes: N row, P predicted step, L latent element, A action dimension.
 """
 
-import copy
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
 from robopolicy.nn.precision import lowering, to_keep
 from robopolicy.nn.schedules import Schedule
+from robopolicy.nn.sharing import copied
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
@@ -274,9 +274,7 @@ class LeRobotNetwork(LeRobotModule):
         """
         if reason := self.why_always_as_many():
             raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
-        # What is frozen stays one: a language model is larger than all that learns.
-        shared = {id(weight): weight for weight in self.parameters() if not weight.requires_grad}
-        made = copy.deepcopy(self, shared)
+        made = copied(self)
         inner: Any = made.policy
         setattr(inner.config, made.family.steps_setting, steps)
         made.tuning = replace(made.tuning, noisy_steps=None)  # it may be more than there are now

@@ -4,7 +4,6 @@ Source: PPO-EWMA, Hilton et al. 2022, arXiv:2110.00641; taken up for asynchronou
 are missing by Missing Old Logits, arXiv:2605.12070.
 """
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from robopolicy.core.policy import ScoredPolicy, TensorObservation, Trainable
 from robopolicy.nn.pieces import scores_of
+from robopolicy.nn.sharing import copied
 
 
 class PolicyAverage:
@@ -25,7 +25,9 @@ class PolicyAverage:
 
     def __init__(self, policy: Trainable, decay: float):
         self.decay, self.total = decay, 1.0
-        self._mean: Trainable = copy.deepcopy(policy).requires_grad_(False).eval()
+        mean = copied(policy)
+        self._learning = [weight for weight in mean.parameters() if weight.requires_grad]
+        self._mean: Trainable = mean.requires_grad_(False).eval()
         self._before: tuple[float, list[Tensor]] | None = None
 
     @property
@@ -41,10 +43,11 @@ class PolicyAverage:
     @torch.no_grad()
     def update(self, policy: Trainable) -> None:
         """Take in the weights after an update."""
-        self._before = self.total, [weight.clone() for weight in self._mean.parameters()]
+        self._before = self.total, [weight.clone() for weight in self._learning]
         self.total = self.decay * self.total + 1
-        for mean, weight in zip(self._mean.parameters(), policy.parameters(), strict=True):
-            mean.lerp_(weight, 1 / self.total)  # exact where the two are equal, as frozen weights are
+        learning = (weight for weight in policy.parameters() if weight.requires_grad)
+        for mean, weight in zip(self._learning, learning, strict=True):
+            mean.lerp_(weight, 1 / self.total)
 
     @torch.no_grad()
     def take_back(self) -> None:
@@ -52,7 +55,7 @@ class PolicyAverage:
         if self._before is None:
             return
         self.total, weights = self._before
-        for mean, before in zip(self._mean.parameters(), weights, strict=True):
+        for mean, before in zip(self._learning, weights, strict=True):
             mean.copy_(before)
         self._before = None
 

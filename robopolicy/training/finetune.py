@@ -9,7 +9,6 @@ Collection goes on from fresh resets with seeds that depend on (seed, iteration)
 checkpoint holds where groups are over-provisioned.
 """
 
-import copy
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.pieces import in_pieces, scores_of
 from robopolicy.nn.precision import learning_in, tolerance_in
+from robopolicy.nn.sharing import copied, learned
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic
@@ -156,7 +156,7 @@ class _Finetuning:
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None
-        base = copy.deepcopy(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
+        base = copied(policy).requires_grad_(False) if Need.BASE in self.algorithm.needs else None
         self.device = next(policy.parameters()).device
         require_lowering(policy, config.precision)
         self.generators = Generators(seed, self.device)
@@ -209,7 +209,7 @@ class _Finetuning:
         finally:
             self.collector.close()
         if self.best_weights is not None:
-            self.policy.load_state_dict(self.best_weights)
+            self.policy.load_state_dict(self.best_weights, strict=False)
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
         return FinetuneResult(self.iteration, self.env_steps, self.course.ended or Ended.ITERATIONS, self.best)
@@ -359,7 +359,7 @@ class _Finetuning:
         reached = self.course.ended is Ended.TARGET
         if reached or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
-            self.best_weights = {name: value.clone() for name, value in self.policy.state_dict().items()}
+            self.best_weights = {name: value.clone() for name, value in learned(self.policy).items()}
             if self.run_folder is not None:
                 self.policy.save(self.run_folder.checkpoint)
         self._hold()

@@ -27,11 +27,12 @@ from robopolicy.training.configuration import FinetuneConfig
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes: weights, the policy's, and by whom else they are held; learning, gradients, optimiser, and the weights
-    before a step; kept, what an iteration's decisions and the copy of a minibatch keep; activations, of the scores of
-    at_once decisions, and what each of these adds. And parameters, how many there are, tuned, how many of them learn;
-    deciding, scoring: operations with floating-point numbers of one decision, and of its score without gradient.
-    teacher: the weights of another policy that it learns from, which is loaded last.
+    """Bytes: weights, the policy's that learn, and by whom else such are held; learning, gradients, optimiser, and the
+    weights before a step; kept, what an iteration's decisions and the copy of a minibatch keep; activations, of the
+    scores of at_once decisions, and what each of these adds. And parameters, how many there are, tuned, how many of
+    them learn; deciding, scoring: operations with floating-point numbers of one decision, and of its score without
+    gradient. rest: the weights that do not learn, which are held once (`nn.sharing`); teacher: those of another policy
+    that it learns from, which is loaded last.
     """
 
     weights: int
@@ -47,7 +48,18 @@ class MemoryBudget:
     tuned: int
     deciding: int
     scoring: int
+    rest: int = 0
     teacher: int = 0
+
+    @property
+    def held(self) -> int:
+        """What policy and base take, once they share what does not learn."""
+        return self.rest + 2 * self.weights
+
+    @property
+    def loading(self) -> int:
+        """What they take before that."""
+        return 2 * (self.rest + self.weights)
 
     @property
     def ahead(self) -> int:
@@ -57,8 +69,9 @@ class MemoryBudget:
     def text(self) -> str:
         """Return it as one line."""
         taught = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
+        rest = f"{in_bytes(self.rest)} that rest and " if self.rest else ""
         return (
-            f"Memory, about: weights {in_bytes(self.weights)} held {len(self.copies)} times "
+            f"Memory, about: weights {rest}{in_bytes(self.weights)} held {len(self.copies)} times "
             f"({', '.join(self.copies)}),{taught} gradients and optimiser {in_bytes(self.learning)}, {self.decisions} "
             f"decisions and a copy of {self.minibatch} {in_bytes(self.kept)}, activations of {self.at_once} decisions "
             f"{in_bytes(self.activations)}."
@@ -66,7 +79,7 @@ class MemoryBudget:
 
     def whole(self) -> str:
         """Return what else there is to say before anything is loaded, in one line."""
-        total, times = self.ahead + 2 * self.weights, "thrice" if self.at_once == self.minibatch else "four times"
+        total, times = self.ahead + self.held, "thrice" if self.at_once == self.minibatch else "four times"
         return (
             f"{_count(self.parameters)} parameters, {_count(self.tuned)} of them learn; a decision is "
             f"{_count(self.deciding)} operations, its score {_count(self.scoring)}, with its gradient {times} that. "
@@ -142,8 +155,9 @@ def plan_memory(
     doubled = _twice(seen), _twice(latents)
     each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - one
     learns = list(policy.trainable_parameters())
+    weights = sum(_bytes(weight) for weight in policy.parameters() if weight.requires_grad)
     return MemoryBudget(
-        weights=sum(_bytes(weight) for weight in policy.parameters()),
+        weights=weights,
         copies=copies,
         learning=sum(map(_bytes, learns)) + kept_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
         kept=decisions * (once + told) + rows * (copied + told),
@@ -156,6 +170,7 @@ def plan_memory(
         tuned=sum(weight.numel() for weight in learns),
         deciding=deciding.get_total_flops(),
         scoring=scoring.get_total_flops(),
+        rest=sum(map(_bytes, policy.parameters())) - weights,
     )
 
 

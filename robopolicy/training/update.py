@@ -29,6 +29,7 @@ from robopolicy.nn.optimisers import (
 )
 from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_in
+from robopolicy.nn.sharing import learned
 from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients.ppo import clip_schedule
@@ -348,7 +349,7 @@ class Learner:
     def rebase(self) -> None:
         """Let the base be the policy as it is now: what holds it near its base starts from here."""
         if self.base is not None:
-            self.base.load_state_dict(self.policy.state_dict())
+            self.base.load_state_dict(learned(self.policy), strict=False)
             self.reborn = True
 
     def tree(self) -> dict[str, Any]:

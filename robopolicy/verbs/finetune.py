@@ -30,7 +30,7 @@ from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
-from robopolicy.core.memory import free_memory
+from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, TakesAdapters, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
@@ -43,6 +43,7 @@ from robopolicy.evaluation.success import compare, evaluate_policy, require_succ
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
+from robopolicy.nn.sharing import share
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
@@ -96,6 +97,7 @@ def tune(config: Config) -> int:
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
+    share(policy, base)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
     say_memory(config, policy, base, world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
@@ -161,8 +163,12 @@ def dry_run(config: Config) -> int:
     output.print(budget.text(), soft_wrap=True, highlight=False)
     output.print(budget.whole(), soft_wrap=True, highlight=False)
     free = free_memory(device)
-    if free is not None:
-        budget.require(free - 2 * budget.weights)
+    if free is not None and budget.loading > free:
+        raise ConfigError(
+            f"Policy and base take {in_bytes(budget.loading)} while they are loaded, and {in_bytes(free)} are free: "
+            "end what else runs there, or choose a smaller checkpoint or a larger machine."
+        )
+    budget.require(None if free is None else free - budget.held)
     return 0
 
 

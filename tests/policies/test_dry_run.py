@@ -119,7 +119,7 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     assert main([*command, "finetune.rollout_length=2000", "finetune.minibatch=8000"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "lower minibatch=8000" in said
-    monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 30 * 10**9)
+    monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 25 * 10**9)
     assert main([*command, "finetune.rollout_length=8", "finetune.minibatch=32"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "lower minibatch=32" in said

@@ -29,7 +29,8 @@ def test_what_is_kept_is_counted():
     assert plan_memory(policy, 10, 4, images=False).kept == (10 + 4) * (8 + 4 * 3 * 2)
     tuned = sum(weight.numel() for weight in policy.trainable_parameters())
     assert budget.learning == 4 * 4 * tuned
-    assert budget.weights == 4 * sum(weight.numel() for weight in policy.parameters())
+    assert budget.weights == 4 * tuned
+    assert budget.weights + budget.rest == 4 * sum(weight.numel() for weight in policy.parameters())
     assert budget.minibatch == budget.at_once == 4
     assert 0 < 4 * budget.each <= budget.activations
     assert plan_memory(policy, 2, 4).minibatch == 2
@@ -74,6 +75,10 @@ def test_too_little_is_an_error_with_ways_out():
         budget.require(8 * 10**9)
     assert "512 decisions and a copy of 64 4 GB, activations of 64 decisions 20 GB" in budget.text()
     assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()
+    resting = replace(budget, rest=7 * 10**9)
+    assert "weights 7 GB that rest and 1 GB held 3 times (tuned, base, best)" in resting.text()
+    assert (resting.ahead, resting.held, resting.loading) == (budget.ahead, 9 * 10**9, 16 * 10**9)
+    assert "about 37 GB of memory" in resting.whole()
     assert "100 million parameters, 10 million of them learn; a decision is 2 billion operations" in budget.whole()
     assert "gradient thrice that" in budget.whole() and "gradient four times that" in fits.whole()
     assert "score 3 trillion" in budget.whole() and "about 30 GB of memory" in budget.whole()

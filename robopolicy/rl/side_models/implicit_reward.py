@@ -1,13 +1,12 @@
 """Rewards of every step from a policy trained on outcomes alone (PRIME, OPRL)."""
 
-import copy
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.policy import ScoredPolicy, Trainable
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.nn.sharing import copied
 from robopolicy.rl.context import Context, Tools, given
 from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.side_models.base import SideNetwork, minibatches, mixed_groups
@@ -21,7 +20,7 @@ class _ImplicitReward(SideNetwork[Trainable]):
     """
 
     def __init__(self, tools: Tools, beta: float, rate: float, epochs: int, minibatch: int):
-        phi = copy.deepcopy(tools.policy)
+        phi = copied(tools.policy)
         super().__init__(phi, rate)
         self.tools, self.beta, self.epochs, self.minibatch = tools, beta, epochs, minibatch
 

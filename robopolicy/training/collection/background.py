@@ -15,6 +15,7 @@ from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
+from robopolicy.nn.sharing import learned
 from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 
@@ -39,7 +40,7 @@ class BackgroundCollector(CopyCollector):
 
     def collect(self, iteration: int) -> Rollouts:
         """Hand over the weights after `iteration` updates and wait for the next batch; raises the thread's errors."""
-        weights = {name: value.detach().clone() for name, value in self.policy.state_dict().items()}
+        weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
         with self._changed:
             self._weights, self._version = weights, iteration
             self._changed.notify_all()
@@ -88,7 +89,7 @@ class BackgroundCollector(CopyCollector):
                     batch, version, weights = self._submitted, self._version, self._weights
                     self._submitted, self._weights = batch + 1, None
                 if weights is not None:
-                    self.actor.load_state_dict(weights)
+                    self.actor.load_state_dict(weights, strict=False)
                 rollouts = self.collector.batch(batch, version)
                 with self._changed:
                     self._ready.append(rollouts)

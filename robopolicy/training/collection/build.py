@@ -1,12 +1,12 @@
 """The collector that a configuration asks for."""
 
-import copy
 from dataclasses import replace
 
 import torch
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
+from robopolicy.nn.sharing import copied
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
@@ -57,7 +57,7 @@ def make_collector(
 
     if not (config.props or config.staleness or config.delay):
         return in_turns(policy, config)
-    actor = copy.deepcopy(policy).requires_grad_(False).eval()
+    actor = copied(policy).requires_grad_(False).eval()
     if config.props:
         share = replace(
             config,
