@@ -14,12 +14,16 @@ class Weights(Protocol):
         """As in nn.Module."""
         ...
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in nn.Module."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """As in nn.Module: all that behaviour depends on, statistics included, so that runs resume exactly."""
         ...
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """As in nn.Module, strictly."""
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """As in nn.Module."""
         ...
 
 

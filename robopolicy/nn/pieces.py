@@ -26,21 +26,35 @@ from robopolicy.core.policy import ScoredPolicy, Scores, TensorObservation, Trai
 from robopolicy.nn.precision import computing_again, is_lowered
 
 _at_once: ContextVar[int] = ContextVar("rows computed at once", default=0)
+_minibatch: ContextVar[int] = ContextVar("rows of a minibatch", default=0)
 
 
 @contextmanager
 def in_pieces(rows: int) -> Iterator[None]:
     """Let `scores_of`, `loss_of` and `values_of` compute at most so many rows at once, in this thread; 0 for all."""
-    token = _at_once.set(rows)
+    with _set(_at_once, rows):
+        yield
+
+
+@contextmanager
+def in_minibatches(rows: int) -> Iterator[None]:
+    """Let what is computed of all decisions without gradient take no more rows at once than a step does with one."""
+    with _set(_minibatch, rows):
+        yield
+
+
+@contextmanager
+def _set(variable: ContextVar[int], value: int) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _at_once.reset(token)
+        variable.reset(token)
 
 
 def rows_at_once(most: int) -> int:
-    """Return how many rows are computed at once: as many as a piece has, and at most `most`."""
-    return min(most, _at_once.get() or most)
+    """Return how many rows are computed at once without gradient: at most `most`, a minibatch, and a piece of it."""
+    return min(each for each in (most, _at_once.get(), _minibatch.get()) if each)
 
 
 def pieces(rows: int, at_once: int) -> list[slice]:

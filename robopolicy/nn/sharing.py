@@ -1,7 +1,7 @@
 """Weights that do not learn are held once, however many copies of a policy there are.
 
-What reads of a vision-language policy rests while its expert learns, and is nearly all of it: a pi0 has 3.5 billion
-weights, 0.6 of them of its expert. Fine-tuning holds the policy, its base, the best so far, and by the algorithm more.
+What reads of a vision-language policy rests while its expert learns, and is nearly all of it: a pi0 has four billion
+weights, 0.3 of them of its expert. Fine-tuning holds the policy, its base, the best so far, and by the algorithm more.
 """
 
 import copy
@@ -10,14 +10,16 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.modules import Weights
 
-def copied[Module: nn.Module](module: Module) -> Module:
+
+def copied[Held: Weights](module: Held) -> Held:
     """Return a copy with weights of its own where they learn, and those of `module` itself where they rest."""
     return copy.deepcopy(module, {id(weight): weight for weight in module.parameters() if not weight.requires_grad})
 
 
-def learned(module: nn.Module) -> dict[str, Tensor]:
-    """Return the part of `module.state_dict()` that fine-tuning may change, by name: all but the weights that rest.
+def learned(module: Weights) -> dict[str, Tensor]:
+    """Return the part of `module.state_dict()` that fine-tuning may change, name -> [...]: all but weights that rest.
 
     `module.load_state_dict(.., strict=False)` takes it back.
     """
@@ -26,7 +28,7 @@ def learned(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def share(module: nn.Module, other: nn.Module) -> None:
+def share(module: Weights, other: Weights) -> None:
     """Let `other` hold its weights in memory of `module`, wherever they are equal to weights that rest there."""
     known: dict[tuple[torch.Size, torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for weight in module.parameters():

@@ -7,13 +7,14 @@ run. Nothing here checks what a folder may ask for: see `lerobot` and `lerobot_p
 import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
@@ -73,6 +74,28 @@ def weights_bytes(folder: Path) -> int:
     return bytes_a_weight(folder) * tensor_elements(folder / WEIGHTS)
 
 
+DRAWS = {"normal_", "uniform_", "trunc_normal_", "orthogonal_"} | {
+    f"{law}_{shape}_" for law in ("kaiming", "xavier") for shape in ("normal", "uniform")
+}
+"""Names of what draws weights: of tensors, and of torch.nn.init, where transformers puts functions of its own."""
+
+
+class Undrawn(TorchFunctionMode):
+    """Let modules that are made within leave their weights as the memory was, for each is read from a file afterwards.
+
+    Drawing them is nine tenths of loading a SmolVLA.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, unless it draws numbers into a tensor [...] that is there, which is returned as it is."""
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in DRAWS:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
+
+
 def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
     """Return the policy of a configuration, with the weights of `folder` or those of its constructor.
 
@@ -81,7 +104,7 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
     from lerobot.policies.factory import get_policy_class
     from safetensors.torch import load_model
 
-    with tokenizers_as_data(config):
+    with tokenizers_as_data(config), Undrawn() if weights else nullcontext():
         policy: Any = get_policy_class(config.type)(config)
     if config.type == "xvla":
         _check_action_mode(policy, folder)

@@ -34,8 +34,8 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
 
-READ_AT_ONCE = 256
-"""Observations that are encoded at once, at most."""
+READ_AT_ONCE, SCORED_AT_ONCE = 256, 4096
+"""Observations that are encoded at once, at most, and decisions that are scored without gradient."""
 
 
 def with_executed(
@@ -128,14 +128,20 @@ def rescored(
         observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
     if afresh:
         latents = for_another_policy(latents)
-    logp, entropy = [], []
-    for rows in torch.arange(int(alive.sum()), device=alive.device).split(4096):
-        part = {key: _at(value, rows) for key, value in observation.items()}
-        scores = scores_of(policy, part, {key: value[rows] for key, value in latents.items()})
-        logp.append(scores.logp)
-        entropy.append(scores.entropy)
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
-    return tuple(empty.index_put((alive,), torch.cat(part)) for part in (logp, entropy))  # type: ignore[return-value]
+    found = _scored(policy, observation, latents)
+    return tuple(empty.index_put((alive,), part) for part in found)  # type: ignore[return-value]
+
+
+def _scored(
+    policy: ScoredPolicy, observation: TensorObservation, latents: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return logp and entropy [n, K] of n decisions, without gradient no more at once than a minibatch has."""
+    found = []
+    for rows in torch.arange(len(observation[TASK])).split(rows_at_once(SCORED_AT_ONCE)):
+        part = {key: _at(value, rows) for key, value in observation.items()}
+        found.append(scores_of(policy, part, {key: value[rows] for key, value in latents.items()}))
+    return torch.cat([each.logp for each in found]), torch.cat([each.entropy for each in found])
 
 
 @torch.no_grad()
@@ -262,7 +268,7 @@ def require_same_scores(
     chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
     images = reads_images(policy, rollouts)
-    logp = scores_of(policy, *decisions_at(rollouts, some, instructions, images=images)).logp
+    logp, _ = _scored(policy, *decisions_at(rollouts, some, instructions, images=images))
     difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
     require_finite("the log-probability", difference, where)
     if float(difference) > tolerance:

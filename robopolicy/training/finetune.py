@@ -28,7 +28,7 @@ from robopolicy.core.stages import HasStages
 from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
-from robopolicy.nn.pieces import in_pieces, scores_of
+from robopolicy.nn.pieces import in_minibatches, in_pieces, scores_of
 from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.nn.sharing import copied, learned
 from robopolicy.rl.algorithm import build_algorithm
@@ -61,7 +61,7 @@ from robopolicy.training.state import (
     require_same_parts,
     save_trainer,
 )
-from robopolicy.training.update import Learner
+from robopolicy.training.update import Learner, minibatch_decisions
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
 """(policy, deterministic) -> figures, among them `success` in [0, 1], or where a world reports none `return`, by which
@@ -229,10 +229,11 @@ class _Finetuning:
             if self.turns is not None:
                 self.turns.begin(self._context.share)
             collected_rollouts = self.collector.collect(self.iteration)
-            rollouts = self._prepare(collected_rollouts)
-            collected = time.perf_counter()
-            spec, tolerance = self.world.spec, tolerance_in(self.config.precision, self.config.ratio_tolerance)
-            require_same_scores(rollouts, self.policy, self.iteration, spec.instructions, tolerance, self._where)
+            with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)):
+                rollouts = self._prepare(collected_rollouts)
+                collected = time.perf_counter()
+                spec, tolerance = self.world.spec, tolerance_in(self.config.precision, self.config.ratio_tolerance)
+                require_same_scores(rollouts, self.policy, self.iteration, spec.instructions, tolerance, self._where)
             learning = learning_metrics(rollouts)
             for controller in self.controllers.values():
                 self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))

@@ -57,6 +57,12 @@ def minibatch_rows(algorithm: Algorithm, config: FinetuneConfig, rows: int) -> i
     return config.minibatch
 
 
+def minibatch_decisions(algorithm: Algorithm, config: FinetuneConfig, rollouts: Rollouts) -> int:
+    """Return how many decisions of such rollouts a minibatch has."""
+    rows, steps = rollouts.shape
+    return minibatch_rows(algorithm, config, rows) * (steps if by_episode(algorithm, config) else 1)
+
+
 def _require_steps(algorithm: Algorithm, config: FinetuneConfig) -> None:
     """Raise ConfigError where some random steps would be scored of decisions whose steps all count together."""
     if not config.scored_steps:

@@ -9,6 +9,7 @@
 - inference: milliseconds a decision in every way of computing it, and what success it costs.
 - precision: seconds of an iteration of fine-tuning in bf16 or with fewer scored steps, and what success it leaves.
 - vla: does PPO raise what a tiny SmolVLA and pi0 of LeRobot's own classes learned by imitation?
+- full_size: decisions a second and memory of SmolVLA and pi0 at their own sizes, beside the plan.
 - sight: students with cameras of teachers that see more, beside imitation and PPO on the images.
 - language: PPO, GRAPE and a teacher beside imitation, under twelve instructions of one scene, with controls.
 - delay: success against the control steps that a decision takes, for every way of living with it.
@@ -79,6 +80,7 @@ BENCHMARKS = Registry(
             "mechanisms",
             "precision",
             "vla",
+            "full_size",
             "sight",
             "language",
             "ranking",

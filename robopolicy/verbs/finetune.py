@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from robopolicy.build import (
     as_seen_in,
@@ -97,7 +98,9 @@ def tune(config: Config) -> int:
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
-    share(policy, base)
+    held = base.policy if isinstance(base, LeRobotPolicy) else base
+    if isinstance(held, nn.Module):
+        share(policy, held)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
     say_memory(config, policy, base, world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
@@ -148,18 +151,8 @@ def tune(config: Config) -> int:
 
 
 def dry_run(config: Config) -> int:
-    """Print what fine-tuning would take, from the shapes of its tensors where the policy is one of LeRobot's."""
-    section, device = config.finetune, choose_device(config.run)
-    path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    lerobots = is_lerobot(path)
-    with shapes_only() if lerobots else nullcontext():
-        base, other = ((load_lerobot_policy(path, weights=False) if lerobots else load_policy(path)) for _ in range(2))
-        world = build_world(config.world, base, batch_size=section.num_envs)
-        policy = trainable(other, config.lerobot)
-        policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
-        add_lora(policy, section.lora_rank)
-        budget = memory_of(config, policy, base, world, torch.device("cpu"))
-    world.close()
+    """Print what fine-tuning would take, without doing it; raises ConfigError where there is less memory."""
+    budget, device = planned(config), choose_device(config.run)
     output.print(budget.text(), soft_wrap=True, highlight=False)
     output.print(budget.whole(), soft_wrap=True, highlight=False)
     free = free_memory(device)
@@ -170,6 +163,22 @@ def dry_run(config: Config) -> int:
         )
     budget.require(None if free is None else free - budget.held)
     return 0
+
+
+def planned(config: Config) -> MemoryBudget:
+    """Return what fine-tuning would take, from the shapes of its tensors where the policy is one of LeRobot's."""
+    section = config.finetune
+    path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
+    lerobots = is_lerobot(path)
+    with shapes_only() if lerobots else nullcontext():
+        base, other = ((load_lerobot_policy(path, weights=False) if lerobots else load_policy(path)) for _ in range(2))
+        world = build_world(config.world, base, batch_size=section.num_envs)
+        policy = trainable(other, config.lerobot)
+        policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
+        add_lora(policy, section.lora_rank)
+        budget = memory_of(config, policy, base, world, torch.device("cpu"))
+    world.close()
+    return budget
 
 
 def confirming_seeds(config: Config, iteration: int, episodes: int) -> Array:
@@ -206,10 +215,10 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     others = stores or config.finetune.teacher is not None or config.plan.model is not None
     images = keeps_images(policy, None, algorithm, others=others)
     chosen = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
-    planned = partial(plan_memory, device=device, **chosen)
+    plan = partial(plan_memory, device=device, **chosen)
     holders = held_by(algorithm.needs, learning)
     with learning_in(learning.precision):
-        budget = planned(policy, rows * length, minibatch, learning.scored_steps, holders)
+        budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)
     if config.finetune.teacher is not None:
         budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
     if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):
@@ -218,7 +227,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     plain = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()
     plain.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
     with learning_in(learning.precision):
-        step = planned(plain, rows * length, minibatch, 1)
+        step = plan(plain, rows * length, minibatch, 1)
     return replace(budget, activations=budget.activations + step.activations, each=budget.each + step.each)
 
 

@@ -14,6 +14,8 @@ from random_world import IMAGES, STATES, recorded
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import WorldSpec
 from robopolicy.evaluation.world_model import examine
+from robopolicy.training.offline.configuration import GuidedConfig
+from robopolicy.training.offline.guided import guided_episodes
 from robopolicy.training.stages import fit_stages
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import PlanConfig, TrajectoryConfig
@@ -54,6 +56,7 @@ def kinds() -> Iterator[tuple[str, Callable[[str], Any]]]:
         for name, given in VARIANTS.get(kind, {"as it is": ({}, SEES.get(kind, STATES))}).items():
             yield f"{kind}, {name}", lambda device, kind=kind, given=given: at_work(kind, device, *given)
     yield "trajectories", trajectories
+    yield "guided", guided
 
 
 def built(kind: str, device: str, changes: dict[str, Any], spec: WorldSpec) -> Any:
@@ -107,3 +110,11 @@ def trajectories(device: str) -> dict[str, Any]:
     model.calibrate(episodes)
     generated = model.generate(3, torch.Generator(device).manual_seed(0))
     return {"weights": list(model.parameters()), "transitions": vars(model.transitions(generated))}
+
+
+def guided(device: str) -> dict[str, Any]:
+    """Let a policy guide what such a model draws."""
+    spec = replace(STATES, instructions=STATES.instructions[:1])
+    config = GuidedConfig(count=3, length=4, steps=2, width=16)
+    episodes = guided_episodes(made("flow", device, spec=spec), recorded(spec), config, Generators(0, device), 0)
+    return {"lengths": episodes.lengths, "actions": episodes.actions, "observation": dict(episodes.observation)}

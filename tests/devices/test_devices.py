@@ -45,6 +45,7 @@ QUICK = {
     "ensemble, as it is",
     "rssm, as it is",
     "trajectories",
+    "guided",
     "distilled",
     "steered",
     "judged",

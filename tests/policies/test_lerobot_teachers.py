@@ -54,7 +54,7 @@ def test_a_smolvla_teaches_a_smolvla_from_the_command_line(folders):
         "finetune.algorithm=distillation",
         "lerobot.flow_noise_level=0.2",
     ]
-    config = compose([*SMALL, *settings])
+    config = compose([*SMALL, *settings, "run.device=cpu"])
     policy = load_trainable(folders["student"], config.lerobot)
     policy.prepare_finetuning()
     world = make_world("push_cube", 2, cameras=("front",), image_size=32)
@@ -130,7 +130,7 @@ def test_a_pretrained_teacher_is_prepared_for_the_steps_of_the_student(tmp_path:
     made[1].save(tmp_path / "teacher")
     made[0].prepare_finetuning(3)
     asked = [*SMALL, f"finetune.teacher={tmp_path / 'teacher'}", "finetune.algorithm=distillation"]
-    settings, world = compose(asked), make_world("reach_planar", 2)
+    settings, world = compose([*asked, "run.device=cpu"]), make_world("reach_planar", 2)
     guidance = guidance_of(settings, world, policy=made[0])
     assert guidance.teacher is not None and guidance.teacher.spec.scored_steps == 3
     assert (

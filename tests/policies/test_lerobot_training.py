@@ -14,6 +14,7 @@ import torch
 from lerobot_models import FRONT, pi_config, smolvla_config, tiny_pi, tiny_smolvlm, word_tokenizer
 from safetensors.torch import load_file, save_file
 from test_lerobot_policies import act_config, diffusion_config, features, save, statistics
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
@@ -28,7 +29,7 @@ from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies import lerobot_reading
-from robopolicy.policies.lerobot import load_lerobot_policy
+from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.policies.network import steps_of
@@ -425,6 +426,27 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(folders, tmp_p
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="is corrupt"):
         lerobot_reading.require_memory(folder, CPU)
+
+
+class Drawing(TorchDispatchMode):
+    """Counts the random numbers that are drawn within."""
+
+    drawn = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+            self.drawn += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["smolvla", "pi0"])
+def test_loading_draws_no_weights_that_the_file_replaces(folders, kind):
+    with Drawing() as drawing:
+        policy = load_policy(folders[kind])
+    assert drawing.drawn == 0
+    kept = load_file(folders[kind] / "model.safetensors")
+    assert isinstance(policy, LeRobotPolicy)
+    assert all(torch.equal(policy.policy.state_dict()[name], value) for name, value in kept.items())
 
 
 def test_fine_tuning_asks_for_the_memory_of_both_copies_before_it_reads_one(folders, tmp_path, monkeypatch, capsys):

@@ -292,3 +292,18 @@ def test_a_negative_size_is_refused():
     for config in (FinetuneConfig, PretrainConfig):
         with pytest.raises(ConfigError, match="micro_batch is -1"):
             config(micro_batch=-1)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_no_more_decisions_are_scored_at_once_than_a_step_has(algorithm, monkeypatch):
+    """Without gradient as with it: what is checked, and compared with a reference, would else not fit into memory."""
+    policy, rows = denoising_policy(SeeingWorld(4)), []
+    policy.prepare_finetuning()
+    scored = policy.log_prob
+    monkeypatch.setattr(policy, "log_prob", lambda seen, latents: rows.append(len(seen[TASK])) or scored(seen, latents))
+    given = {"group_size": 2, "groups": 2, "minibatch_episodes": 1} if algorithm == "grpo" else {"minibatch": 8}
+    config = replace(CONFIG, algorithm=algorithm, auxiliaries=("kl_base",), rollout_length=8, iterations=1, **given)
+    world = SeeingWorld(4)
+    critic = state_critic({STATE: world.spec.observation[STATE]}, 1, width=8) if algorithm == "ppo" else None
+    finetune(policy, critic, world, config)
+    assert len(rows) > 4 and max(rows) <= 8

@@ -31,9 +31,10 @@ def guided_episodes(
 ) -> Episodes:
     """Return `config.count` synthetic episodes of a generator trained on `episodes`, guided towards `policy`.
 
-    seed: of the generator's weights. An episode is a subsequence up to success, which ends the task; one that is over
-    without has no end, so the state behind it has a value. Raises ConfigError where states are no vectors or there are
-    several instructions, DataError where rewards, success, or observations after last actions are not recorded.
+    seed: of the generator's weights. It learns and draws where `generators` are, as the policy must be. An episode is a
+    subsequence up to success, which ends the task; one that is over without has no end, so the state behind it has a
+    value. Raises ConfigError where states are no vectors or there are several instructions, DataError where rewards,
+    success, or observations after last actions are not recorded.
     """
     require_vectors(policy, episodes)
     recorded = episodes.to("cpu")
@@ -48,13 +49,13 @@ def guided_episodes(
         instructions=(recorded.tasks[0],),
     )
     sizes = TrajectoryConfig(length=config.length, width=config.width, batch_size=config.batch_size)
-    model = TrajectoryDiffusion.build(sizes, spec, recorded, seed)
+    model = TrajectoryDiffusion.build(sizes, spec, recorded, seed).to(generators.device)
     fit_stages(model, recorded, FitConfig(steps=config.steps, learning_rate=2e-3), generators)
     model.calibrate(recorded)
     model.eval()
     target = decided(policy, model, recorded.tasks[0], seed)
     steps = model.generate(config.count, generators["guided"], target, config.guidance)
-    return as_episodes(model, steps, recorded)
+    return as_episodes(model, steps, recorded.to(generators.device))
 
 
 def require_vectors(policy: Policy, episodes: Episodes) -> None:
@@ -107,7 +108,7 @@ def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -
     Actions are clipped to the range of the recorded ones.
     """
     states, actions = steps.split([model.states, model.actions], -1)
-    low, high = recorded_range(recorded)
+    low, high = (bound.to(steps.device) for bound in recorded_range(recorded))
     taken = actions[:, :-1].clamp(low, high)
     before, after = states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
     success = rearrange(model.heads.succeeded(after), "(n l) -> n l", n=len(steps))
@@ -127,5 +128,5 @@ def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -
         rewards={PROGRESS: progress[kept], SUCCESS: model.heads.bonus * success[kept].float()},
         step_success=success[kept],
         terminated=success.any(1),
-        final_known=torch.ones(len(steps), dtype=torch.bool),
+        final_known=torch.ones(len(steps), dtype=torch.bool, device=steps.device),
     )

@@ -1,0 +1,277 @@
+"""What do decisions and fine-tuning take of SmolVLA and pi0 at their own sizes, and is it what was planned?
+
+Their weights are random, which costs what taught ones cost; all else is LeRobot's own: classes, sizes, processors. A
+row of fine-tuning is what `robopolicy finetune` does, in a world with a camera: collecting, scoring, steps, judging.
+Memory is measured on CUDA alone, the most that torch held at once, beside what `finetune.dry_run=true` says beforehand.
+"""
+
+import gc
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.rule import Rule
+
+from robopolicy.benchmarks.runs import chosen_from
+from robopolicy.benchmarks.tiny_vla import Sizes, pi_processors, tokenizer_of, write_smolvlm
+from robopolicy.build import build_world, choose_device, load_trainable
+from robopolicy.configuration import Config, compose
+from robopolicy.core.memory import in_bytes
+from robopolicy.core.policy import Trainable
+from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.spec import IMAGE_PREFIX, STATE
+from robopolicy.core.storage import read_json, write_json
+from robopolicy.inference.comparison import timed
+from robopolicy.nn.precision import learning_in
+from robopolicy.nn.pretrained import quiet
+from robopolicy.policies.lerobot_families import MASK
+from robopolicy.runs import output
+from robopolicy.verbs import finetune
+from robopolicy.verbs.bench import Benchmark, Table
+
+KINDS = {"smolvla": "SmolVLA", "pi0": "pi0, weights in bfloat16"}
+CAMERA = "front"
+SCENE = "world.name=push_cube", f"world.cameras=[{CAMERA}]", "world.image_size=256"
+ROWS = 1, 8, 32
+"""Decisions at once."""
+OWN = Sizes(image=512, patch=16, seen=(768, 12), read=(960, 32), head=64, shared=3, acts=720, chunk=50, steps=10)
+"""Of SmolVLA, as lerobot/smolvla_base has them; its language model's second half is not used."""
+TEXT = {"intermediate_size": 2560, "vocab_size": 49280, "max_position_embeddings": 8192}
+PI_SIDE = 224
+"""What pi0 sees, px of a side."""
+SHARED = {"n_action_steps": 10, "max_state_dim": 32, "max_action_dim": 32, "tokenizer_max_length": 48}
+ONCE = (
+    "finetune.num_envs=32",
+    "finetune.rollout_length=8",
+    "finetune.minibatch=32",
+    "finetune.epochs=1",
+    "finetune.iterations=2",
+    "finetune.critic_warmup=0",
+    "finetune.evaluate_every=0",
+    "finetune.evaluate_episodes=2",
+    "finetune.checkpoint_every=1000",
+    "finetune.videos=0",
+)
+MANY = "finetune.num_envs=128", "finetune.minibatch=256", "finetune.micro_batch=16"
+EIGHT = "finetune.precision=bf16", "finetune.optimiser=adamw8bit"
+WAYS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...]]] = {
+    "fp32": (("smolvla",), "its expert, fp32", ()),
+    "checkpointing": (("smolvla",), "with checkpointing", ("lerobot.checkpointing=true",)),
+    "micro": (("smolvla",), "in micro-batches of 4", ("finetune.micro_batch=4",)),
+    "bf16": (("smolvla",), "computed in bf16", ("finetune.precision=bf16",)),
+    "lora": (("smolvla",), "LoRA of rank 8, two scored steps", ("finetune.lora_rank=8", "finetune.scored_steps=2")),
+    "many": (("smolvla",), "minibatch 256 of 1,024, micro-batches of 16, bf16, 8-bit Adam", (*MANY, *EIGHT)),
+    "expert": (("pi0",), "its expert, bf16, micro-batches of 4", ("finetune.precision=bf16", "finetune.micro_batch=4")),
+}
+"""Row -> which policies it is of, what it is called, and its settings beside ONCE."""
+
+
+def benchmark(config: Config, root: Path) -> dict[str, Any]:
+    """Return {"device": .., "decisions": {kind: ..}, "finetuning": {kind: {way: ..}}}, measuring what is missing."""
+    for kind in chosen_from(config, KINDS):
+        _measure(config, root, kind)
+    return {
+        "device": _called(choose_device(config.run)),
+        **{
+            part: {kind: read_json(path) for kind in KINDS if (path := root / "rows" / f"{kind}_{part}.json").exists()}
+            for part in ("decisions", "finetuning")
+        },
+    }
+
+
+def _measure(config: Config, root: Path, kind: str) -> None:
+    output.print(Rule(f"[bold]{KINDS[kind]}", align="left"))
+    device, rows = choose_device(config.run), root / "rows"
+    folder = root / "policies" / kind
+    given = *SCENE, f"run.root={root}", f"run.device={config.run.device}", f"run.threads={config.run.threads}"
+    if not (folder / "model.safetensors").exists():
+        write_policy(kind, folder, device)
+    decisions, learned = rows / f"{kind}_decisions.json", rows / f"{kind}_finetuning.json"
+    if not decisions.exists():
+        write_json(decisions, _decisions(compose([*given, *config.bench.overrides]), folder, config.bench.rounds))
+    found = read_json(learned) if learned.exists() else {}
+    for way, (kinds, _, settings) in WAYS.items():
+        if kind in kinds and way not in found:
+            chosen = f"finetune.policy={folder}", f"run.name={kind}_{way}", "run.overwrite=true"
+            found[way] = _finetuning(compose([*given, *ONCE, *settings, *chosen, *config.bench.overrides]), device)
+            write_json(learned, found)
+
+
+def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
+    """Return {"parameters": .., "tokens": of the prefix, precision: {rows: seconds, median and least}}."""
+    device = choose_device(config.run)
+    policy = load_trainable(folder, config.lerobot, device)
+    policy.prepare_finetuning()
+    found: dict[str, Any] = {
+        "parameters": sum(weight.numel() for weight in policy.parameters()),
+        "tuned": sum(weight.numel() for weight in policy.trainable_parameters()),
+        "tokens": _tokens(policy, device),
+        "chunk": policy.spec.prediction,
+        "steps": policy.spec.scored_steps,
+    }
+    for precision in ("fp32", "bf16"):
+        found[precision] = {}
+        for rows in ROWS:
+            seen = example_observation(policy.spec, rows, torch.Generator().manual_seed(0), device)
+            with _clean(device) as peak, learning_in(precision):
+                timing = timed({"": policy}, seen, rounds)[""]
+            found[precision][str(rows)] = {**timing.to_json(), "bytes": peak()}
+    return found
+
+
+def _tokens(policy: Trainable, device: torch.device) -> int:
+    """Return how many tokens are read before a decision."""
+    encode: Any = policy
+    seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
+    with torch.no_grad():
+        return int(encode.encode(seen)[MASK].shape[1])
+
+
+def _finetuning(config: Config, device: torch.device) -> dict[str, Any]:
+    """Fine-tune, throw away what comes out, and return what an iteration took, and what had been planned."""
+    budget = finetune.planned(config)
+    with _clean(device) as peak:
+        finetune.run(config)
+    folder = config.run.root / "finetune" / str(config.run.name) / str(config.run.seed)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][2:]  # the first warms up
+    shutil.rmtree(folder)
+    return {
+        "decisions": budget.decisions,
+        "minibatch": budget.minibatch,
+        "planned": budget.ahead + budget.held,
+        "loading": budget.loading,
+        "tuned": budget.tuned,
+        "bytes": peak(),
+        **{name: sum(line[name] for line in lines) / len(lines) for name in ("seconds_collect", "seconds_update")},
+        "kl": lines[-1]["kl"],
+    }
+
+
+@contextmanager
+def _clean(device: torch.device) -> Iterator[Callable[[], int | None]]:
+    """Begin with nothing of earlier rows; yields what returns the most bytes held within, None where nobody counts."""
+    gc.collect()
+    if device.type != "cuda":
+        yield lambda: None
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield lambda: torch.cuda.max_memory_allocated(device) - before
+
+
+def _called(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def write_policy(kind: str, folder: Path, device: torch.device | str = "cpu") -> Path:
+    """Write a policy with random weights, drawn on `device`, that plays SCENE, its processors included; return folder.
+
+    kind: smolvla or pi0, at LeRobot's own sizes.
+    """
+    from lerobot.configs.types import FeatureType, PolicyFeature
+    from lerobot.policies.factory import get_policy_class
+
+    world = build_world(compose([*SCENE]).world)
+    shapes = {STATE: world.spec.observation[STATE].shape, "action": world.spec.action.shape}
+    instructions = world.spec.instructions
+    world.close()
+    camera = PolicyFeature(FeatureType.VISUAL, (3, 256, 256))
+    inputs = {STATE: PolicyFeature(FeatureType.STATE, shapes[STATE]), IMAGE_PREFIX + CAMERA: camera}
+    outputs = {"action": PolicyFeature(FeatureType.ACTION, shapes["action"])}
+    known = {key: {"mean": torch.zeros(shape), "std": torch.ones(shape)} for key, shape in shapes.items()}
+    words = tokenizer_of(word for told in instructions for word in told.split())
+    shared = {
+        **SHARED,
+        "chunk_size": OWN.chunk,
+        "input_features": inputs,
+        "output_features": outputs,
+        "device": "cpu",
+        "push_to_hub": False,
+    }
+    with quiet():
+        make = _smolvla if kind == "smolvla" else _pi0
+        config, processors = make(folder, words, shared, known)
+        with torch.device(device):
+            policy: Any = get_policy_class(kind)(config)
+        for part in (policy.to("cpu"), *processors):
+            part.save_pretrained(folder)
+    return folder
+
+
+def _smolvla(folder: Path, words: Any, shared: Mapping[str, Any], known: Any) -> tuple[Any, Any]:
+    from lerobot.policies.factory import make_pre_post_processors
+    from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
+
+    path = write_smolvlm(folder / "smolvlm", words, OWN)
+    _widened(path)
+    config = SmolVLAConfig(
+        **shared,
+        vlm_model_name=str(path),
+        num_vlm_layers=OWN.read[1] // 2,
+        expert_width_multiplier=OWN.acts / OWN.read[0],
+        resize_imgs_with_padding=(OWN.image, OWN.image),
+        num_steps=OWN.steps,
+    )
+    return config, make_pre_post_processors(config, dataset_stats=known)
+
+
+def _widened(path: Path) -> None:
+    """Give the SmolVLM's config in a folder the widths of its own that `Sizes` does not tell."""
+    config = read_json(path / "config.json")
+    config["text_config"] |= TEXT
+    config["vision_config"] |= {"intermediate_size": 4 * OWN.seen[0]}
+    write_json(path / "config.json", config | {"scale_factor": 4})
+
+
+def _pi0(folder: Path, words: Any, shared: Mapping[str, Any], known: Any) -> tuple[Any, Any]:
+    from lerobot.policies.pi0.configuration_pi0 import PI0Config
+
+    words.save_pretrained(folder / "tokenizer")
+    side = PI_SIDE, PI_SIDE
+    config = PI0Config(**shared, dtype="bfloat16", image_resolution=side, num_inference_steps=OWN.steps)
+    return config, pi_processors(config, known, folder / "tokenizer")
+
+
+def tables(figures: Mapping[str, Any]) -> list[Table]:
+    """Return decisions a second, and fine-tuning with the memory it took beside the plan."""
+    made = []
+    for kind, found in figures["decisions"].items():
+        lines = []
+        for precision in ("fp32", "bf16"):
+            for rows, row in found[precision].items():
+                each = int(rows) / (row["median_ms"] / 1e3)
+                # A decision reads its tokens once, and those of its chunk at every step.
+                tokens = each * (found["tokens"] + found["steps"] * found["chunk"])
+                numbers = f"{row['median_ms']:.1f}", f"{each:,.1f}", f"{each * found['chunk']:,.0f}", f"{tokens:,.0f}"
+                lines.append([f"{rows} at once, {precision}", *numbers, _told(row["bytes"])])
+        weights = f"{found['parameters'] / 1e6:,.0f} million weights"
+        size = f"{weights}, {found['tokens']} tokens read, {found['steps']} steps"
+        header = ["decisions", "ms", "decisions / s", "actions / s", "tokens / s", "memory beside weights"]
+        made.append(Table(f"{KINDS[kind]} on {figures['device']}: {size}", header, lines))
+    lines = []
+    for kind, ways in figures["finetuning"].items():
+        for way, row in ways.items():
+            count = row["decisions"]
+            speed = [f"{count / row[name]:,.1f}" for name in ("seconds_collect", "seconds_update")]
+            taken = _told(row["planned"]), _told(row["bytes"])
+            lines.append([f"{KINDS[kind]}: {WAYS[way][1]}", f"{count:,}", *speed, f"{row['tuned'] / 1e6:,.1f}", *taken])
+    header = ["fine-tuning", "decisions", "collected / s", "learned / s", "weights that learn / 1e6", "planned", "held"]
+    made.append(Table(f"An iteration of PPO on {figures['device']}", header, lines))
+    return made
+
+
+def _told(count: int | None) -> str:
+    return "" if count is None else in_bytes(count)
+
+
+BENCHMARK = Benchmark(
+    "What do SmolVLA and pi0 take at their own sizes, and is it what was planned?",
+    ("only", "rounds", "overrides"),
+    benchmark,
+    tables,
+)
