@@ -41,6 +41,7 @@ ROWS = 1, 8, 32
 OWN = Sizes(image=512, patch=16, seen=(768, 12), read=(960, 32), head=64, shared=3, acts=720, chunk=50, steps=10)
 """Of SmolVLA, as lerobot/smolvla_base has them; its language model's second half is not used."""
 TEXT = {"intermediate_size": 2560, "vocab_size": 49280, "max_position_embeddings": 8192}
+LAST_WRITTEN = "policy_postprocessor.json"  # of a policy
 PI_SIDE = 224
 """What pi0 sees, px of a side."""
 SHARED = {"n_action_steps": 10, "max_state_dim": 32, "max_action_dim": 32, "tokenizer_max_length": 48}
@@ -88,7 +89,7 @@ def _measure(config: Config, root: Path, kind: str) -> None:
     device, rows = choose_device(config.run), root / "rows"
     folder = root / "policies" / kind
     given = *SCENE, f"run.root={root}", f"run.device={config.run.device}", f"run.threads={config.run.threads}"
-    if not (folder / "model.safetensors").exists():
+    if not (folder / LAST_WRITTEN).exists():
         write_policy(kind, folder, device)
     decisions, learned = rows / f"{kind}_decisions.json", rows / f"{kind}_finetuning.json"
     if not decisions.exists():
@@ -248,7 +249,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
                 # A decision reads its tokens once, and those of its chunk at every step.
                 tokens = each * (found["tokens"] + found["steps"] * found["chunk"])
                 numbers = f"{row['median_ms']:.1f}", f"{each:,.1f}", f"{each * found['chunk']:,.0f}", f"{tokens:,.0f}"
-                lines.append([f"{rows} at once, {precision}", *numbers, _told(row["bytes"])])
+                called = f"{rows} at once" + ", bf16" * (precision == "bf16")
+                lines.append([called, *numbers, _told(row["bytes"])])
         weights = f"{found['parameters'] / 1e6:,.0f} million weights"
         size = f"{weights}, {found['tokens']} tokens read, {found['steps']} steps"
         header = ["decisions", "ms", "decisions / s", "actions / s", "tokens / s", "memory beside weights"]
