@@ -202,6 +202,7 @@ def test_precisions_are_judged_after_as_many_iterations_and_take_turns(tmp_path,
 @pytest.mark.parametrize("arms", [("hidden words", "distillation"), pytest.param((), marks=pytest.mark.slow)])
 def test_policies_that_are_told_are_judged_under_controls_and_on_what_was_held_out(arms, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(language, "GROUPS", 16)
+    monkeypatch.setattr(language, "ROUNDS", 2)
     few = [
         "collect.episodes=32",
         "collect.label_steps=2",
