@@ -5,6 +5,7 @@ and scored, what it keeps is counted, and multiplied by the rows of an iteration
 libraries take is not in it.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.images import cameras_in
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
@@ -23,6 +24,9 @@ from robopolicy.nn.configuration import Optimiser
 from robopolicy.nn.optimisers import kept_bytes, optimiser_bytes
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
+
+BEYOND = 1.2
+"""Times what was planned that torch has held, at most: backward passes and steps of the optimiser take some more."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class MemoryBudget:
         )
 
     def require(self, available: int | None) -> None:
-        """Raise ConfigError where more is needed than there is; None: not known."""
+        """Raise ConfigError where more is needed than there is, in bytes, None: not known; warn where it is close."""
         if available is not None and self.ahead > available:
             raise ConfigError(
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free. "
@@ -96,6 +100,7 @@ class MemoryBudget:
                 "times rollout_length, or set lora_rank=8 (of LeRobot's policies lerobot.checkpointing=true and "
                 "lerobot.keep_prefix=false too)."
             )
+        _warn_if_close(self.ahead, available)
 
 
 def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
@@ -207,11 +212,22 @@ def plan_pretraining(
             f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. {advice} Or "
             f"lower batch_size={batch_size}, or let adapters of a token policy learn alone (policy.token.lora_rank=8)."
         )
+    _warn_if_close(needed, available)
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (
         f"Memory, about: weights {in_bytes(weights)}, gradients, optimiser and moving average {in_bytes(learning)}, "
         f"activations of {at_once} decisions {in_bytes(activations)}."
     )
+
+
+def _warn_if_close(needed: int, available: int | None) -> None:
+    if available is not None and BEYOND * needed > available:
+        warnings.warn(
+            f"Memory may not do: about {in_bytes(needed)} are needed, {in_bytes(available)} are free, and up to "
+            f"{BEYOND - 1:.0%} more than planned has been held. A lower micro_batch makes room.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
 
 
 def _held(policy: Trainable, seen: TensorObservation, images: bool) -> tuple[int, int]:
