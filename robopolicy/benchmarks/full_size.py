@@ -6,7 +6,6 @@ Memory is measured on CUDA alone, the most that torch held at once, beside what 
 """
 
 import gc
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from robopolicy.configuration import Config, compose
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import Trainable
 from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.inference.comparison import timed
@@ -41,7 +41,7 @@ ROWS = 1, 8, 32
 OWN = Sizes(image=512, patch=16, seen=(768, 12), read=(960, 32), head=64, shared=3, acts=720, chunk=50, steps=10)
 """Of SmolVLA, as lerobot/smolvla_base has them; its language model's second half is not used."""
 TEXT = {"intermediate_size": 2560, "vocab_size": 49280, "max_position_embeddings": 8192}
-LAST_WRITTEN = "policy_postprocessor.json"  # of a policy
+WRITTEN = "written"  # beside a policy that is whole
 PI_SIDE = 224
 """What pi0 sees, px of a side."""
 SHARED = {"n_action_steps": 10, "max_state_dim": 32, "max_action_dim": 32, "tokenizer_max_length": 48}
@@ -89,8 +89,9 @@ def _measure(config: Config, root: Path, kind: str) -> None:
     device, rows = choose_device(config.run), root / "rows"
     folder = root / "policies" / kind
     given = *SCENE, f"run.root={root}", f"run.device={config.run.device}", f"run.threads={config.run.threads}"
-    if not (folder / LAST_WRITTEN).exists():
+    if not (folder / WRITTEN).exists():
         write_policy(kind, folder, device)
+        (folder / WRITTEN).touch()
     decisions, learned = rows / f"{kind}_decisions.json", rows / f"{kind}_finetuning.json"
     if not decisions.exists():
         write_json(decisions, _decisions(compose([*given, *config.bench.overrides]), folder, config.bench.rounds))
@@ -138,7 +139,7 @@ def _finetuning(config: Config, device: torch.device) -> dict[str, Any]:
     with _clean(device) as peak:
         finetune.run(config)
     folder = config.run.root / "finetune" / str(config.run.name) / str(config.run.seed)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][2:]  # the first warms up
+    lines = [line for line in RunFolder(folder).metrics() if "seconds_update" in line][1:]  # the first warms up
     shutil.rmtree(folder)
     return {
         "decisions": budget.decisions,
@@ -170,12 +171,23 @@ def _called(device: torch.device) -> str:
 
 
 def write_policy(kind: str, folder: Path, device: torch.device | str = "cpu") -> Path:
-    """Write a policy with random weights, drawn on `device`, that plays SCENE, its processors included; return folder.
+    """Write what `write_configuration` does, and random weights, drawn on `device`; return folder."""
+    from lerobot.policies.factory import get_policy_class
+
+    with quiet():
+        config = write_configuration(kind, folder)
+        with torch.device(device):
+            policy: Any = get_policy_class(kind)(config)
+        policy.to("cpu").save_pretrained(folder)
+    return folder
+
+
+def write_configuration(kind: str, folder: Path) -> Any:
+    """Write what a policy that plays SCENE needs beside its weights, and return LeRobot's configuration of it.
 
     kind: smolvla or pi0, at LeRobot's own sizes.
     """
     from lerobot.configs.types import FeatureType, PolicyFeature
-    from lerobot.policies.factory import get_policy_class
 
     world = build_world(compose([*SCENE]).world)
     shapes = {STATE: world.spec.observation[STATE].shape, "action": world.spec.action.shape}
@@ -194,14 +206,11 @@ def write_policy(kind: str, folder: Path, device: torch.device | str = "cpu") ->
         "device": "cpu",
         "push_to_hub": False,
     }
-    with quiet():
-        make = _smolvla if kind == "smolvla" else _pi0
-        config, processors = make(folder, words, shared, known)
-        with torch.device(device):
-            policy: Any = get_policy_class(kind)(config)
-        for part in (policy.to("cpu"), *processors):
-            part.save_pretrained(folder)
-    return folder
+    make = _smolvla if kind == "smolvla" else _pi0
+    config, processors = make(folder, words, shared, known)
+    for part in (config, *processors):
+        part.save_pretrained(folder)
+    return config
 
 
 def _smolvla(folder: Path, words: Any, shared: Mapping[str, Any], known: Any) -> tuple[Any, Any]:

@@ -93,12 +93,12 @@ class MemoryBudget:
     def require(self, available: int | None) -> None:
         """Raise ConfigError where more is needed than there is, in bytes, None: not known; warn where it is close."""
         if available is not None and self.ahead > available:
+            advice = fitting(self.activations, self.each, self.at_once, _spare(self.ahead, available))
             raise ConfigError(
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free. "
-                f"{fitting(self.activations, self.each, self.at_once, available - self.ahead)} Or lower minibatch="
-                f"{self.minibatch} or the {self.decisions} decisions of an iteration ({in_bytes(self.kept)}), num_envs "
-                "times rollout_length, or set lora_rank=8 (of LeRobot's policies lerobot.checkpointing=true and "
-                "lerobot.keep_prefix=false too)."
+                f"{advice} Or lower minibatch={self.minibatch} or the {self.decisions} decisions of an iteration "
+                f"({in_bytes(self.kept)}), num_envs times rollout_length, or set lora_rank=8 (of LeRobot's policies "
+                "lerobot.checkpointing=true and lerobot.keep_prefix=false too)."
             )
         _warn_if_close(self.ahead, available)
 
@@ -207,7 +207,7 @@ def plan_pretraining(
     learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
     needed = learning + activations
     if available is not None and needed > available:
-        advice = fitting(activations, two - one, at_once, available - needed)
+        advice = fitting(activations, two - one, at_once, _spare(needed, available))
         raise ConfigError(
             f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. {advice} Or "
             f"lower batch_size={batch_size}, or let adapters of a token policy learn alone (policy.token.lora_rank=8)."
@@ -220,8 +220,13 @@ def plan_pretraining(
     )
 
 
+def _spare(needed: int, available: int) -> int:
+    """Return the bytes that are left where nothing shall be close, less than nothing where there are too few."""
+    return int(available / BEYOND) - needed
+
+
 def _warn_if_close(needed: int, available: int | None) -> None:
-    if available is not None and BEYOND * needed > available:
+    if available is not None and _spare(needed, available) < 0:
         warnings.warn(
             f"Memory may not do: about {in_bytes(needed)} are needed, {in_bytes(available)} are free, and up to "
             f"{BEYOND - 1:.0%} more than planned has been held. A lower micro_batch makes room.",
