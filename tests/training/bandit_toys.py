@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -75,13 +76,14 @@ class MortalWorld(BanditWorld):
         return super().step(actions)
 
 
-def run_apart(script: str, folder: Path, kill_at: int = 0) -> int:
-    """Run a script in a process of its own, its arguments folder and kill_at; return its exit status."""
+def run_apart(train: Callable[[Path, int], None], folder: Path, kill_at: int) -> int:
+    """Call a function of a test's module in a process of its own; return its exit status."""
     tests = Path(__file__).parents[1]
     paths = [str(Path(__file__).parent), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", script, str(folder), str(kill_at)]
-    return subprocess.run(command, env=environment, timeout=120, check=False).returncode
+    call = f"from {train.__module__} import {train.__name__} as train; train(Path({str(folder)!r}), {kill_at})"
+    code = f"import torch; from pathlib import Path; torch.set_num_threads(1); {call}"
+    return subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=False).returncode
 
 
 class ChainPolicy(nn.Module):
