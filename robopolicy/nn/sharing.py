@@ -6,6 +6,7 @@ weights, 0.3 of them of its expert. Fine-tuning holds the policy, its base, the 
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,21 @@ def copied[Held: Weights](module: Held) -> Held:
 def learned(module: Weights) -> dict[str, Tensor]:
     """Return the part of `module.state_dict()` that fine-tuning may change, name -> [...]: all but weights that rest.
 
-    `module.load_state_dict(.., strict=False)` takes it back.
+    `load_learned` takes it back.
     """
-    rest = {name for name, weight in module.named_parameters() if not weight.requires_grad}
+    rest = _resting(module)
     return {name: value for name, value in module.state_dict().items() if name not in rest}
+
+
+def load_learned(module: Weights, weights: Mapping[str, Tensor]) -> None:
+    """Copy what `learned` returned into `module`; raises KeyError where that is not all that learns there, or more."""
+    missing, unknown = module.load_state_dict(weights, strict=False)
+    if wrong := sorted({*missing} - _resting(module)) + sorted(unknown):
+        raise KeyError(f"These weights are missing or unknown: {', '.join(wrong)}.")
+
+
+def _resting(module: Weights) -> set[str]:
+    return {name for name, weight in module.named_parameters() if not weight.requires_grad}
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.pieces import in_minibatches, in_pieces, scores_of
 from robopolicy.nn.precision import learning_in, tolerance_in
-from robopolicy.nn.sharing import copied, learned
+from robopolicy.nn.sharing import copied, learned, load_learned
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
 from robopolicy.rl.critic import Critic
@@ -209,7 +209,7 @@ class _Finetuning:
         finally:
             self.collector.close()
         if self.best_weights is not None:
-            self.policy.load_state_dict(self.best_weights, strict=False)
+            load_learned(self.policy, self.best_weights)
         if self.run_folder is not None:
             self.policy.save(self.run_folder.checkpoint)
         return FinetuneResult(self.iteration, self.env_steps, self.course.ended or Ended.ITERATIONS, self.best)

@@ -22,7 +22,7 @@ from robopolicy.core.storage import read_json, recover_folder, replace_folder, s
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
-from robopolicy.nn.sharing import learned
+from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.course import Course, Ended, score
@@ -160,7 +160,7 @@ def synthesise_and_imitate(
             best, weights = figures, {name: value.clone() for name, value in learned(policy).items()}
         if course.ended is not None:
             break
-    policy.load_state_dict(weights, strict=False)
+    load_learned(policy, weights)
     if run is not None:
         policy.save(run.checkpoint)
     return FinetuneResult(turn, imagined, course.ended or Ended.ITERATIONS, best)

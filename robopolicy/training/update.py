@@ -29,7 +29,7 @@ from robopolicy.nn.optimisers import (
 )
 from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_in
-from robopolicy.nn.sharing import learned
+from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients.ppo import clip_schedule
@@ -355,7 +355,7 @@ class Learner:
     def rebase(self) -> None:
         """Let the base be the policy as it is now: what holds it near its base starts from here."""
         if self.base is not None:
-            self.base.load_state_dict(learned(self.policy), strict=False)
+            load_learned(self.base, learned(self.policy))
             self.reborn = True
 
     def tree(self) -> dict[str, Any]:

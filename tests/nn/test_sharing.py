@@ -1,9 +1,10 @@
 """Copies hold what learns for themselves and what rests together, and go on as copies do."""
 
+import pytest
 import torch
 from torch import nn
 
-from robopolicy.nn.sharing import copied, learned, share
+from robopolicy.nn.sharing import copied, learned, load_learned, share
 
 
 def network() -> nn.Sequential:
@@ -34,8 +35,15 @@ def test_what_was_learned_can_be_taken_back():
     module(torch.randn(8, 3)).square().sum().backward()
     torch.optim.SGD(module.parameters(), 0.1).step()
     assert not torch.equal(module[1].weight, before["1.weight"])
-    module.load_state_dict(kept, strict=False)
+    load_learned(module, kept)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    with pytest.raises(KeyError, match=r"missing or unknown: 1.bias, 4.bias"):
+        load_learned(
+            module, {name: value for name, value in kept.items() if name != "1.bias"} | {"4.bias": kept["1.bias"]}
+        )
+    module[0].requires_grad_()
+    with pytest.raises(KeyError, match=r"0.bias, 0.weight"):  # they rested when the others were kept
+        load_learned(module, kept)
 
 
 def test_equal_weights_that_rest_are_shared_and_no_others():

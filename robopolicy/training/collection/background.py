@@ -15,7 +15,7 @@ from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.nn.sharing import learned
+from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 
@@ -89,7 +89,7 @@ class BackgroundCollector(CopyCollector):
                     batch, version, weights = self._submitted, self._version, self._weights
                     self._submitted, self._weights = batch + 1, None
                 if weights is not None:
-                    self.actor.load_state_dict(weights, strict=False)
+                    load_learned(self.actor, weights)
                 rollouts = self.collector.batch(batch, version)
                 with self._changed:
                     self._ready.append(rollouts)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.nn.sharing import learned
+from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 
@@ -27,7 +27,7 @@ class DelayedCollector(CopyCollector):
     def collect(self, iteration: int) -> Rollouts:
         """Collect with the oldest weights there are, at most `delay` updates old."""
         self.past.append({name: value.detach().clone() for name, value in learned(self.policy).items()})
-        self.actor.load_state_dict(self.past[0], strict=False)
+        load_learned(self.actor, self.past[0])
         return self.collector.batch(iteration, iteration + 1 - len(self.past))
 
     def tree(self) -> dict[str, Any]:

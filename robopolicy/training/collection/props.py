@@ -21,7 +21,7 @@ from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.nn.optimisers import clip_gradients
 from robopolicy.nn.pieces import scores_of
-from robopolicy.nn.sharing import learned
+from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.rl.weights import step_mean
 from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
@@ -77,7 +77,7 @@ class PropsCollector(CopyCollector):
         played: list[Rollouts] = []
         past = [self._as_own(rollouts) for rollouts in self.past]
         for part in range(self.parts):
-            self.actor.load_state_dict(learned(self.policy), strict=False)
+            load_learned(self.actor, learned(self.policy))
             if past or played:
                 self._adjust([*past, *played])
             found = self.collector.batch(iteration * self.parts + part, iteration)
