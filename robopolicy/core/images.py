@@ -6,16 +6,23 @@ time, is kept once and referred to by its number. Axes: B row, T decision, R row
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.frames import Frames, PackedFrames, frames_of, frames_tree, joined_frames, some_of
 from robopolicy.core.spec import IMAGE_PREFIX
+
+READ_AT_ONCE = 64
+"""Frames."""
+
+type Keeping = Literal["not", "plain", "packed"]
+"""How what cameras showed is kept: not at all, as it is, or compressed without loss."""
 
 
 def cameras_in(observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,53 +33,83 @@ def cameras_in(observation: Mapping[str, Any]) -> dict[str, Any]:
 class FrameStore:
     """Takes in windows of frames and keeps every instant once, told apart by 128 bits of a BLAKE2 hash of its pixels.
 
-    frames: camera's key -> [n, *shape], those to begin with.
+    frames: camera's key -> [n, *shape], those to begin with; packed: whether they are held compressed.
     """
 
-    def __init__(self, frames: Mapping[str, Tensor] | None = None):
+    def __init__(self, frames: Mapping[str, Frames] | None = None, *, packed: bool = False):
+        self.packed = packed
         self._numbers: dict[bytes, int] = {}
-        self._parts: list[dict[str, Tensor]] = []
+        self._parts: list[dict[str, Frames]] = []
+        self._count = 0
         if frames:
-            self.add({key: value[:, None] for key, value in frames.items()})
+            self._keep(frames)
+            for first in range(0, self._count, READ_AT_ONCE):  # packed ones are not unpacked all at once
+                some = torch.arange(first, min(first + READ_AT_ONCE, self._count))
+                digests = _digests({key: value[some][:, None] for key, value in frames.items()})
+                self._numbers.update((digest, first + place) for place, digest in enumerate(digests))
 
     @property
-    def frames(self) -> dict[str, Tensor]:
+    def frames(self) -> dict[str, Frames]:
         """All that is kept, camera's key -> [n, *shape]; {} of nothing."""
         if len(self._parts) > 1:
-            self._parts = [{key: torch.cat([part[key] for part in self._parts]) for key in self._parts[0]}]
+            self._parts = [{key: joined_frames([part[key] for part in self._parts]) for key in self._parts[0]}]
         return dict(self._parts[0]) if self._parts else {}
+
+    def tree(self) -> dict[str, Any]:
+        """Return all that is kept, for a checkpoint."""
+        return {key: frames_tree(value) for key, value in self.frames.items()}
+
+    @staticmethod
+    def of(tree: Mapping[str, Any], *, packed: bool = False) -> "FrameStore":
+        """Return the store that `tree` is of; packed: as it shall be now."""
+        return FrameStore({key: frames_of(value) for key, value in tree.items()}, packed=packed)
 
     def add(self, shown: Mapping[str, Tensor]) -> Tensor:
         """Keep what is new in windows of every camera, key -> [R, H, *shape]; return the numbers of frames, [R, H]."""
-        pixels = [cast(Array, value.cpu().contiguous().numpy()) for value in shown.values()]  # pyright: ignore[reportUnknownMemberType]
-        count, history = pixels[0].shape[:2]
+        count, history = next(iter(shown.values())).shape[:2]
         numbers: list[int] = []
         fresh: list[tuple[int, int]] = []
-        for place in itertools.product(range(count), range(history)):
-            digest = blake2b(digest_size=16)
-            for camera in pixels:
-                digest.update(camera[place])
-            known = len(self._numbers)
-            numbers.append(self._numbers.setdefault(digest.digest(), known))
+        for place, digest in zip(itertools.product(range(count), range(history)), _digests(shown), strict=True):
+            known = self._count + len(fresh)
+            numbers.append(self._numbers.setdefault(digest, known))
             if numbers[-1] == known:
                 fresh.append(place)
         if fresh:
             row, frame = torch.tensor(fresh).T
-            self._parts.append({key: value[row, frame] for key, value in shown.items()})
+            self._keep({key: value[row, frame] for key, value in shown.items()})
         device = next(iter(shown.values())).device
         return torch.tensor(numbers, dtype=torch.int64, device=device).reshape(count, history)
+
+    def _keep(self, frames: Mapping[str, Frames]) -> None:
+        self._parts.append({key: PackedFrames.of(value) if self.packed else value for key, value in frames.items()})
+        self._count += len(next(iter(frames.values())))
+
+
+def _digests(shown: Mapping[str, Tensor]) -> Iterator[bytes]:
+    """Yield what tells the instants of windows, key -> [R, H, *shape], apart: row after row, 128 bits of each."""
+    pixels = [cast(Array, value.cpu().contiguous().numpy()) for value in shown.values()]  # pyright: ignore[reportUnknownMemberType]
+    for place in itertools.product(*map(range, pixels[0].shape[:2])):
+        digest = blake2b(digest_size=16)
+        for camera in pixels:
+            digest.update(camera[place])
+        yield digest.digest()
+
+
+def store_for(images: Keeping) -> FrameStore | None:
+    """Return an empty store that keeps images in this way, None where they are not kept."""
+    return None if images == "not" else FrameStore(packed=images == "packed")
 
 
 @dataclass(frozen=True)
 class Images:
     """What cameras showed in n instants, and which of them decisions saw.
 
-    frames: camera's key -> [n, height, width, 3] uint8; seen: [B, T, H] int64, the frames that a decision was shown,
-    oldest first; after: [B, T, H] int64, 1 + those that were shown after decisions which nothing follows, elsewhere 0,
-    for there the next column has them; None: left out.
+    frames: camera's key -> [n, height, width, 3] uint8, as they are or packed; seen: [B, T, H] int64, the frames that a
+    decision was shown, oldest first; after: [B, T, H] int64, 1 + those that were shown after decisions which nothing
+    follows, elsewhere 0, for there the next column has them; None: left out.
     """
 
-    frames: Mapping[str, Tensor]
+    frames: Mapping[str, Frames]
     seen: Tensor
     after: Tensor | None = None
 
@@ -111,8 +148,19 @@ class Images:
 
     def to(self, device: torch.device | str) -> "Images":
         """Move every tensor."""
-        frames = {key: value.to(device) for key, value in self.frames.items()}
+        frames = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.frames.items()}
         return replace(self.map(lambda numbers: numbers.to(device)), frames=frames)
+
+    def tree(self) -> dict[str, Any]:
+        """Return what `from_tree` needs, for a checkpoint: no frame that nothing refers to."""
+        kept = self.compact()
+        return {**vars(kept), "frames": {key: frames_tree(value) for key, value in kept.frames.items()}}
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Any]) -> "Images":
+        """Return the images that `tree` is of."""
+        frames = {key: frames_of(value) for key, value in tree["frames"].items()}
+        return Images(frames, tree["seen"], tree["after"])
 
     def compact(self) -> "Images":
         """Return these without the frames that nothing refers to any more."""
@@ -126,7 +174,8 @@ class Images:
         number = torch.zeros(count + 1, dtype=torch.int64, device=used.device)  # of 1 + a frame, and of none
         number[used + 1] = torch.arange(1, len(used) + 1, device=used.device)
         after = None if self.after is None else number[self.after]
-        return Images(self.read(used), number[self.seen + 1] - 1, after)
+        frames = {key: some_of(value, used) for key, value in self.frames.items()}
+        return Images(frames, number[self.seen + 1] - 1, after)
 
     @staticmethod
     def join(parts: "list[Images]", pad: Callable[[Tensor], Tensor]) -> "Images":
@@ -144,4 +193,5 @@ class Images:
         if len(ends) == len(parts):
             moved = [torch.where(end > 0, end + offset, 0) for end, offset in zip(ends, first, strict=True)]
             after = torch.cat([pad(end) for end in moved])
-        return Images({key: torch.cat([part.frames[key] for part in parts]) for key in parts[0].frames}, seen, after)
+        frames = {key: joined_frames([part.frames[key] for part in parts]) for key in parts[0].frames}
+        return Images(frames, seen, after)

@@ -127,7 +127,7 @@ class Rollouts:
     def tree(self) -> dict[str, Any]:
         """Return what `of` needs, as nested tensors for a checkpoint."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
-        images = None if self.images is None else vars(self.images.compact())
+        images = None if self.images is None else self.images.tree()
         return {**found, "extras": dict(self.extras.items()), "images": images}
 
     @staticmethod
@@ -135,7 +135,7 @@ class Rollouts:
         """Return the rollouts that `tree` is of; earlier versions kept images among the observations."""
         found: dict[str, Any] = {name: value for name, value in tree.items() if name != "final_images"}
         images, seen = found.get("images"), found["observation"]
-        found["images"] = Images.of(seen) if images is None else Images(**images)
+        found["images"] = Images.of(seen) if images is None else Images.from_tree(images)
         found["observation"] = {key: value for key, value in seen.items() if not key.startswith(IMAGE_PREFIX)}
         return Rollouts(**found)
 

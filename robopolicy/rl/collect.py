@@ -10,7 +10,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
-from robopolicy.core.images import FrameStore, Images, cameras_in
+from robopolicy.core.images import FrameStore, Images, Keeping, cameras_in, store_for
 from robopolicy.core.player import Decided, PlayedStep, Player, PolicyActor
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import episode_seeds
@@ -56,12 +56,12 @@ def play(
     *,
     deterministic: bool = False,
     version: int = 0,
-    images: bool = True,
+    images: Keeping = "plain",
 ) -> Rollouts:
     """Let `policy` decide `decisions` times in every row and return [B, T] of it; `streams` is moved on in place.
 
     Ended rows are reset with fresh seeds; `next_observation` is taken before that reset. Every row is its own group.
-    images: whether what cameras show is kept.
+    images: how what cameras show is kept.
     extras: `episode_return` [B, T], rewards since the episode's start; `uncertainty` [B, T, C] where the world gives
     one. Raises NonFiniteError, before anything reaches the world, when an observation, action or log-probability is
     not finite.
@@ -69,7 +69,7 @@ def play(
     actor = PolicyActor(policy, generator, deterministic=deterministic, scored=True)
     player = Player(world, actor, streams.observation)
     columns: list[dict[str, Any]] = []
-    frames = FrameStore() if images else None
+    frames = store_for(images)
     for played in islice(player, decisions):
         found = column(played, world.spec.instructions, generator.device, version)
         streams.returns = streams.returns + played.step.reward.sum(-1)

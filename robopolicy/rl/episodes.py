@@ -20,7 +20,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.images import FrameStore
+from robopolicy.core.images import FrameStore, Keeping, store_for
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
@@ -83,7 +83,7 @@ class EpisodePlayer:
 
     branching: where episodes split, None for nowhere; trace: keep what every control step led to, so that
     `played_episodes` can be made of what a policy with chunks played; stop_still: decisions in a row that move nothing
-    after which an episode is stopped, as by a time limit, 0 for never; images: whether what cameras show is kept.
+    after which an episode is stopped, as by a time limit, 0 for never; images: how what cameras show is kept.
     Raises SpecError where the policy does not fit the world, and ConfigError where rows are to split in a world that
     cannot save and restore them, or inside decisions of a policy that cannot go on from there, or at a step that a
     decision does not have.
@@ -97,14 +97,15 @@ class EpisodePlayer:
         *,
         trace: bool = False,
         stop_still: int = 0,
-        images: bool = True,
+        images: Keeping = "plain",
     ):
         require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
         self.branching, self.stop_still = branching or Branching(), stop_still
-        self.traced, self.images = StateVector.of(world.spec) if trace else None, images
+        self.traced = StateVector.of(world.spec) if trace else None
+        self.images: Keeping = images
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
             raise ConfigError(
@@ -125,7 +126,7 @@ class EpisodePlayer:
         self.finished: dict[int, int] = {}
         self.lineage: dict[int, tuple[int, int, int]] = {}
         self.shared: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self.frames = FrameStore() if self.images else None
+        self.frames = store_for(self.images)
         self.count = 0
 
     def _vacate(self) -> None:
@@ -216,7 +217,7 @@ class EpisodePlayer:
             "lineage": [[number, *self.lineage[number]] for number in self.lineage],
             "shared": {str(place): found for place, found in enumerate(self.shared.values())},
             "shared_at": [list(key) for key in self.shared],
-            "frames": {} if self.frames is None else self.frames.frames,
+            "frames": {} if self.frames is None else self.frames.tree(),
             "count": self.count,
         }
 
@@ -228,7 +229,7 @@ class EpisodePlayer:
         self.finished = dict(tree["finished"])
         self.lineage = {number: (parent, step, shared) for number, parent, step, shared in tree["lineage"]}
         self.shared = {(key[0], key[1]): tree["shared"][str(place)] for place, key in enumerate(tree["shared_at"])}
-        self.frames = FrameStore(tree["frames"]) if self.images else None
+        self.frames = None if self.images == "not" else FrameStore.of(tree["frames"], packed=self.images == "packed")
         self.count = tree["count"]
 
     def rescore(self, score: Callable[[Rollouts], Tensor]) -> None:
@@ -415,10 +416,10 @@ class EpisodePlayer:
         """Keep only the frames that decisions which are held have seen."""
         held = dict(self.parts[0]) if self.parts else {}
         left = stored_images(held, self.frames)
-        if left is not None and left.after is not None:
-            self.parts, self.frames = [{**held, "seen": left.seen, "after": left.after}], FrameStore(left.frames)
-        elif self.images:
-            self.frames = FrameStore()
+        self.frames = store_for(self.images)
+        if left is not None and self.frames is not None:
+            self.parts = [{**held, "seen": left.seen, "after": left.after}]
+            self.frames = FrameStore(left.frames, packed=self.frames.packed)
 
 
 def _nothing(steps: int = 1, note: str = "") -> None:

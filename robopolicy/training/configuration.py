@@ -187,6 +187,8 @@ class FinetuneConfig(AlgorithmConfig):
     """Decisions in a minibatch."""
     micro_batch: int = 0
     """Decisions whose activations are held at once, 0 for all."""
+    packed_images: bool = False
+    """Whether collected images are held compressed, without loss."""
     minibatch_episodes: int = 0
     """Whole episodes a minibatch (episode ratios), 0 for none."""
     scored_steps: int = 0

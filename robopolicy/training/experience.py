@@ -3,7 +3,7 @@
 Everything lands in the extras of `Rollouts` (see `robopolicy.core.extras`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,8 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.diagnostics import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
 
-READ_AT_ONCE, SCORED_AT_ONCE = 256, 4096
-"""Observations that are encoded at once, at most, and decisions that are scored without gradient."""
+READ_AT_ONCE, SCORED_AT_ONCE, VALUED_AT_ONCE = 256, 4096, 8192
+"""Observations that are encoded at once, at most, decisions that are scored without gradient, and that are valued."""
 
 
 def with_executed(
@@ -56,8 +56,8 @@ def with_executed(
     if not bool(cut.any()):
         return marked
     with torch.no_grad():
-        observation, chosen = decisions_at(marked, cut, instructions, images=reads_images(policy, marked))
-        marked.logp_behaviour[cut] = scores_of(policy, observation, chosen).logp
+        given = _gathered(marked, cut, instructions, images=reads_images(policy, marked))
+        marked.logp_behaviour[cut], _ = _scored(policy, given)
     return marked
 
 
@@ -82,12 +82,11 @@ def with_values(
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
     return_scale.update(per_chunk, rollouts.ended, discount ** rollouts.duration.float())
     rewards = rewards / return_scale.scale.to(rewards.dtype)
-    flat = visible(rollouts, torch.ones_like(rollouts.alive), images=critic.reads_images)
-    values = critic_values(critic, flat).reshape(rollouts.shape)
+    values = critic_values(critic, rollouts, torch.ones_like(rollouts.alive)).reshape(rollouts.shape)
     needed = rollouts.ended & ~rollouts.terminated
     needed[:, -1] = True
     at_end = torch.zeros_like(values)
-    at_end[needed] = critic_values(critic, visible(rollouts, needed, following=True, images=critic.reads_images))
+    at_end[needed] = critic_values(critic, rollouts, needed, following=True)
     advantages, returns = gae(
         rewards,
         rollouts.valid,
@@ -123,25 +122,45 @@ def rescored(
     alive = rollouts.alive
     afresh = another or blackout is not None  # the cached condition is of the whole image, by the encoder that acted
     images = afresh or reads_images(policy, rollouts)
-    observation, latents = decisions_at(rollouts, alive, instructions, images=images)
-    if blackout is not None:
-        observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
-    if afresh:
-        latents = for_another_policy(latents)
+
+    def given() -> Iterator[tuple[TensorObservation, Mapping[str, Tensor]]]:
+        for observation, latents in _gathered(rollouts, alive, instructions, images=images):
+            if blackout is not None:
+                observation = {key: _blacked(key, value, blackout) for key, value in observation.items()}
+            yield observation, for_another_policy(latents) if afresh else latents
+
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
-    found = _scored(policy, observation, latents)
+    found = _scored(policy, given())
     return tuple(empty.index_put((alive,), part) for part in found)  # type: ignore[return-value]
 
 
+def _gathered(
+    rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...], *, images: bool
+) -> Iterator[tuple[TensorObservation, dict[str, Tensor]]]:
+    """Yield `decisions_at` of some decisions after the other, without gradient no more than a minibatch has."""
+    for part in parts_of(where, rows_at_once(SCORED_AT_ONCE)):
+        yield decisions_at(rollouts, part, instructions, images=images)
+
+
 def _scored(
-    policy: ScoredPolicy, observation: TensorObservation, latents: Mapping[str, Tensor]
+    policy: ScoredPolicy, decisions: Iterable[tuple[TensorObservation, Mapping[str, Tensor]]]
 ) -> tuple[Tensor, Tensor]:
-    """Return logp and entropy [n, K] of n decisions, without gradient no more at once than a minibatch has."""
-    found = []
-    for rows in torch.arange(len(observation[TASK])).split(rows_at_once(SCORED_AT_ONCE)):
-        part = {key: _at(value, rows) for key, value in observation.items()}
-        found.append(scores_of(policy, part, {key: value[rows] for key, value in latents.items()}))
+    """Return logp and entropy [n, K] of n decisions, which come some at a time."""
+    found = [scores_of(policy, observation, latents) for observation, latents in decisions]
     return torch.cat([each.logp for each in found]), torch.cat([each.entropy for each in found])
+
+
+def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield masks [B, T] of at most so many of the decisions `where` [B, T] bool, in order.
+
+    What they saw is gathered a part at a time: copies of all images, or packed ones unpacked, would be as large again.
+    """
+    chosen = where.flatten().nonzero().squeeze(1)
+    if len(chosen) <= most:
+        yield where
+        return
+    for some in chosen.split(most):
+        yield torch.zeros_like(where).flatten().index_fill(0, some, True).reshape(where.shape)
 
 
 @torch.no_grad()
@@ -159,20 +178,13 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
         require_own_actions(policy, ends, rollouts.actions[some], rollouts.valid[some])
     if not (isinstance(policy, EncodesObservation) and policy.caches_condition and bool(alive.any())):
         return {}
-    observation, _ = decisions_at(rollouts, alive, instructions)
-    read = [
-        policy.encode({key: _at(value, rows) for key, value in observation.items()})
-        for rows in torch.arange(int(alive.sum()), device=alive.device).split(rows_at_once(READ_AT_ONCE))
-    ]
+    parts = parts_of(alive, rows_at_once(READ_AT_ONCE))
+    read = [policy.encode(decisions_at(rollouts, part, instructions)[0]) for part in parts]
     found: dict[str, Tensor] = {}
     for name, first in read[0].items():
         values = torch.cat([each[name] for each in read])
         found[name] = first.new_zeros((*alive.shape, *first.shape[1:])).index_put((alive,), values)
     return found
-
-
-def _at(value: Tensor | list[str], rows: Tensor) -> Any:
-    return value[rows] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
 
 
 def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, share: float = 0.5) -> Any:
@@ -211,13 +223,11 @@ def decisions_at(
     return observation, {key: pick(value) for key, value in rollouts.latents.items()}
 
 
-def critic_values(critic: Critic, observation: Mapping[str, Any], rows_at_once: int = 8192) -> Tensor:
-    """Return the critic's values [N] of N observations, a few thousand rows at a time."""
-    count = len(next(iter(observation.values())))
-    parts = []
-    for start in range(0, count, rows_at_once):
-        parts.append(critic({key: value[start : start + rows_at_once] for key, value in observation.items()}))
-    return torch.cat(parts)
+def critic_values(critic: Critic, rollouts: Rollouts, where: Tensor, *, following: bool = False) -> Tensor:
+    """Return the critic's values [n] at the n decisions `where` [B, T] bool, or after them, some at a time."""
+    seen = {"following": following, "images": critic.reads_images}
+    parts = parts_of(where, rows_at_once(VALUED_AT_ONCE))
+    return torch.cat([critic(visible(rollouts, part, **seen)) for part in parts])
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
@@ -268,7 +278,7 @@ def require_same_scores(
     chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
     images = reads_images(policy, rollouts)
-    logp, _ = _scored(policy, *decisions_at(rollouts, some, instructions, images=images))
+    logp, _ = _scored(policy, _gathered(rollouts, some, instructions, images=images))
     difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
     require_finite("the log-probability", difference, where)
     if float(difference) > tolerance:

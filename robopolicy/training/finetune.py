@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, RecordsMeans, ScoredPolicy, Scores, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive
@@ -175,7 +176,8 @@ class _Finetuning:
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
         given = guidance.demonstrations, acting, guidance.pairs
         others = isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None
-        images = keeps_images(policy, self.critic, self.algorithm, others=others)
+        seen = keeps_images(policy, self.critic, self.algorithm, others=others)
+        images: Keeping = ("packed" if config.packed_images else "plain") if seen else "not"
         self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *given, images=images)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0

@@ -10,16 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.frames import PackedFrames
 from robopolicy.core.images import cameras_in
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.policy_conformance import example_batch, example_observation
 from robopolicy.core.regression import Regressor
+from robopolicy.core.world import World
 from robopolicy.nn.configuration import Optimiser
 from robopolicy.nn.optimisers import kept_bytes, optimiser_bytes
 from robopolicy.rl.registry import Need
@@ -97,8 +100,8 @@ class MemoryBudget:
             raise ConfigError(
                 f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free. "
                 f"{advice} Or lower minibatch={self.minibatch} or the {self.decisions} decisions of an iteration "
-                f"({in_bytes(self.kept)}), num_envs times rollout_length, or set lora_rank=8 (of LeRobot's policies "
-                "lerobot.checkpointing=true and lerobot.keep_prefix=false too)."
+                f"({in_bytes(self.kept)}), num_envs times rollout_length, or set packed_images=true or lora_rank=8 "
+                "(of LeRobot's policies lerobot.checkpointing=true and lerobot.keep_prefix=false too)."
             )
         _warn_if_close(self.ahead, available)
 
@@ -136,21 +139,22 @@ def plan_memory(
     *,
     micro_batch: int = 0,
     images: bool = True,
+    packed: float = 1.0,
     optimiser: Optimiser = "adamw",
 ) -> MemoryBudget:
     """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
 
     minibatch: decisions of a step; micro_batch: how many of them are scored at once, 0 for all; scored_steps: how many
     steps of each, 0 for all; copies: who holds the weights, the two that are there before a run begins first; device:
-    where the policy is, None for that of its weights; images: whether decisions keep what cameras showed;
-    optimiser: what takes the steps.
+    where the policy is, None for that of its weights; images: whether decisions keep what cameras showed; packed: what
+    is left of that where it is compressed, as a share, 0 where it is kept elsewhere; optimiser: what takes the steps.
     """
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
     at_once = min(micro_batch or rows, rows)
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with FlopCounterMode(display=False) as deciding:
         decision = policy.act(seen, torch.Generator(device).manual_seed(0))
-    once, copied = _held(policy, seen, images)
+    once, copied = _held(policy, seen, packed if images else None)
     told = sum(map(_bytes, decision.latents.values()))
     latents = dict(decision.latents)
     if 0 < scored_steps < policy.spec.scored_steps:
@@ -235,16 +239,25 @@ def _warn_if_close(needed: int, available: int | None) -> None:
         )
 
 
-def _held(policy: Trainable, seen: TensorObservation, images: bool) -> tuple[int, int]:
+def what_packing_leaves(world: World) -> float:
+    """Return what compressing leaves of what cameras show, as a share: of the starts of the world's rows."""
+    observation = world.reset(seeds=np.arange(world.batch_size))
+    frames = [torch.as_tensor(value[:, -1]) for value in cameras_in(observation).values()]
+    packed = sum(len(part) for each in frames for part in PackedFrames.of(each).parts)
+    return packed / sum(map(_bytes, frames)) if frames else 1.0
+
+
+def _held(policy: Trainable, seen: TensorObservation, share: float | None) -> tuple[int, int]:
     """Return the bytes that a decision keeps of an observation of one row, and those of a copy.
 
     Of H frames of camera images a decision has as many of its own as it takes control steps; a copy has all of them.
+    share: of their bytes, which are kept, None for no images.
     """
     fields = {key: value for key, value in seen.items() if isinstance(value, Tensor)}
-    cameras = sum(_bytes(value) for value in cameras_in(fields).values()) if images else 0
+    cameras = 0 if share is None else sum(_bytes(value) for value in cameras_in(fields).values())
     vectors = sum(_bytes(value) for key, value in fields.items() if key not in cameras_in(fields))
     own, history = min(policy.spec.chunk, policy.spec.history), policy.spec.history
-    return vectors + cameras * own // history, vectors + cameras
+    return vectors + round((share or 0.0) * cameras * own) // history, vectors + cameras
 
 
 def _twice(given: Mapping[str, Any]) -> dict[str, Any]:

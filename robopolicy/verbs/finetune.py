@@ -60,7 +60,7 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
-from robopolicy.training.memory import MemoryBudget, held_by, plan_memory
+from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, what_packing_leaves
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
@@ -214,7 +214,9 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     stores = algorithm.replay is not None and isinstance(algorithm.replay(), StoresPairs)
     others = stores or config.finetune.teacher is not None or config.plan.model is not None
     images = keeps_images(policy, None, algorithm, others=others)
-    chosen = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
+    chosen: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
+    if images and learning.packed_images:  # in the processor's memory
+        chosen["packed"] = what_packing_leaves(world) if device.type == "cpu" else 0.0
     plan = partial(plan_memory, device=device, **chosen)
     holders = held_by(algorithm.needs, learning)
     with learning_in(learning.precision):

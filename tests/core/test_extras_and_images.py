@@ -4,21 +4,23 @@ import pytest
 import torch
 
 from robopolicy.core.extras import Extras
+from robopolicy.core.frames import PackedFrames, frames_of, frames_tree, joined_frames
 from robopolicy.core.images import FrameStore, Images
 from robopolicy.core.rollouts import Rollouts, concatenate, visible
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, TASK
+from robopolicy.core.tensors import load_tree, save_tree
 
 CAMERA = IMAGE_PREFIX + "front"
 
 
-def pictured(count: int = 3, length: int = 4, seed: int = 0, history: int = 2) -> Rollouts:
+def pictured(count: int = 3, length: int = 4, seed: int = 0, history: int = 2, packed: bool = False) -> Rollouts:
     """Streams whose episodes end here and there, and among their latents what images there are to be, copied out.
 
     A window moves on by one frame with every decision; one that ends shows other frames, and the next one begins anew.
     """
     draws = torch.Generator().manual_seed(seed)
     ended = torch.rand((count, length), generator=draws) < 0.4
-    store, seen, after = FrameStore(), [], []
+    store, seen, after = FrameStore(packed=packed), [], []
 
     def fresh() -> torch.Tensor:
         return torch.randint(0, 255, (count, 1, 2, 2, 3), generator=draws, dtype=torch.uint8)
@@ -67,8 +69,10 @@ def count_of(rollouts: Rollouts) -> int:
     return len(rollouts.images.frames[CAMERA])
 
 
-def test_images_are_those_that_were_shown_through_selection_and_joining():
-    rollouts = pictured()
+@pytest.mark.parametrize("packed", [False, True])
+def test_images_are_those_that_were_shown_through_selection_and_joining(packed, tmp_path):
+    rollouts = pictured(packed=packed)
+    save_tree(tmp_path, "kept", rollouts.take(torch.tensor([2, 0])).tree())
     order = torch.tensor([2, 0])
     for part in (
         rollouts,
@@ -76,9 +80,10 @@ def test_images_are_those_that_were_shown_through_selection_and_joining():
         rollouts.take(order).compact(),
         rollouts.flat().take(torch.arange(0, 12, 2)),
         concatenate([rollouts, pictured(2, 6, seed=1).take(torch.tensor([1]))]),
-        Rollouts.of(rollouts.take(order).tree()),
+        Rollouts.of(load_tree(tmp_path, "kept")),
         rollouts.to("cpu"),
     ):
+        assert part.images is not None and isinstance(part.images.frames[CAMERA], PackedFrames) == packed
         alive, kept = part.alive, part.latents["kept"]
         for where, following in ((alive, False), (kept & alive, True)):
             expected = part.latents["after" if following else "seen"][where]
@@ -88,8 +93,9 @@ def test_images_are_those_that_were_shown_through_selection_and_joining():
         assert part.shown == {STATE: (1, 2), CAMERA: (2, 2, 2, 3)}
 
 
-def test_every_frame_is_kept_once():
-    rollouts = pictured()
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_frame_is_kept_once(packed):
+    rollouts = pictured(packed=packed)
     ended = int(rollouts.ended[:, :-1].sum())
     windows = torch.cat([rollouts.latents["seen"].flatten(0, 1), rollouts.latents["after"].flatten(0, 1)])
     assert count_of(rollouts) == len(windows.flatten(0, 1).unique(dim=0)) == 3 * 5 + ended
@@ -99,19 +105,41 @@ def test_every_frame_is_kept_once():
     assert count_of(Rollouts.of(part.tree())) == count_of(part.compact())
 
 
-def test_what_cameras_show_together_is_one_frame():
-    store, other = FrameStore(), IMAGE_PREFIX + "wrist"
+def test_packed_frames_are_read_as_they_were_and_take_less():
+    frames = torch.arange(70, dtype=torch.uint8)[:, None, None, None].repeat(1, 8, 9, 3)
+    frames[:, :4] //= 2
+    packed = PackedFrames.of(frames)
+    assert packed.shape == frames.shape and len(packed) == 70
+    numbers = torch.tensor([[3, 69], [3, 0]])
+    assert torch.equal(packed[numbers], frames[numbers]) and packed[numbers[:0]].shape == (0, 2, 8, 9, 3)
+    tree = frames_tree(packed)
+    assert tree["packed"].numel() < frames.numel() / 4
+    assert torch.equal(frames_of(tree)[torch.arange(70)], frames)
+    assert frames_of(frames_tree(PackedFrames.of(frames[:0]))).shape == (0, 8, 9, 3)
+    with pytest.raises(TypeError, match="uint8"):
+        PackedFrames.of(frames.float())
+    # What is known is found again, wherever it stood, and joining packs what was not.
+    store = FrameStore({CAMERA: frames}, packed=True)
+    assert store.add({CAMERA: frames[[65, 1]][:, None]}).tolist() == [[65], [1]]
+    assert store.add({CAMERA: frames[:1][:, None] + 100}).tolist() == [[70]]
+    assert FrameStore.of(store.tree()).add({CAMERA: frames[:1][:, None] + 100}).tolist() == [[70]]
+    assert torch.equal(joined_frames([frames, packed])[torch.arange(140)], torch.cat([frames, frames]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_cameras_show_together_is_one_frame(packed):
+    store, other = FrameStore(packed=packed), IMAGE_PREFIX + "wrist"
     plain = torch.zeros(2, 1, 1, 1, 3, dtype=torch.uint8)
     assert store.add({CAMERA: plain, other: plain}).tolist() == [[0], [0]]
     assert store.add({CAMERA: plain, other: plain + 1}).tolist() == [[1], [1]]
     assert FrameStore(store.frames).add({CAMERA: plain, other: plain + 1}).tolist() == [[1], [1]]
-    assert store.frames[other].flatten().tolist() == [0] * 3 + [1] * 3
+    assert store.frames[other][torch.arange(2)].flatten().tolist() == [0] * 3 + [1] * 3
     one = Images(store.frames, torch.tensor([[[1, 0]]])).only([other])
     assert one.read(one.seen)[other].flatten().tolist() == [1] * 3 + [0] * 3 and one.shapes == {other: (2, 1, 1, 3)}
 
 
 def test_what_follows_in_the_middle_stands_in_the_next_column_and_not_here():
-    rollouts = pictured()
+    rollouts = pictured(packed=True)
     middle = ~rollouts.latents["kept"]
     with pytest.raises(LookupError, match="where an episode or its rollout ends"):
         visible(rollouts, middle, following=True, images=True)

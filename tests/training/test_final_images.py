@@ -8,6 +8,7 @@ import torch
 from seeing_toys import CAMERA, SIZE, SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import DataError
+from robopolicy.core.frames import PackedFrames
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.data.record import record
@@ -85,11 +86,12 @@ def shown_at(rollouts) -> torch.Tensor:
     return image // 2 + (time % 50).byte()[:, None, None, None, None]
 
 
-def test_episodes_that_wait_keep_their_frames_and_those_handed_over_take_theirs_along():
+@pytest.mark.parametrize("images", ["plain", "packed"])
+def test_episodes_that_wait_keep_their_frames_and_those_handed_over_take_theirs_along(images):
     world = Remembering(2)
     policy = denoising_policy(world, cameras=True)
     policy.prepare_finetuning()
-    player, generator = EpisodePlayer(world, policy), torch.Generator().manual_seed(0)
+    player, generator = EpisodePlayer(world, policy, images=images), torch.Generator().manual_seed(0)
     requests, counts = groups_of(np.arange(5), 1), []
     for turn in range(4):
         found = player.play(requests if not turn else [], generator, groups=1)
@@ -97,7 +99,7 @@ def test_episodes_that_wait_keep_their_frames_and_those_handed_over_take_theirs_
         assert found.images is not None and len(found.images.frames[CAMERA]) == 3 + 1  # three decisions, and the end
         counts.append(len(player.frames.frames.get(CAMERA, ())))
         player.suspend()
-        again = EpisodePlayer(world, policy)
+        again = EpisodePlayer(world, policy, images=images)
         again.restore(player.tree())
         player = again
     assert max(counts) <= 2 * 4 + 4
@@ -142,6 +144,21 @@ def test_rollouts_hold_images_only_where_somebody_looks(train_encoder, auxiliari
     assert kept == [seen] and set(looked) == {seen}
     monkeypatch.setattr(finetuning, "keeps_images", lambda *given, **told: True)
     assert torch.equal(finetuned(config, train_encoder, monkeypatch)[0], weights)
+
+
+@pytest.mark.parametrize("algorithm", ["dppo", "grpo"])
+def test_packed_images_teach_what_plain_ones_do(algorithm, monkeypatch):
+    config = replace(CONFIG, algorithm=algorithm, auxiliaries=("bc",), minibatch=3)
+    plain, _ = finetuned(config, True, monkeypatch)
+    packed, learn = [], Learner.update
+
+    def spy(self, rollouts, *rest, **more):
+        packed.append(isinstance(rollouts.images.frames[CAMERA], PackedFrames))
+        return learn(self, rollouts, *rest, **more)
+
+    monkeypatch.setattr(Learner, "update", spy)
+    assert torch.equal(finetuned(replace(config, packed_images=True), True, monkeypatch)[0], plain)
+    assert packed == [True]
 
 
 def test_who_reads_images_is_known_before_anything_is_played():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bandit_toys import BanditWorld
 from seeing_toys import SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
@@ -13,7 +14,7 @@ from robopolicy.nn.optimisers import optimiser_bytes
 from robopolicy.nn.precision import learning_in
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, plan_pretraining
+from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, plan_pretraining, what_packing_leaves
 
 
 def prepared(**changes):
@@ -27,6 +28,8 @@ def test_what_is_kept_is_counted():
     budget = plan_memory(policy, 10, 4)
     # A row: an image of 20 x 20 x 3 bytes, a state of 2 floats, and 2 + 1 latents [1, 2] of floats.
     assert budget.kept == (10 + 4) * (1200 + 8 + 4 * 3 * 2)  # with a minibatch's copy
+    assert plan_memory(policy, 10, 4, packed=0.25).kept == 10 * (300 + 8 + 4 * 3 * 2) + 4 * (1200 + 8 + 4 * 3 * 2)
+    assert 0 < what_packing_leaves(SeeingWorld(2)) < 0.3 and what_packing_leaves(BanditWorld(2)) == 1
     assert plan_memory(policy, 10, 4, images=False).kept == (10 + 4) * (8 + 4 * 3 * 2)
     tuned = sum(weight.numel() for weight in policy.trainable_parameters())
     assert budget.learning == 4 * 4 * tuned

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Trainable
 from robopolicy.core.world import World
 from robopolicy.nn.sharing import copied
@@ -36,13 +37,13 @@ def make_collector(
     acting: Acting | None = None,
     pairs: Pairs | None = None,
     *,
-    images: bool = True,
+    images: Keeping = "plain",
 ) -> Collector:
     """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
 
     seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
     in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy. pairs:
-    stored episodes in the place of all that, None to play. images: whether what cameras show is kept with decisions.
+    stored episodes in the place of all that, None to play. images: how what cameras show is kept with decisions.
     Raises ConfigError where the algorithm cannot learn from them.
     """
     if pairs is not None:

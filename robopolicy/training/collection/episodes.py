@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import derive, episode_seeds
 from robopolicy.core.rollouts import Rollouts, concatenate
@@ -34,7 +35,7 @@ class EpisodeCollector:
     """Plays the groups that the algorithm's sampler and allocator ask for, from where its hint lets them begin.
 
     seed: root of the starts' seeds; generator: what the policy draws from; demonstrations: states that hints begin in;
-    acts: who plays, None for the policy; images: whether what cameras show is kept.
+    acts: who plays, None for the policy; images: how what cameras show is kept.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class EpisodeCollector:
         demonstrations: Demonstrations | None = None,
         acts: Policy | None = None,
         *,
-        images: bool = True,
+        images: Keeping = "plain",
     ):
         self.world, self.policy, self.config, self.seed = world, policy, config, seed
         self.generator, self.demonstrations = generator, demonstrations

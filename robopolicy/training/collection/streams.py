@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from robopolicy.core.images import Keeping
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.world import World
@@ -17,7 +18,7 @@ class StreamCollector:
     """Plays every row of `world` on from where the last iteration left it, `rollout_length` decisions at a time.
 
     seed: root of the episodes' seeds; generator: what the policy draws from; acts: who plays, None for the policy;
-    images: whether what cameras show is kept.
+    images: how what cameras show is kept.
     """
 
     def __init__(
@@ -29,11 +30,12 @@ class StreamCollector:
         generator: torch.Generator,
         acts: Policy | None = None,
         *,
-        images: bool = True,
+        images: Keeping = "plain",
     ):
         self.world, self.policy, self.rollout_length, self.seed = world, policy, rollout_length, seed
         self.acts: Policy = policy if acts is None else acts
-        self.generator, self.images = generator, images
+        self.generator = generator
+        self.images: Keeping = images
         self.streams: Streams | None = None
 
     def collect(self, iteration: int) -> Rollouts:
@@ -45,8 +47,8 @@ class StreamCollector:
         with while_collecting(number):
             if self.streams is None:
                 self.streams = start_streams(self.world, self.acts, self.seed, f"collect/{number}")
-            kept = {"version": version, "images": self.images}
-            found = play(self.world, self.acts, self.rollout_length, self.generator, self.streams, **kept)
+            given = self.world, self.acts, self.rollout_length, self.generator, self.streams
+            found = play(*given, version=version, images=self.images)
             return with_executed(found, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
