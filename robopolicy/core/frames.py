@@ -70,7 +70,7 @@ def frames_tree(frames: Frames) -> Any:
 
 
 def frames_of(tree: Tensor | Mapping[str, Any]) -> Frames:
-    """Return the frames that `frames_tree` was made of."""
+    """Return the frames [n, *shape] that `frames_tree` was made of."""
     if isinstance(tree, Tensor):
         return tree
     data = memoryview(tree["packed"].cpu().numpy())

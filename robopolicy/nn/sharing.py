@@ -29,7 +29,7 @@ def learned(module: Weights) -> dict[str, Tensor]:
 
 
 def load_learned(module: Weights, weights: Mapping[str, Tensor]) -> None:
-    """Copy what `learned` returned into `module`; raises KeyError where that is not all that learns there, or more."""
+    """Copy what `learned` returned, name -> [...], into `module`; raises KeyError where that is not all that learns."""
     missing, unknown = module.load_state_dict(weights, strict=False)
     if wrong := sorted({*missing} - _resting(module)) + sorted(unknown):
         raise KeyError(f"These weights are missing or unknown: {', '.join(wrong)}.")

@@ -188,11 +188,11 @@ class FinetuneConfig(AlgorithmConfig):
     micro_batch: int = 0
     """Decisions whose activations are held at once, 0 for all."""
     packed_images: bool = False
-    """Whether collected images are held compressed, without loss."""
+    """Whether images that were collected are held compressed. Without loss."""
     minibatch_episodes: int = 0
     """Whole episodes a minibatch (episode ratios), 0 for none."""
     scored_steps: int = 0
-    """Random steps of each decision that a minibatch scores (cheaper, noisier), 0 for all."""
+    """Random steps of a decision that are scored, 0 for all. Fewer are cheaper and noisier."""
     precision: LearningPrecision = "fp32"
     """What policy and critic multiply in: bf16 is faster where processors have it; bf16_backward is for gradients."""
     critic_warmup: int = 1
