@@ -29,7 +29,15 @@ def small(monkeypatch):
     return sizes
 
 
-@pytest.mark.parametrize("arm", ["smolvla", "smolvla_taught", "pi0", "pi0_taught"])
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param("smolvla", marks=pytest.mark.slow),
+        "smolvla_taught",
+        "pi0",
+        pytest.param("pi0_taught", marks=pytest.mark.slow),
+    ],
+)
 def test_every_stage_runs_and_lerobot_loads_what_comes_out(small, arm, tmp_path, capsys):
     changed = ",".join(f"'{setting}'" for setting in OVERRIDES)
     given = ["bench", "vla", "bench.seeds=[0]", f"bench.only=[{arm}]", f"bench.overrides=[{changed}]"]

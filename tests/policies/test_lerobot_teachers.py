@@ -166,7 +166,10 @@ def test_a_large_teacher_of_a_small_policy_is_said_and_refused_where_it_does_not
     world.close()
 
 
-@pytest.mark.parametrize("given", [(), ("teach.keep_conditions=true",), ("teach.micro_batch=3",)])
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param((), marks=pytest.mark.slow), ("teach.keep_conditions=true",), ("teach.micro_batch=3",)],
+)
 def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path, capsys, given):
     student = ["policy.kind=lerobot", "policy.tuned=expert", f"policy.path={folders['student']}"]
     short = ["teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2", "teach.last_steps=2", "teach.batch_size=8"]

@@ -16,7 +16,7 @@ def metaworld():
     return pytest.importorskip("metaworld")
 
 
-@pytest.mark.parametrize("task", ["push-v3", "drawer-open-v3"])
+@pytest.mark.parametrize("task", ["push-v3", pytest.param("drawer-open-v3", marks=pytest.mark.slow)])
 def test_tasks_keep_every_promise(metaworld, task):
     check_world(lambda batch: make_world(f"metaworld/{task}", batch, history=2, horizon=8), batch_size=3, chunk=3)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from bandit_toys import FIELDS, BanditWorld, ChainPolicy, MortalWorld, mean_reward, run_apart
+from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward, run_apart
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
+from mortal_runs import train_pairs
 
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError
@@ -72,36 +73,18 @@ def test_the_reference_is_the_policy_as_its_round_began(
     assert all(not torch.equal(first, then) for first, then in pairwise(weights))
 
 
-def train(folder: Path, kill_at: int) -> None:
-    world = MortalWorld(24)
-    world.kill_at = kill_at
-    config = FinetuneConfig(
-        algorithm="grape",
-        iterations=5,
-        groups=6,
-        group_size=4,
-        epochs=2,
-        minibatch_episodes=8,
-        checkpoint_every=2,
-        evaluate_every=0,
-        target_kl=None,
-        options={"preferences": {"share": 1.0, "refresh": 2}},
-    )
-    finetune(ChainPolicy(), None, world, config, RunFolder(folder), seed=4)
-
-
 @pytest.mark.checks("GRAPE", "replay/preferences")
 def test_pairs_and_reference_survive_a_kill_byte_for_byte(tmp_path: Path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train(whole, kill_at=0)
+    train_pairs(whole, kill_at=0)
     # Four calls an iteration: in the fourth, after the checkpoint of the second
-    assert run_apart(train, broken, kill_at=15) == -9
+    assert run_apart(train_pairs, broken, kill_at=15) == -9
     assert (
         0
         < len(read_pairs(broken / "preferences").rollouts.group)
         < len(read_pairs(whole / "preferences").rollouts.group)
     )
-    train(broken, kill_at=0)
+    train_pairs(broken, kill_at=0)
     files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
     assert {Path("preferences/preferences.json"), Path("preferences/preferences.safetensors")} <= set(files)
     assert files == [path.relative_to(broken) for path in sorted(broken.rglob("*")) if path.is_file()]
