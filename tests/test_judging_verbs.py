@@ -1,10 +1,12 @@
 """Judging from logs on the command line: chains that are recorded and weighed, scores between anchors, refusals."""
 
 import json
+import shutil
 
 import pytest
 
 from robopolicy.cli import main
+from robopolicy.evaluation import success
 
 SMALL = [
     "world=reach_planar",
@@ -132,3 +134,45 @@ def test_what_ends_half_way_leaves_nothing_of_other_settings(root, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         run(root, "evaluate", *shared, "evaluate.episodes=4")
     assert not any((place / name).exists() for name in ("result.json", "report.html", "report.json", "policy.mp4"))
+
+
+def test_an_evaluation_that_is_broken_off_goes_on_and_ends_where_an_unbroken_one_does(root, monkeypatch, capsys):
+    base = root / "train" / "reach_planar" / "0" / "checkpoint"
+    shared = [f"evaluate.policy={base}", "world.batch_size=3"]  # 8 episodes: three waves in each mode
+    played, play = [], success.play_wave
+
+    def mortal(*given, **told):
+        played.append(told["deterministic"])
+        if len(played) == 5:
+            raise KeyboardInterrupt
+        return play(*given, **told)
+
+    def outcomes(name):
+        found = result(root, "evaluate", name)["policy"]
+        return [(found[mode]["per_episode"], found[mode]["steps"]) for mode in ("deterministic", "stochastic")]
+
+    def broken_off(name, *settings):
+        played.clear()
+        monkeypatch.setattr(success, "play_wave", mortal)
+        assert run(root, "evaluate", *shared, f"run.name={name}", *settings) == 130
+        monkeypatch.setattr(success, "play_wave", lambda *given, **told: played.append(0) or play(*given, **told))
+        played.clear()
+        capsys.readouterr()
+
+    assert run(root, "evaluate", *shared, "run.name=whole") == 0
+    broken_off("broken")
+    place = root / "evaluate" / "broken" / "0"
+    with (place / "waves.jsonl").open("a") as file:
+        file.write('{"key": "policy, stoch')  # a process that was killed as it wrote
+    assert run(root, "evaluate", *shared, "run.name=broken") == 0
+    assert len(played) == 2 and "Goes on: 11 episodes were played" in " ".join(capsys.readouterr().out.split())
+    assert outcomes("broken") == outcomes("whole") and not (place / "waves.jsonl").exists()
+    assert run(root, "evaluate", *shared, "run.name=broken") == 0 and len(played) == 2 + 6, "what is whole begins anew"
+
+    broken_off("anew")
+    assert run(root, "evaluate", *shared, "run.name=anew", "run.overwrite=true") == 0 and len(played) == 6
+    other = root / "other"
+    shutil.copytree(base, other)
+    broken_off("other", f"evaluate.policy={other}")
+    (other / "note").write_text("it is not the checkpoint that was judged")
+    assert run(root, "evaluate", *shared, "run.name=other", f"evaluate.policy={other}") == 0 and len(played) == 6

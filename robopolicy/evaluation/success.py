@@ -27,6 +27,7 @@ from robopolicy.evaluation.intervals import (
     mean_interval,
     wilson,
 )
+from robopolicy.evaluation.kept_waves import KeptWaves
 from robopolicy.evaluation.waves import play_wave, waves
 
 
@@ -170,11 +171,13 @@ def evaluate_policy(
     confidence: float = 0.95,
     label: str = "evaluate",
     watch: Callable[[PlayedStep[object] | None], None] | None = None,
+    kept: KeptWaves | None = None,
 ) -> EvaluationResult:
     """Play one episode per seed [E] and return every outcome.
 
     deterministic: act without exploration noise (a denoising policy's initial noise remains, drawn from
-    `generator_seed`); device: where the policy computes; label: text of the progress bar; watch: see `play_wave`.
+    `generator_seed`); device: where the policy computes; label: text of the progress bar, and this evaluation's name
+    in `kept`, which has the waves that were played before and keeps the others; watch: see `play_wave`.
     Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
     seeds = np.asarray(seeds, dtype=np.int64)
@@ -185,12 +188,18 @@ def evaluate_policy(
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
     several, asked = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
-    start = time.perf_counter()
+    seconds = 0.0
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
-            wave = play_wave(
-                world, policy, seeds[index], generator_seed, deterministic=deterministic, device=device, watch=watch
-            )
+            known = None if kept is None else kept.known(label, seeds[index])
+            if known is None:
+                start = time.perf_counter()
+                chosen = {"deterministic": deterministic, "device": device, "watch": watch}
+                wave = play_wave(world, policy, seeds[index], generator_seed, **chosen)
+                known = wave, time.perf_counter() - start
+                if kept is not None:
+                    kept.keep(label, seeds[index], *known)
+            wave, seconds = known[0], seconds + known[1]
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], cut[index] = wave.lengths, wave.cut
             asked[index] = [world.spec.meaning(text) for text in wave.instructions]
@@ -203,7 +212,7 @@ def evaluate_policy(
         lengths=lengths,
         cut=cut,
         deterministic=deterministic,
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         steps=int(lengths.sum()),
         confidence=confidence,
         reports_success=world.spec.reports_success,

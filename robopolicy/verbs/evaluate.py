@@ -9,8 +9,9 @@ plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside i
 scores returns between what uniform actions and the expert earn.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ import torch
 from rich.table import Table
 
 from robopolicy.build import as_seen_in, build_world, choose_device, load_acting, with_planning
-from robopolicy.configuration import Config
+from robopolicy.configuration import Config, to_yaml
 from robopolicy.configuration.evaluate import EvaluateSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
+from robopolicy.core.tensors import file_hash
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.instructions import (
     PARAPHRASE,
@@ -33,6 +35,7 @@ from robopolicy.evaluation.instructions import (
     judge_controls,
     with_instruction,
 )
+from robopolicy.evaluation.kept_waves import KeptWaves
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
@@ -41,7 +44,9 @@ from robopolicy.evaluation.told import difference_text, instruction_table
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
+from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, open_fresh_run, output
+from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -51,7 +56,10 @@ VERB = Verb(
     "world.model=runs/worldmodel/push_cube/0/checkpoint",
     targets=("evaluate.policy",),
     world_from={"evaluate.policy": ""},
+    resumes=True,
 )
+WAVES = "waves.jsonl"
+"""What has been played until there is a result."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,12 @@ def judge(
     label: str,
     *,
     meter: Callable[[], SmoothnessMeter] | None = None,
+    kept: KeptWaves | None = None,
 ) -> Verdict:
-    """Evaluate `policy` on `seeds`, deterministic and stochastic; meter: makes what measures how smooth it acts."""
+    """Evaluate `policy` on `seeds`, deterministic and stochastic.
+
+    meter: makes what measures how smooth it acts, which has to see all of it, so that nothing is taken from `kept`.
+    """
     smoothness: dict[str, Smoothness] = {}
 
     def result(deterministic: bool) -> EvaluationResult:
@@ -102,6 +114,7 @@ def judge(
             device=device,
             label=f"{label}, {kind}",
             watch=watch,
+            kept=kept if watch is None else None,
         )
         if watch is not None:
             smoothness[kind] = watch.measured()
@@ -120,7 +133,13 @@ def film_alone(
 
 
 def controlled(
-    config: Config, world: World, policy: Policy, beside: EvaluationResult, device: torch.device, label: str
+    config: Config,
+    world: World,
+    policy: Policy,
+    beside: EvaluationResult,
+    device: torch.device,
+    label: str,
+    kept: KeptWaves | None = None,
 ) -> dict[str, Control]:
     """Return the controls of language that the section asks for, played on the seeds of `beside`, by name.
 
@@ -130,9 +149,8 @@ def controlled(
 
     def play(told: Policy, control: str) -> EvaluationResult:
         label_here = f"{label}, {control}"
-        return evaluate_policy(
-            world, told, beside.seeds, generator_seed=config.run.seed, device=device, label=label_here
-        )
+        given = {"generator_seed": config.run.seed, "device": device, "label": label_here, "kept": kept}
+        return evaluate_policy(world, told, beside.seeds, **given)
 
     return judge_controls(policy, world.spec, controls_of(world.spec, asked), beside, play)
 
@@ -220,6 +238,24 @@ def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict
     return {"normalised": found}
 
 
+def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> KeptWaves:
+    """Return what was played of this evaluation before it was broken off, where no checkpoint has changed since."""
+    models = [path for path in (config.plan.model, config.world.model) if path is not None]
+    world = source_of(config.world.name)
+    of = {
+        "settings": to_yaml(config, VERB.sections),
+        "files": [hashes(checkpoint_in(path)) for path in (*policies, *models)],
+        "world": None if world is None else file_hash(world),
+    }
+    path = folder.path / WAVES
+    if config.run.overwrite:
+        path.unlink(missing_ok=True)
+    kept = KeptWaves(path, of)
+    if kept.episodes:
+        output.print(f"Goes on: {kept.episodes} episodes were played before it was broken off.")
+    return kept
+
+
 def run(config: Config) -> int:
     """Judge the policy, and the base beside it when one is given."""
     section = config.evaluate
@@ -239,6 +275,7 @@ def run(config: Config) -> int:
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.anchors is None else read_anchors(section.anchors)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
+    kept = kept_waves(config, folder, [path for path in paths.values() if path is not None])
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
     controls: dict[str, dict[str, Control]] = {}
@@ -251,8 +288,8 @@ def run(config: Config) -> int:
             anchors.require_world(world.spec.name)
         acting, meter = delayed(section, as_seen_in(world, policy))
         policy = with_instruction(acting, section.instruction, world.spec)
-        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter)
-        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name)
+        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter, kept=kept)
+        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name, kept)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         film_alone(world, policy, seeds[: section.videos], folder, name, device)
         world.close()
@@ -270,5 +307,6 @@ def run(config: Config) -> int:
         output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)
     print_controls(controls)
     finish(config, folder, result | normalised(verdicts, anchors))
+    kept.remove()
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

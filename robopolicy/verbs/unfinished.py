@@ -65,11 +65,11 @@ def _what_counts(config: Config) -> dict[str, Any]:
     """Return what may have changed under the same settings, JSON-ready: checkpoints, and files that the user writes."""
     section, label = config.collect, config.collect.label_policy
     named = (config.world.name, section.controller, label)
-    sources = [file_hash(file) for name in named if (file := _source_of(name)) is not None]
+    sources = [file_hash(file) for name in named if (file := source_of(name)) is not None]
     return {"actor": who_acts(config), "teacher": hashes(Path(label)) if label else {}, "sources": sources}
 
 
-def _source_of(name: str) -> Path | None:
+def source_of(name: str) -> Path | None:
     """Return the file of a dotted path's module, or the file that `name` is; None for what is registered."""
     if not is_dotted(name):
         return Path(name) if name and Path(name).is_file() else None
