@@ -255,7 +255,7 @@ def test_a_setting_longer_than_any_path_is_a_setting(capsys):
     assert "bench.typo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("verb", "text"), [("collect", "Nothing is lost"), ("evaluate", "begins anew")])
+@pytest.mark.parametrize(("verb", "text"), [("evaluate", "Nothing is lost"), ("rank", "begins anew")])
 def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeypatch, tmp_path):
     def interrupted(config):
         raise KeyboardInterrupt

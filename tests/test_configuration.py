@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from robopolicy import verbs
 from robopolicy.cli import main
@@ -185,3 +186,13 @@ def test_every_default_that_help_shows_can_be_given():
     shown = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"), Config())
     given = [f"{section.path}.{key}={default}" for section in shown for key, default, _ in section.keys]
     assert compose(given) == compose([])
+
+
+def test_a_program_of_hydras_in_the_same_process_keeps_its_own_groups():
+    store = ConfigStore.instance()
+    whole = store.repo["hydra"]["config.yaml"]
+    compose(["recipe=push_t"])
+    assert store.repo["hydra"]["config.yaml"] is whole and len(whole.node["defaults"]) > 5
+    with pytest.raises(ConfigError):
+        compose(["run.seed=[1"])
+    assert store.repo["hydra"]["config.yaml"] is whole

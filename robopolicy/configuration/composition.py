@@ -1,14 +1,17 @@
 """Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it down."""
 
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 
@@ -93,7 +96,8 @@ def groups() -> dict[str, list[str]]:
 
 def _hydra(overrides: list[str]) -> dict[str, Any]:
     try:
-        with initialize_config_dir(str(resource("configs")), version_base="1.3", job_name="robopolicy"):
+        folder = str(resource("configs"))
+        with _without_groups_of_hydra(), initialize_config_dir(folder, version_base="1.3", job_name="robopolicy"):
             composed = OmegaConf.to_container(hydra_compose("robopolicy", overrides=overrides), resolve=True)
     except OverrideParseException as error:
         raise ConfigError(
@@ -105,6 +109,29 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{error}{hint}") from error
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
+
+
+@contextmanager
+def _without_groups_of_hydra() -> Iterator[None]:
+    """Leave out what Hydra composes for programs that it starts itself: launcher, logging, help and more.
+
+    Nobody reads it here, and it is 0.6 of the time that composing takes.
+    """
+    groups = ConfigStore.instance().repo["hydra"]
+    whole: ConfigNode = groups["config.yaml"]
+    groups["config.yaml"] = dataclasses.replace(whole, node=_bare(whole.name))
+    try:
+        yield
+    finally:
+        groups["config.yaml"] = whole
+
+
+@cache
+def _bare(name: str) -> Any:
+    """Return Hydra's own node of this name without its groups."""
+    bare = copy.deepcopy(ConfigStore.instance().repo["hydra"][name].node)
+    OmegaConf.update(bare, "defaults", [])
+    return bare
 
 
 def _tagged(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Tagged]]]:
