@@ -65,14 +65,14 @@ def compose(
     key.
     """
     defaults = to_plain(Config())
-    for path, section in _tagged(Config):
+    for path, section in _tagged_sections():
         node = _at(defaults, path)
         kept = () if section.beside else [key for key in node if key != "config"]
         _at(defaults, path[:-1])[path[-1]] = {"kind": section.kind, **{key: node[key] for key in kept}}
     store = ConfigStore.instance()
     prepared = [_prepare(override, defaults, store, sections) for override in overrides]
     composed = _hydra(prepared)
-    for path, section in _tagged(Config):
+    for path, section in _tagged_sections():
         _leave_out_other_kinds(composed, path, section, prepared)
     for old, new in RENAMED.items():
         if _at(composed, tuple(old.split(".")), None) is not None:
@@ -134,6 +134,11 @@ def _bare(name: str) -> Any:
     return bare
 
 
+@cache
+def _tagged_sections() -> tuple[tuple[tuple[str, ...], type[Tagged]], ...]:
+    return tuple(_tagged(Config))
+
+
 def _tagged(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Tagged]]]:
     """Yield path and class of every section that holds one of several kinds."""
     for item in dataclasses.fields(kind):
@@ -182,7 +187,7 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sec
         if key == old or key.startswith(f"{old}."):
             raise ConfigError(f"'{key}' is called '{new}{key.removeprefix(old)}' now.")
     parts = tuple(key.split("."))
-    for path, section in _tagged(Config):
+    for path, section in _tagged_sections():
         inside = path if section.beside else (*path, "config")
         if parts == path and not value.startswith("{"):
             return f"++{key}.kind={value}"

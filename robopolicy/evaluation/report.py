@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,13 @@ def report_for_run(path: Path) -> Path:
 
 def render(report: Report) -> str:
     """Return the page as HTML with everything embedded."""
+    return _template().render(report=report)
+
+
+@cache
+def _template() -> jinja2.Template:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(TEMPLATE.read_text()).render(report=report)
+    return environment.from_string(TEMPLATE.read_text())
 
 
 def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
