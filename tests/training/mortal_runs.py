@@ -1,5 +1,6 @@
 """Runs of fine-tuning whose process may be killed: in a module of its own, for theirs imports nothing else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,18 @@ from robopolicy.core.run import RunFolder
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
+
+GRAPE = FinetuneConfig(
+    algorithm="grape",
+    iterations=5,
+    groups=6,
+    group_size=4,
+    epochs=2,
+    minibatch_episodes=8,
+    checkpoint_every=2,
+    evaluate_every=0,
+    target_kl=None,
+)
 
 
 def train_streams(folder: Path, kill_at: int) -> None:
@@ -35,16 +48,5 @@ def train_pairs(folder: Path, kill_at: int) -> None:
     """Tune on groups and stored pairs, by GRAPE; four calls of the world's `step` an iteration."""
     world = MortalWorld(24)
     world.kill_at = kill_at
-    config = FinetuneConfig(
-        algorithm="grape",
-        iterations=5,
-        groups=6,
-        group_size=4,
-        epochs=2,
-        minibatch_episodes=8,
-        checkpoint_every=2,
-        evaluate_every=0,
-        target_kl=None,
-        options={"preferences": {"share": 1.0, "refresh": 2}},
-    )
+    config = replace(GRAPE, options={"preferences": {"share": 1.0, "refresh": 2}})
     finetune(ChainPolicy(), None, world, config, RunFolder(folder), seed=4)

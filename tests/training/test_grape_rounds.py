@@ -8,7 +8,7 @@ import pytest
 import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward, run_apart
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
-from mortal_runs import train_pairs
+from mortal_runs import GRAPE, train_pairs
 
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError
@@ -19,7 +19,6 @@ from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, FlowNoise, PolicyKind
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.preferences import read_pairs
-from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import rescored
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
@@ -27,20 +26,7 @@ from robopolicy.training.update import Learner
 from robopolicy.verbs.finetune import guidance_of
 from sims.registry import make_world
 
-CONFIG = FinetuneConfig(
-    algorithm="grape",
-    iterations=5,
-    groups=6,
-    group_size=4,
-    epochs=2,
-    minibatch_episodes=8,
-    learning_rate=1e-2,
-    actor_warmup=1,
-    target_kl=None,
-    checkpoint_every=2,
-    evaluate_every=0,
-    ratio_tolerance=1e-4,
-)
+CONFIG = replace(GRAPE, learning_rate=1e-2, actor_warmup=1, ratio_tolerance=1e-4)
 
 
 @pytest.mark.checks("GRAPE")
