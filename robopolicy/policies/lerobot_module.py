@@ -31,11 +31,12 @@ class LeRobotModule(nn.Module):
         inner: Any = policy.policy
         self.policy: nn.Module = inner.eval()
         self.reader, self.tuning = policy, policy.settings.tuning
-        self.acting = tuple(acting)  # in a tuple: they are submodules already
+        names = {module: name for name, module in self.policy.named_modules()}
+        self.acting = tuple(names[module] for module in acting)  # adapters put another module at a layer's name
         self.adapter_rank = 0
         if self.tuning.tuned is not Tuned.LEROBOT:
             self.policy.requires_grad_(self.tuning.tuned is Tuned.ALL)
-            for module in self.acting:
+            for module in acting:
                 module.requires_grad_(True)
 
     def train(self, mode: bool = True) -> Self:
@@ -46,7 +47,7 @@ class LeRobotModule(nn.Module):
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
         """All weights but those of the modules that act."""
-        own = {id(weight) for module in self.acting for weight in module.parameters()}
+        own = {id(weight) for name in self.acting for weight in self.policy.get_submodule(name).parameters()}
         return [weight for weight in self.policy.parameters() if id(weight) not in own]
 
     def normalised(self, actions: Tensor) -> Tensor:

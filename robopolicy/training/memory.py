@@ -28,7 +28,7 @@ from robopolicy.nn.optimisers import kept_bytes, optimiser_bytes
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 
-BEYOND = 1.2
+BEYOND = 1.3
 """Times what was planned that torch has held, at most: backward passes and steps of the optimiser take some more."""
 
 

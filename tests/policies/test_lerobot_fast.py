@@ -206,6 +206,7 @@ def test_what_is_saved_is_lerobots_again(folder, tmp_path, rank):
         learning = [name for name, weight in policy.named_parameters() if weight.requires_grad]
         assert learning and all("lora_" in name for name in learning)
         assert not any("vision" in name or "projector" in name for name in learning)
+        assert policy.caches_condition, "what reads rests, with adapters too"
         learn_a_little(policy, observation)  # the second factor begins at zero
     learn_a_little(policy, observation)
     decision = policy.act(observation, torch.Generator().manual_seed(1))

@@ -234,6 +234,7 @@ def test_adapters_alone_learn_and_are_saved_in_the_weights(folders, tmp_path):
     assert torch.equal(noise_free(policy, observation), before)
     learning = [name for name, weight in policy.named_parameters() if weight.requires_grad]
     assert learning and all("lora_" in name and ("expert" in name or "action_" in name) for name in learning)
+    assert policy.caches_condition, "what reads rests, with adapters too"
     for _ in range(2):  # the second factor begins at zero
         learn_a_little(policy, observation)
     learned = noise_free(policy, observation)

@@ -67,17 +67,17 @@ def test_too_little_is_an_error_with_ways_out():
     each = 3 * 10**8  # and 0.8 GB more that do not depend on how many there are
     budget = MemoryBudget(10**9, three, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, each, 64, 64, *counts)
     assert budget.ahead == 28 * 10**9
-    with pytest.warns(RobopolicyWarning, match="about 28 GB are needed, 30 GB are free, and up to 20% more than"):
+    with pytest.warns(RobopolicyWarning, match="about 28 GB are needed, 30 GB are free, and up to 30% more than"):
         budget.require(30 * 10**9)
     with warnings.catch_warnings(action="error"):
-        budget.require(34 * 10**9)
+        budget.require(37 * 10**9)
         budget.require(None)
-    with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free. micro_batch=15 fits"):
+    with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free. micro_batch=11 fits"):
         budget.require(16 * 10**9)
     fits = replace(budget, at_once=24, activations=20 * 10**9 - 40 * each)
     with pytest.warns(RobopolicyWarning, match="may not do"):
         fits.require(16 * 10**9)
-    with pytest.raises(ConfigError, match="micro_batch=15 fits"):
+    with pytest.raises(ConfigError, match="micro_batch=11 fits"):
         fits.require(fits.ahead - 1)
     with pytest.raises(ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64 or the 512"):
         budget.require(8 * 10**9)
@@ -108,7 +108,7 @@ def test_everybody_who_holds_the_weights_is_counted():
 def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():
     policy = denoising_policy(SeeingWorld(1), cameras=True)
     just = next(size for size in range(0, 10**9, 10_000) if _fits(policy, 3, size))
-    enough = int(1.2 * just) + 1
+    enough = int(1.3 * just) + 1
     with pytest.raises(ConfigError, match=r"micro_batch=3 fits: activations of 8 decisions .* lower batch_size=8"):
         plan_pretraining(policy, 8, enough)
     assert "activations of 3 decisions" in plan_pretraining(policy, 8, enough, 3)
