@@ -12,8 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from robopolicy.core.errors import DataError
-from robopolicy.core.storage import read_json, storage_errors, write_atomic, write_json
+from robopolicy.core.storage import read_json, read_json_lines, storage_errors, write_atomic, write_json
 
 CLOCK = "clock.json"
 GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
@@ -89,19 +88,7 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl; a half-written last line (killed run) is ignored, any other bad line raises."""
-        path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        records: list[dict[str, Any]] = []
-        lines = path.read_text().splitlines()
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                if number == len(lines):
-                    break
-                raise DataError(f"{path} line {number} is not JSON: {error}.") from error
-        return records
+        return read_json_lines(self.path / "metrics.jsonl")
 
 
 class Clock:

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from robopolicy.core.errors import CheckpointError, StorageError
+from robopolicy.core.errors import CheckpointError, DataError, StorageError
 
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
 """Names that `tempfile` gives with a prefix ".NAME."."""
@@ -95,6 +95,25 @@ def read_json(path: Path) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """Read one JSON value a line, none of a file that is not there; raises DataError for a line that is not JSON.
+
+    A last one that is not was half written when its process was killed, and is left out.
+    """
+    if not path.exists():
+        return []
+    found: list[Any] = []
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path} line {number} is not JSON: {error}.") from error
+    return found
 
 
 def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.storage import storage_errors, write_atomic
+from robopolicy.core.storage import read_json_lines, storage_errors, write_atomic
 from robopolicy.evaluation.waves import Wave
 
 
@@ -25,18 +25,11 @@ class KeptWaves:
     def __init__(self, path: Path, of: Mapping[str, Any]):
         self.path = path
         self._known: dict[str, tuple[Wave, float]] = {}
-        head = json.dumps(of, sort_keys=True)
-        first, *others = path.read_text().splitlines() if path.is_file() else [""]
-        if first != head:
-            write_atomic(path, head + "\n")
-            return
-        for line in others:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # a killed process had not written all of it: as good as none
-                continue
-            self._known[record["key"]] = _read(record["wave"]), record["seconds"]
-        write_atomic(path, "\n".join([first, *(_line(key, *known) for key, known in self._known.items())]) + "\n")
+        records = read_json_lines(path)
+        if records and records[0] == of:
+            self._known = {each["key"]: (_read(each["wave"]), each["seconds"]) for each in records[1:]}
+        lines = [json.dumps(of), *(_line(key, *known) for key, known in self._known.items())]
+        write_atomic(path, "\n".join(lines) + "\n")
 
     @property
     def episodes(self) -> int:

@@ -46,7 +46,7 @@ from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, open_fresh_run, output
-from robopolicy.verbs.unfinished import hashes, source_of
+from robopolicy.verbs.sources import hashes, source_of
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(

@@ -5,7 +5,7 @@ import stat
 import pytest
 import torch
 
-from robopolicy.core.errors import CheckpointError, StorageError
+from robopolicy.core.errors import CheckpointError, DataError, StorageError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, recover_folder, write_atomic, write_folder_atomic, write_json
 from robopolicy.core.tensors import load_tree, save_tree
@@ -85,3 +85,6 @@ def test_metrics_survive_a_half_written_line(tmp_path):
     assert [record["step"] for record in run.metrics()] == [1, 2, 3]
     run.rewind("step", 2)
     assert [record["step"] for record in run.metrics()] == [1, 2]
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics.jsonl line 2 is not JSON"):
+        run.metrics()
