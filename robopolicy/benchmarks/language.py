@@ -3,9 +3,9 @@
 `tidy`: nine instructions are trained, three compositions of known words are held out. PPO and GRAPE begin with the
 imitated policy and may play about as many episodes; PPO plays alone and, as the recipe has it, imitating its
 demonstrations on the side (DAPG). On-policy distillation begins with nothing, and the scene's expert says what it
-would have done where the student led (DAgger), one that reads the state and one that sees. Every policy is judged on
-the same starts: as asked, told another instruction, told the same in words that it has not heard, and asked for what
-was held out.
+would have done where the student led (DAgger), one that reads the state and one that sees, which PPO then takes on.
+Every policy is judged on the same starts: as asked, told another instruction, told the same in words that it has not
+heard, and asked for what was held out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from robopolicy.benchmarks.sight import SMALL
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.runs import is_complete, output
-from robopolicy.verbs import evaluate, teach
+from robopolicy.verbs import evaluate, finetune, teach
 from robopolicy.verbs.bench import Benchmark, Table
 
 TASK = "tidy"
@@ -46,14 +46,18 @@ ARMS = {
     "GRAPE": "GRAPE",
     "distillation": "on-policy distillation from the expert",
     "cameras": "the same, by two cameras in the place of the state",
+    "cameras and PPO": "PPO on what they show, from there",
 }
 """What bench.only names."""
 IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
 """Arm -> name of its pre-trained policy (`runs.BASES`)."""
 BY_PPO: dict[str, tuple[str, ...]] = {PPO: (ALONE,), BESIDE: ()}
 """Arm -> what it changes about the recipe."""
-TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SMALL, *seen_by("front", "wrist"))}
+SEEING = *SMALL, *seen_by("front", "wrist")
+TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": SEEING}
 """Arm -> further settings of its student."""
+TUNED = {"cameras and PPO": "cameras"}
+"""Arm -> that of the student which it begins with."""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -86,6 +90,8 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
     """Return the checkpoint of an arm, and the control steps and seconds that learning it took beyond imitation."""
     if arm in TAUGHT:
         return taught(config, root, arm, seed)
+    if arm in TUNED:
+        return tuned_by_sight(config, root, arm, seed)
     if arm in IMITATED:
         return pretrained(config, root, TASK, IMITATED[arm], seed) / "checkpoint", {"env_steps": 0}
     settings = BY_PPO[arm] if arm in BY_PPO else as_many_episodes(config, root, seed)
@@ -103,6 +109,24 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
         own = f"run.name={arm}", "teach.videos=0"
         teach.run(compose([*more, *own, *TAUGHT[arm], *settings_of(config, root, TASK, seed)]))
     return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
+
+
+def tuned_by_sight(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
+    """Return the checkpoint that PPO made of a student that sees, and what both took.
+
+    What reads images and words rests, and what the student was taught in its rounds is imitated on the side.
+    """
+    student, played = taught(config, root, TUNED[arm], seed)
+    place = root / TASK / "finetune" / arm / str(seed)
+    if not is_complete(place):
+        output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
+        lessons = ",".join(str(each / "dataset") for each in sorted((student.parent / "rounds").iterdir()))
+        more = "finetune.train_encoder=false", "finetune.videos=0", f"finetune.experts=[{lessons}]"
+        own = f"run.name={arm}", f"finetune.policy={student}"
+        finetune.run(compose([*more, *own, *SEEING, *settings_of(config, root, TASK, seed)]))
+    result = read_json(place / "result.json")
+    taken = {name: result[name] for name in ("env_steps", "seconds", "iterations")}
+    return place / "checkpoint", {**taken, "env_steps": taken["env_steps"] + played["env_steps"]}
 
 
 def as_many_episodes(config: Config, root: Path, seed: int) -> tuple[str, ...]:

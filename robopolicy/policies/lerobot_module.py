@@ -32,12 +32,17 @@ class LeRobotModule(nn.Module):
         self.policy: nn.Module = inner.eval()
         self.reader, self.tuning = policy, policy.settings.tuning
         names = {module: name for name, module in self.policy.named_modules()}
-        self.acting = tuple(names[module] for module in acting)  # adapters put another module at a layer's name
+        self._acting = tuple(names[module] for module in acting)  # adapters put another module at a layer's name
         self.adapter_rank = 0
         if self.tuning.tuned is not Tuned.LEROBOT:
             self.policy.requires_grad_(self.tuning.tuned is Tuned.ALL)
-            for module in acting:
+            for module in self.acting:
                 module.requires_grad_(True)
+
+    @property
+    def acting(self) -> tuple[nn.Module, ...]:
+        """Its modules that are behind what reads the observation, with their adapters."""
+        return tuple(map(self.policy.get_submodule, self._acting))
 
     def train(self, mode: bool = True) -> Self:
         """Note the mode; what is inside stays in evaluation mode, so that scores are those of what acted."""
@@ -47,7 +52,7 @@ class LeRobotModule(nn.Module):
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
         """All weights but those of the modules that act."""
-        own = {id(weight) for name in self.acting for weight in self.policy.get_submodule(name).parameters()}
+        own = {id(weight) for module in self.acting for weight in module.parameters()}
         return [weight for weight in self.policy.parameters() if id(weight) not in own]
 
     def normalised(self, actions: Tensor) -> Tensor:
