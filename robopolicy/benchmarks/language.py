@@ -53,7 +53,10 @@ IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
 """Arm -> name of its pre-trained policy (`runs.BASES`)."""
 BY_PPO: dict[str, tuple[str, ...]] = {PPO: (ALONE,), BESIDE: ()}
 """Arm -> what it changes about the recipe."""
+OF_PPO = "env_steps", "seconds", "iterations"
+"""What is kept of a run of fine-tuning."""
 SEEING = *SMALL, *seen_by("front", "wrist")
+"""Settings of whoever has cameras in the place of the state."""
 TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": SEEING}
 """Arm -> further settings of its student."""
 TUNED = {"cameras and PPO": "cameras"}
@@ -97,7 +100,7 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
     settings = BY_PPO[arm] if arm in BY_PPO else as_many_episodes(config, root, seed)
     result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result
     place = root / TASK / "finetune" / arm / str(seed) / "checkpoint"
-    return place, {name: result[name] for name in ("env_steps", "seconds", "iterations")}
+    return place, {name: result[name] for name in OF_PPO}
 
 
 def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
@@ -112,7 +115,7 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
 
 
 def tuned_by_sight(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
-    """Return the checkpoint that PPO made of a student that sees, and what both took.
+    """Return the checkpoint that PPO made of a student that sees, the steps of both, and what else PPO took.
 
     What reads images and words rests, and what the student was taught in its rounds is imitated on the side.
     """
@@ -125,8 +128,8 @@ def tuned_by_sight(config: Config, root: Path, arm: str, seed: int) -> tuple[Pat
         own = f"run.name={arm}", f"finetune.policy={student}"
         finetune.run(compose([*more, *own, *SEEING, *settings_of(config, root, TASK, seed)]))
     result = read_json(place / "result.json")
-    taken = {name: result[name] for name in ("env_steps", "seconds", "iterations")}
-    return place / "checkpoint", {**taken, "env_steps": taken["env_steps"] + played["env_steps"]}
+    taken = {name: result[name] for name in OF_PPO}
+    return place / "checkpoint", taken | {"env_steps": taken["env_steps"] + played["env_steps"]}
 
 
 def as_many_episodes(config: Config, root: Path, seed: int) -> tuple[str, ...]:
