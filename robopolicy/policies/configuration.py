@@ -100,7 +100,7 @@ class DenoisingPolicyConfig:
     sampling_steps: int = 10
     """Steps K of a chain."""
     finetuned_steps: int | None = None
-    """The last K' of them that fine-tuning trains, null for half of K."""
+    """The last K' that fine-tuning trains, null for half."""
     spacing: Spacing = Spacing.LEADING
     """leading ends at the grid's cleanest step, trailing starts at its noisiest."""
     eta: float = 1.0

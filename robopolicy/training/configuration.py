@@ -1,5 +1,6 @@
 """What can be set about pre-training and fine-tuning, with the defaults that worked."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -66,6 +67,20 @@ class PretrainConfig(RegressionConfig):
 
     keep_conditions: bool = False
     """Reads each observation once if the encoder is frozen."""
+    auxiliary_keys: tuple[str, ...] = ()
+    """Vectors that its cameras learn to tell."""
+    auxiliary_weight: float = 1.0
+    """Of that beside its own loss."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.auxiliary_weight < math.inf:
+            raise ConfigError(f"auxiliary_weight is {self.auxiliary_weight}: choose a number above 0.")
+        if self.keep_conditions and self.auxiliary_keys:
+            raise ConfigError(
+                f"keep_conditions=true leaves the encoder as it is, and auxiliary_keys={list(self.auxiliary_keys)} "
+                "teach it: leave out one of them."
+            )
 
 
 @dataclass(frozen=True)

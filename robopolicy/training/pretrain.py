@@ -12,9 +12,11 @@ from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.interventions import worth_imitating
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import Generators
+from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
 from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.training.auxiliary import FieldHead, TellsFields, new_head, with_fields
 from robopolicy.training.conditions import read_once, with_conditions
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.experience import require_lowering
@@ -32,8 +34,9 @@ def pretrain(
     processor do not have.
     """
     require_finite_columns(episodes.to_imitate(), policy.spec.observation)
+    head = new_head(policy, episodes, config, seed) if config.auxiliary_keys else None
     generators = Generators(seed, next(policy.parameters()).device)
-    result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning")
+    result = imitate(policy, [episodes], config, generators, run, "Behaviour cloning", head=head)
     if run is not None:
         policy.save(run.checkpoint)
     return result
@@ -47,10 +50,12 @@ def imitate(
     run: RunFolder | None,
     label: str,
     read: list[dict[str, Tensor]] | None = None,
+    head: FieldHead | None = None,
 ) -> FitResult:
     """Fit `policy` to all episodes of `parts`, as config says, and show `label` meanwhile.
 
-    read: what config.keep_conditions keeps of the first parts, [N, ...] by name; the others' are added to it.
+    read: what config.keep_conditions keeps of the first parts, [N, ...] by name; the others' are added to it. head:
+    tells config.auxiliary_keys from what the policy sees, and learns with it.
     Raises as `pretrain`.
     """
     require_lowering(policy, config.precision)
@@ -59,8 +64,11 @@ def imitate(
         read += [read_once(policy, part.to(device), config.precision) for part in parts[len(read) :]]
     episodes = parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read)
+    model: Regressor = policy
+    if head is not None:
+        model, batches = TellsFields(policy, head), with_fields(batches, episodes.to(device), config.auxiliary_keys)
     chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
-    return fit(policy, batches, config.fit, generators, run=run, label=label, **chosen)
+    return fit(model, batches, config.fit, generators, run=run, label=label, **chosen)
 
 
 def regression_batches(

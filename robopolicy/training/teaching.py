@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.checkpoints import read_weights, write_checkpoint
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -25,8 +26,12 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
+from robopolicy.training.auxiliary import FieldHead, new_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import imitate
+
+HEAD = "auxiliary_head"
+"""Where a round keeps what the next one goes on with to tell config.auxiliary_keys."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ def teach(
     played: list[Episodes] = []
     read: list[dict[str, Tensor]] = []
     student: Trainable | None = None
+    head: FieldHead | None = None
     for number in range(config.rounds):
         place = RunFolder(folder.path / "rounds" / str(number))
         sweep(place.path)
@@ -85,10 +91,16 @@ def teach(
         if student is None:
             student = new_student(played[0])
             require_fit(student.spec, world.spec)
-        losses = _learn(student, played, config, number, place, seed, read)
+        if config.auxiliary_keys and head is None:
+            head = new_head(student, played[0], config, seed)
+            before = place.path.parent / str(number - 1) / HEAD
+            head = read_weights(head, before, device) if number else head
+        losses = _learn(student, played, config, number, place, seed, read, head)
         folder.rewind("round", number - 1)
         counts = {"episodes": sum(map(len, played)), "steps": sum(part.step_count for part in played)}
         folder.log({**_outcome(played[-1], config, number), **counts, **losses})
+        if head is not None:
+            write_checkpoint(place.path / HEAD, {"kind": HEAD}, head)
         student.save(place.checkpoint)  # which comes last: the round is over
     assert student is not None  # there is a first round
     rounds = [_outcome(part, config, number) for number, part in enumerate(played)]
@@ -123,11 +135,12 @@ def _learn(
     place: RunFolder,
     seed: int,
     read: list[dict[str, Tensor]],
+    head: FieldHead | None,
 ) -> dict[str, float]:
-    """Fit the student to everything played so far; return the last losses. read: see `imitate`."""
+    """Fit the student to everything played so far; return the last losses. read, head: see `imitate`."""
     generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
     chosen = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
-    found = imitate(student, played, chosen, generators, place, f"Round {number + 1} of {config.rounds}", read)
+    found = imitate(student, played, chosen, generators, place, f"Round {number + 1} of {config.rounds}", read, head)
     return dict(found.losses)
 
 

@@ -39,6 +39,7 @@ from robopolicy.policies.lerobot_configuration import LeRobotStart
 from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.training.auxiliary import new_head
 from robopolicy.training.conditions import plan_conditions
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.teaching import Teacher, teach
@@ -105,16 +106,18 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     """Say how a student that was made elsewhere reads images, and what teaching it takes of memory.
 
     It is built from one episode of the teacher's, before the first round. Raises ConfigError where less is free, or
-    what its encoder makes cannot be kept.
+    what its encoder makes cannot be kept, and what `new_head` raises.
     """
     start = config.policy.config
     elsewhere = isinstance(start, LeRobotStart) or (isinstance(start, TokenPolicyConfig) and start.token.model)
-    if not (elsewhere or config.teach.keep_conditions):
+    if not (elsewhere or config.teach.keep_conditions or config.teach.auxiliary_keys):
         return
     seeds, draws, section = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device), config.teach
     played = record(world, teacher.plays(0), seeds, generator=draws)
     student = new_policy(config, played, device)
     say_model(student, section)
+    if section.auxiliary_keys:
+        new_head(student, played, section, config.run.seed)
     if section.keep_conditions:
         steps = section.rounds * section.episodes * played.step_count
         output.print(plan_conditions(student, played, steps, section.precision))

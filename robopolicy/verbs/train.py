@@ -183,10 +183,11 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     """Fit the policy, save it, and return what came of it."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
-    if config.train.micro_batch or config.train.keep_conditions:
+    given = [name for name in ("micro_batch", "keep_conditions", "auxiliary_keys") if getattr(config.train, name)]
+    if given:
+        named = ", ".join(f"train.{name}={getattr(config.train, name)}" for name in given)
         raise ConfigError(
-            f"train.micro_batch={config.train.micro_batch}, train.keep_conditions={config.train.keep_conditions}: "
-            f"{type(policy).__name__} learns in stages, from whole batches of observations. Leave them 0 and false."
+            f"{named}: {type(policy).__name__} learns in stages, from whole batches of observations. Leave that out."
         )
     require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)

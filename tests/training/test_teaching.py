@@ -1,6 +1,7 @@
 """A student is taught where it leads itself: who plays, who says what is right, and that a killed run ends the same."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import STATE, Field, PolicySpec
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec
 from robopolicy.core.storage import write_json
+from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.lerobot_configuration import LeRobotStart
 from robopolicy.policies.loading import load_policy
@@ -46,13 +48,23 @@ CONFIG = TeachConfig(rounds=3, episodes=8, teacher_share=0.5, batch_size=16, fit
 
 
 def student_for(episodes):
+    seeing = any(key.startswith(IMAGE_PREFIX) for key in episodes.observation)
     return DenoisingPolicy(
-        SMALL, episodes.observation_fields, ACTION, fps=10, values={**episodes.observation, "action": episodes.actions}
+        SEEING if seeing else SMALL,
+        episodes.observation_fields,
+        ACTION,
+        fps=10,
+        values={**episodes.observation, "action": episodes.actions},
     )
 
 
-def taught(folder, config: TeachConfig = CONFIG):
-    world = make_world("push_cube", 8)
+SEEING = replace(
+    SMALL, observation_keys=(STATE, IMAGE_PREFIX + "top"), image=ImageEncoderConfig(features=8, channels=(8, 8, 8))
+)
+
+
+def taught(folder, config: TeachConfig = CONFIG, **shown):
+    world = make_world("push_cube", 8, **shown)
     teacher = Teacher(says=Constant(0.25), plays=lambda _: Constant(0.75))
     found = teach(teacher, world, student_for, load_policy, config, RunFolder(folder), seed=3)
     world.close()
@@ -78,8 +90,12 @@ def test_the_teachers_share_shrinks_and_it_labels_whoever_plays(tmp_path, monkey
     assert [row["student_successes"] for row in records] == own
 
 
-def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(tmp_path, monkeypatch):
-    whole = taught(tmp_path / "whole")
+@pytest.mark.parametrize("seeing", [False, True])
+def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(seeing: bool, tmp_path, monkeypatch):
+    shown = {"cameras": ("top",), "image_size": 16} if seeing else {}
+    config = replace(CONFIG, auxiliary_keys=(ENVIRONMENT_STATE,)) if seeing else CONFIG
+    whole = taught(tmp_path / "whole", config, **shown)
+    assert (tmp_path / "whole/rounds/1/auxiliary_head").exists() == seeing
     weights = {name: value.clone() for name, value in whole.student.state_dict().items()}
     play, imitate = teaching._play, teaching.imitate
     for name, function in (("_play", play), ("imitate", imitate)):
@@ -95,9 +111,9 @@ def test_a_run_that_was_killed_in_any_round_ends_in_the_same_place(tmp_path, mon
 
             monkeypatch.setattr(teaching, name, once)
             with pytest.raises(KeyboardInterrupt):
-                taught(folder)
+                taught(folder, config, **shown)
             monkeypatch.setattr(teaching, name, function)
-        again = taught(folder)
+        again = taught(folder, config, **shown)
         assert all(torch.equal(value, weights[key]) for key, value in again.student.state_dict().items())
         assert again.rounds == whole.rounds
         assert RunFolder(folder).metrics() == RunFolder(tmp_path / "whole").metrics()
@@ -132,6 +148,8 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     assert "teach.teacher" in capsys.readouterr().err
     assert main([*command, "teach.keep_conditions=true", "run.name=kept"]) == 2
     assert "let its encoder rest" in capsys.readouterr().err
+    assert main([*command, "teach.auxiliary_keys=[observation.state]", "run.name=kept"]) == 2
+    assert "reads 'observation.state' itself" in capsys.readouterr().err
     assert not (tmp_path / "teach/kept/0/rounds").exists(), "nobody has played"
 
 
