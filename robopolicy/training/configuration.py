@@ -110,7 +110,7 @@ class TeachConfig(PretrainConfig):
     episodes: int = 100
     """A round."""
     teacher_share: float = 0.3
-    """Of the second round that the teacher plays, then its square."""
+    """Of round two that the teacher plays, then its square."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
     """Of every round."""
     last_steps: int = 3000

@@ -1,9 +1,9 @@
 """Teaches a student what a teacher does, in the states that the student itself gets into (DAgger), cameras and all.
 
 The teacher, a policy (such as one tuned on the state) or teach.teacher=expert (or collect.controller), says in every
-step what it would do; the student (policy.*) learns that, plays, is told, learns again. The world shows what both read:
-world.cameras for the student, the state for the teacher. Demonstrations do not show the way back from mistakes that
-only the student makes; this does. Killed? Run the same command again: it goes on with its round.
+step what it would do; the student (policy.*) learns that and plays in turns: no demonstration shows the way back from
+its own mistakes. The world shows what both read: world.cameras for the student, the state for the teacher, which
+teach.auxiliary_keys=[observation.environment_state] lets cameras learn to tell. Killed? Run the same command again.
 """
 
 from dataclasses import replace
