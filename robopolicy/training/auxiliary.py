@@ -18,10 +18,9 @@ from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.policy import Trainable
 from robopolicy.core.randomness import derive
-from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.nn.configuration import NormalizationMode
+from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.nn.encoders import ObservationEncoder, module_name
-from robopolicy.nn.normalizer import Normalizer
+from robopolicy.nn.normalizer import Normalizer, fit_normalizers
 from robopolicy.training.configuration import PretrainConfig
 
 FIELDS = "fields"
@@ -33,27 +32,34 @@ HIDDEN = 256
 
 
 class FieldHead(nn.Module):
-    """Tells fields from what an encoder makes of an observation, in their standard deviations over the data.
+    """Tells fields from what an encoder makes of an observation, each element's range in the data as [-1, 1].
 
-    seen: elements of what the encoder makes; fields: values [samples, *shape] by key, which the standard deviations are
-    taken of; weight: of the error beside the policy's own loss; seed: of the initial weights.
+    So what mostly rests and seldom leaps, a speed, counts less than a position. seen: elements of what the encoder
+    makes; fields: what is told, by key; weight: of the error beside the policy's own loss; seed: of the weights.
     """
 
-    def __init__(self, seen: int, fields: Mapping[str, Tensor], weight: float, seed: int):
+    def __init__(self, seen: int, fields: Mapping[str, Field], weight: float, seed: int):
         super().__init__()
-        self.weight = weight
-        shapes = {key: tuple(value.shape[1:]) for key, value in fields.items()}
-        units = {key: Normalizer(shape, NormalizationMode.MEAN_STD).fit(fields[key]) for key, shape in shapes.items()}
-        self.units = nn.ModuleDict({module_name(key): each for key, each in units.items()})
-        size = sum(value[0].numel() for value in fields.values())
+        self.weight, self.keys = weight, tuple(fields)
+        self.units = nn.ModuleDict({module_name(key): Normalizer(field.shape) for key, field in fields.items()})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
+            size = sum(field.size for field in fields.values())
             self.layers = nn.Sequential(nn.Linear(seen, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, size))
+
+    def fit_units(self, data: Episodes) -> None:
+        """Take the elements' ranges from `data`, of which all is told; raises NonFiniteError on NaN or infinity."""
+        fit_normalizers({key: self._unit(key) for key in self.keys}, data.observation)
 
     def errors(self, seen: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted mean squared error [N] of what is told of `seen` [N, S], to fields [N, *shape] by key."""
-        wanted = [self.units[module_name(key)](value.float()).flatten(1) for key, value in fields.items()]
+        wanted = [self._unit(key)(fields[key].float()).flatten(1) for key in self.keys]
         return self.weight * (self.layers(seen) - torch.cat(wanted, -1)).square().mean(-1)
+
+    def _unit(self, key: str) -> Normalizer:
+        unit = self.units[module_name(key)]
+        assert isinstance(unit, Normalizer)
+        return unit
 
 
 class TellsFields(nn.Module):
@@ -113,7 +119,7 @@ def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed
                 f"auxiliary_keys names '{key}', and the data have no such vector.{did_you_mean(key, vectors)} Record "
                 "it (the world has to show it), or leave it out."
             )
-        fields[key] = episodes.observation[key]
+        fields[key] = episodes.observation_fields[key]
     require_finite_columns(episodes, config.auxiliary_keys)
     head = FieldHead(encoder.dimension, fields, config.auxiliary_weight, derive(seed, "auxiliary head"))
     return head.to(next(policy.parameters()).device)

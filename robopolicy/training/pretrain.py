@@ -66,6 +66,7 @@ def imitate(
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read)
     model: Regressor = policy
     if head is not None:
+        head.fit_units(episodes)
         model, batches = TellsFields(policy, head), with_fields(batches, episodes.to(device), config.auxiliary_keys)
     chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
     return fit(model, batches, config.fit, generators, run=run, label=label, **chosen)
