@@ -55,11 +55,11 @@ BY_PPO: dict[str, tuple[str, ...]] = {PPO: (ALONE,), BESIDE: ()}
 """Arm -> what it changes about the recipe."""
 OF_PPO = "env_steps", "seconds", "iterations"
 """What is kept of a run of fine-tuning."""
-SEEING = *SMALL, *seen_by("top", "wrist"), "policy.levels_per_sample=4"
+SEEING = *SMALL, *seen_by("top", "wrist"), "policy.levels_per_sample=4", "policy.image.layer_norm=true"
 """Settings of whoever has cameras in the place of the state."""
-TOLD = "teach.auxiliary_keys=[observation.environment_state]", "teach.auxiliary_weight=2"
+TOLD = "teach.auxiliary_keys=[observation.environment_state]", "teach.auxiliary_weight=10"
 """What cameras see must also tell the state: where the named tray stands, actions alone teach too slowly."""
-TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, *TOLD, "teach.last_steps=6000")}
+TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, *TOLD, "teach.last_steps=5000")}
 """Arm -> further settings of its student."""
 TUNED = {"cameras and PPO": "cameras"}
 """Arm -> that of the student which it begins with."""

@@ -18,7 +18,9 @@ class ImageEncoderConfig:
     frozen: bool = False
     """Whether the encoder stays as it is: never trained."""
     random_shift: int = 0
-    """Pixels of augmentation in training losses (DrQ, arXiv:2107.09645), 0 for none."""
+    """Pixels by which training shifts frames (DrQ, arXiv:2107.09645)."""
+    layer_norm: bool = False
+    """Of a frame's vector (arXiv:1910.01741)."""
 
 
 class NormalizationMode(Enum):

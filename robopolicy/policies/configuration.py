@@ -137,9 +137,9 @@ class DenoisingPolicyConfig:
     matching_samples: int = 8
     """Noise levels a decision, for matching."""
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
+    """mean_std, min_max (the range becomes [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """The same of actions."""
+    """Of actions: mean_std, min_max or identity."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.prediction_steps:

@@ -49,6 +49,22 @@ def test_the_spatial_softmax_finds_where_something_is():
     assert (features[0] - features[1]).abs().max() > 1e-3
 
 
+def test_layer_norm_makes_a_frames_vector_as_large_as_a_state():
+    made = []
+    for layer_norm in (False, True):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made.append(ImageEncoder(ImageEncoderConfig(layer_norm=layer_norm)))
+    plain, normed = made
+    images = torch.randint(0, 256, (5, 32, 32, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    features = plain(images)
+    centred = features - features.mean(-1, keepdim=True)
+    wanted = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert torch.allclose(normed(images), wanted, atol=1e-5)
+    assert features.std() < 0.3 < 0.9 < normed(images).std()
+    assert set(normed.state_dict()) - set(plain.state_dict()) == {"norm.weight", "norm.bias"}, "old checkpoints fit"
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_frozen_encoders_have_no_gradient(frozen: bool):
     encoder = ObservationEncoder({CAMERA: FIELDS[CAMERA]}, history=2, image=ImageEncoderConfig(frozen=frozen))
