@@ -18,8 +18,9 @@ from robopolicy.nn.normalizer import Normalizer
 class ImageEncoder(nn.Module):
     """Convolutions with group norm, then a spatial softmax (Levine 2016): expected feature positions, then a layer.
 
-    Positions spread little at first, and what the layer makes of them a tenth of what states do; with layer_norm as
-    much, so that a network soon learns what hangs on where something lies and on what it is told. Raises ConfigError unless every channel count is a multiple of 8.
+    At first positions hardly change from frame to frame, and what the layer makes of them a tenth as much as states do;
+    with layer_norm as much, so that what hangs on where something lies and on what is told is soon learned. Raises
+    ConfigError unless every channel count is a multiple of 8.
     """
 
     def __init__(self, config: ImageEncoderConfig):
