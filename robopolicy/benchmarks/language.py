@@ -3,9 +3,9 @@
 `tidy`: nine instructions are trained, three compositions of known words are held out. PPO and GRAPE begin with the
 imitated policy and may play about as many episodes; PPO plays alone and, as the recipe has it, imitating its
 demonstrations on the side (DAPG). On-policy distillation begins with nothing, and the scene's expert says what it
-would have done where the student led (DAgger), one that reads the state and one that sees, which PPO then takes on.
-Every policy is judged on the same starts: as asked, told another instruction, told the same in words that it has not
-heard, and asked for what was held out.
+would have done where the student led (DAgger), one that reads the state and one that sees. Every policy is judged on
+the same starts: as asked, told another instruction, told the same in words that it has not heard, and asked for what
+was held out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from robopolicy.benchmarks.sight import SMALL
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.runs import is_complete, output
-from robopolicy.verbs import evaluate, finetune, teach
+from robopolicy.verbs import evaluate, teach
 from robopolicy.verbs.bench import Benchmark, Table
 
 TASK = "tidy"
@@ -46,23 +46,18 @@ ARMS = {
     "GRAPE": "GRAPE",
     "distillation": "on-policy distillation from the expert",
     "cameras": "the same, by two cameras in the place of the state",
-    "cameras and PPO": "PPO on what they show, from there",
 }
 """What bench.only names."""
 IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
 """Arm -> name of its pre-trained policy (`runs.BASES`)."""
 BY_PPO: dict[str, tuple[str, ...]] = {PPO: (ALONE,), BESIDE: ()}
 """Arm -> what it changes about the recipe."""
-OF_PPO = "env_steps", "seconds", "iterations"
-"""What is kept of a run of fine-tuning."""
 SEEING = *SMALL, *seen_by("top", "wrist"), "policy.levels_per_sample=4", "policy.image.layer_norm=true"
-"""Settings of whoever has cameras in the place of the state."""
-TOLD = "teach.auxiliary_keys=[observation.environment_state]", "teach.auxiliary_weight=10"
-"""What cameras see must also tell the state: where the named tray stands, actions alone teach too slowly."""
-TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, *TOLD, "teach.last_steps=5000")}
+"""Settings of who has cameras in the place of the state."""
+SHOWN = "teach.auxiliary_keys=[observation.environment_state]", "teach.auxiliary_weight=10", "teach.last_steps=5000"
+"""What they show must also tell the state: where the named tray stands, actions alone teach too slowly."""
+TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, *SHOWN)}
 """Arm -> further settings of its student."""
-TUNED = {"cameras and PPO": "cameras"}
-"""Arm -> that of the student which it begins with."""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -95,14 +90,12 @@ def learned(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict
     """Return the checkpoint of an arm, and the control steps and seconds that learning it took beyond imitation."""
     if arm in TAUGHT:
         return taught(config, root, arm, seed)
-    if arm in TUNED:
-        return tuned_by_sight(config, root, arm, seed)
     if arm in IMITATED:
         return pretrained(config, root, TASK, IMITATED[arm], seed) / "checkpoint", {"env_steps": 0}
     settings = BY_PPO[arm] if arm in BY_PPO else as_many_episodes(config, root, seed)
     result = run_variant(config, root, TASK, arm, Variant("diffusion", (*settings, "finetune.videos=0")), seed).result
     place = root / TASK / "finetune" / arm / str(seed) / "checkpoint"
-    return place, {name: result[name] for name in OF_PPO}
+    return place, {name: result[name] for name in ("env_steps", "seconds", "iterations")}
 
 
 def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
@@ -114,24 +107,6 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
         own = f"run.name={arm}", "teach.videos=0"
         teach.run(compose([*more, *own, *TAUGHT[arm], *settings_of(config, root, TASK, seed)]))
     return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
-
-
-def tuned_by_sight(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[str, float]]:
-    """Return the checkpoint that PPO made of a student that sees, the steps of both, and what else PPO took.
-
-    What reads images and words rests, and what the student was taught in its rounds is imitated on the side.
-    """
-    student, played = taught(config, root, TUNED[arm], seed)
-    place = root / TASK / "finetune" / arm / str(seed)
-    if not is_complete(place):
-        output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
-        lessons = ",".join(str(each / "dataset") for each in sorted((student.parent / "rounds").iterdir()))
-        more = "finetune.train_encoder=false", "finetune.videos=0", f"finetune.experts=[{lessons}]"
-        own = f"run.name={arm}", f"finetune.policy={student}"
-        finetune.run(compose([*more, *own, *SEEING, *settings_of(config, root, TASK, seed)]))
-    result = read_json(place / "result.json")
-    taken = {name: result[name] for name in OF_PPO}
-    return place / "checkpoint", taken | {"env_steps": taken["env_steps"] + played["env_steps"]}
 
 
 def as_many_episodes(config: Config, root: Path, seed: int) -> tuple[str, ...]:
