@@ -78,6 +78,9 @@ JOBS = {
     "teach": (
         *("teach", *SHARED, f"teach.teacher={POLICY}", "teach.rounds=2", "teach.episodes=4", "teach.fit.steps=3"),
         *("teach.last_steps=4", "teach.batch_size=8", "teach.fit.checkpoint_every=2", "teach.evaluate_episodes=4"),
+        *("world.cameras=[top]", "world.image_size=16", "policy.image.channels=[8,8,8]", "teach.videos=0"),
+        "policy.observation_keys=[observation.state,observation.images.top]",
+        "teach.auxiliary_keys=[observation.environment_state]",
     ),
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
