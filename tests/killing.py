@@ -30,11 +30,12 @@ from robopolicy.verbs.verb import VERBS
 
 TEMPORARY = re.compile(r"(\..+\.)[a-z0-9_]{8}(?=/|$)")
 CLOCK = re.compile(
-    r'("seconds[a-z_]*": )(?:\[[^\]]*\]|[-+.e0-9]+)|<b>[0-9]+ s</b>|<td class="short">[0-9]+\.[0-9]</td>'
+    r'("(?:seconds[a-z_]*|times_faster)": )(?:\[[^\]]*\]|[-+.e0-9]+)|<b>[0-9]+ s</b>|<b>[0-9.]+ times</b>|'
+    r'<td class="short">[0-9]+\.[0-9]</td>'
 )
 """All that may differ between two runs: seconds, in metrics.jsonl, result.json, report.json, benchmark.json, json=PATH
-(keys `seconds`, `seconds_collect`, `seconds_update`, `seconds_evaluate`), and what a report says of them: its card in
-seconds, and a benchmark's column of minutes."""
+(keys `seconds`, `seconds_collect`, `seconds_update`, `seconds_evaluate`, and their ratio `times_faster`), and what a
+report says of them: its cards in seconds and in times, and a benchmark's column of minutes."""
 
 NAMED = ("replace", "rename", "mkdir", "rmdir", "unlink", "remove", "fsync", "chmod", "link", "symlink", "truncate")
 LIBRARIES = (

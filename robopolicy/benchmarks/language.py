@@ -16,8 +16,7 @@ from rich.rule import Rule
 
 from robopolicy.benchmarks.algorithms import GRAPE
 from robopolicy.benchmarks.rates import rate_of, rate_text, short, spread_text
-from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, seen_by, settings_of
-from robopolicy.benchmarks.sight import SMALL
+from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant, settings_of
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
 from robopolicy.runs import is_complete, output
@@ -52,12 +51,8 @@ IMITATED = {BASE: "diffusion", "hidden words": "hidden_words"}
 """Arm -> name of its pre-trained policy (`runs.BASES`)."""
 BY_PPO: dict[str, tuple[str, ...]] = {PPO: (ALONE,), BESIDE: ()}
 """Arm -> what it changes about the recipe."""
-SEEING = *SMALL, *seen_by("top", "wrist"), "policy.levels_per_sample=4", "policy.image.layer_norm=true"
-"""Settings of who has cameras in the place of the state."""
-SHOWN = "teach.auxiliary_keys=[observation.environment_state]", "teach.auxiliary_weight=10", "teach.last_steps=5000"
-"""What they show must also tell the state: where the named tray stands, actions alone teach too slowly."""
-TAUGHT: dict[str, tuple[str, ...]] = {"distillation": (), "cameras": (*SEEING, *SHOWN)}
-"""Arm -> further settings of its student."""
+TAUGHT = {"distillation": TASK, "cameras": f"{TASK}_pixels"}
+"""Arm -> recipe of its student."""
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -105,7 +100,7 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
         output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
         more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200", "teach.evaluate_episodes=0"
         own = f"run.name={arm}", "teach.videos=0"
-        teach.run(compose([*more, *own, *TAUGHT[arm], *settings_of(config, root, TASK, seed)]))
+        teach.run(compose([*more, *own, *settings_of(config, root, TASK, seed, TAUGHT[arm])]))
     return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
 
 

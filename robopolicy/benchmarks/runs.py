@@ -155,11 +155,11 @@ class Outcome:
     records: Sequence[Mapping[str, Any]]
 
 
-def settings_of(config: Config, root: Path, task: str, seed: int) -> list[str]:
-    """Return the settings that all runs of a benchmark on a task share."""
-    recipe = RECIPES.get(task, (f"recipe={task}",))
+def settings_of(config: Config, root: Path, task: str, seed: int, recipe: str = "") -> list[str]:
+    """Return the settings that all runs of a benchmark on a task share; recipe: another one than the task's own."""
+    chosen = (f"recipe={recipe}",) if recipe else RECIPES.get(task, (f"recipe={task}",))
     run = f"run.root={root / task}", f"run.seed={seed}", f"run.threads={config.run.threads}"
-    return [*recipe, *run, *config.bench.overrides]
+    return [*chosen, *run, *config.bench.overrides]
 
 
 def seen_by(*cameras: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from robopolicy.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ImageEncoderConfig:
-    """A small convolutional encoder, one per camera, made for images of about 64 pixels."""
+    """A small convolutional encoder a camera, for some 64 pixels."""
 
     features: int = 64
     """Size of each frame's vector."""
@@ -18,7 +18,7 @@ class ImageEncoderConfig:
     frozen: bool = False
     """Whether the encoder stays as it is: never trained."""
     random_shift: int = 0
-    """Pixels by which training shifts frames (DrQ, arXiv:2107.09645)."""
+    """Pixels of shift in training (DrQ, arXiv:2107.09645)."""
     layer_norm: bool = False
     """Of a frame's vector (arXiv:1910.01741)."""
 

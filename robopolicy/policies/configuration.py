@@ -137,7 +137,7 @@ class DenoisingPolicyConfig:
     matching_samples: int = 8
     """Noise levels a decision, for matching."""
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """mean_std, min_max (the range becomes [-1, 1]) or identity."""
+    """mean_std, min_max (range to [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
     """Of actions: mean_std, min_max or identity."""
 
