@@ -1,7 +1,8 @@
 """Rollout videos: a grid of seeded episodes, each framed by its outcome, alone or beside another policy's.
 
 The policy decides once per chunk, as in evaluation, and every control step becomes a frame, so videos play in real
-time. The outcome is shown by colour and by a sign, so that it does not depend on colour vision.
+time. The outcome is shown by colour and by a sign, so that it does not depend on colour vision. Where a world has
+several instructions, each episode's stands below it.
 """
 
 import tempfile
@@ -27,7 +28,7 @@ from robopolicy.evaluation.waves import play_wave, waves
 
 BACKGROUND, TEXT, MUTED = (22, 27, 34), (230, 234, 240), (140, 148, 160)
 RUNNING, SUCCESS, FAILURE = (74, 82, 94), (0, 166, 125), (222, 99, 12)
-BORDER, GAP, CAPTION, TITLE = 3, 6, 18, 26
+BORDER, GAP, CAPTION, LINE, TITLE = 3, 6, 18, 14, 26
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Clip:
 
 @dataclass
 class _Cell:
-    """One episode being filmed: its images, and after how many of them it ended."""
+    """One episode being filmed: its images, what was asked for, and whether it ended and how."""
 
     images: list[np.ndarray]
+    instruction: str = ""
     success: bool = False
     ended: bool = False
 
@@ -81,7 +83,7 @@ def record_grid(
         raise ConfigError("A video needs seeds, columns >= 1, every >= 1 and size >= 16 pixels.")
     cells = [_Cell([]) for _ in seeds]
     for index in waves(seeds, world.batch_size):
-        play_wave(
+        wave = play_wave(
             world,
             policy,
             seeds[index],
@@ -90,6 +92,9 @@ def record_grid(
             device=device,
             after_step=_film(world, [cells[i] for i in index], camera, size, every),
         )
+        if len(world.spec.instructions) > 1:
+            for place, instruction in zip(index, wave.instructions, strict=True):
+                cells[place].instruction = instruction
     fps = world.spec.fps / every
     length = max(len(cell.images) for cell in cells)
     frames = [_compose(cells, time, columns, label) for time in range(length)]
@@ -201,7 +206,8 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
     size = cells[0].images[0].shape[0]
     columns = min(columns, len(cells))
     rows = -(-len(cells) // columns)
-    pitch_x, pitch_y = size + 2 * BORDER + GAP, size + 2 * BORDER + CAPTION + GAP
+    lines = max(_caption(cell, True, size).count("\n") for cell in cells)
+    pitch_x, pitch_y = size + 2 * BORDER + GAP, size + 2 * BORDER + CAPTION + lines * LINE + GAP
     top = TITLE if label else GAP
     canvas = Image.new("RGB", (columns * pitch_x + GAP, top + rows * pitch_y), BACKGROUND)
     draw = ImageDraw.Draw(canvas)
@@ -213,13 +219,25 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
         left, upper = GAP + index % columns * pitch_x, top + index // columns * pitch_y
         draw.rectangle((left, upper, left + size + 2 * BORDER - 1, upper + size + 2 * BORDER - 1), fill=colour)
         canvas.paste(Image.fromarray(cell.images[min(time, len(cell.images) - 1)]), (left + BORDER, upper + BORDER))
-        caption = "" if not done else "✓ success" if cell.success else "✗ failed"
-        draw.text((left + 1, upper + size + 2 * BORDER + 2), caption, colour, _font(12))
+        place = left + 1, upper + size + 2 * BORDER + 2
+        draw.multiline_text(place, _caption(cell, done, size), colour if done else MUTED, _font(12), spacing=1)
     if label:
         draw.text((GAP, 5), label, TEXT, _font(14))
         count = f"{solved} of {len(cells)} solved"
         draw.text((canvas.width - GAP, 6), count, MUTED, _font(12), anchor="ra")
     return np.asarray(canvas)
+
+
+def _caption(cell: _Cell, done: bool, width: int) -> str:
+    """Return what stands below a cell so many pixels wide: how it ended, and what was asked for, in lines."""
+    sign, word = ("✓", "success") if cell.success else ("✗", "failed")
+    text = f"{sign} {cell.instruction or word}" if done else cell.instruction
+    lines = [""]
+    for part in text.split(" "):
+        longer = f"{lines[-1]} {part}".strip()
+        fits = _font(12).getlength(longer) <= width + 2 * BORDER
+        lines = [*lines[:-1], longer] if fits or not lines[-1] else [*lines, part]
+    return "\n".join(lines)
 
 
 def _pad(frames: np.ndarray, bottom: int, right: int) -> np.ndarray:

@@ -1,4 +1,5 @@
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,9 +8,12 @@ from imageio_ffmpeg import get_ffmpeg_exe
 from PIL import Image
 
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.spec import TASK
+from robopolicy.evaluation import video
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.evaluation.video import (
     FAILURE,
+    MUTED,
     SUCCESS,
     above,
     beside,
@@ -36,6 +40,31 @@ def test_grid_films_every_control_step_and_holds_the_end():
     assert np.array_equal(clip.frames[-1], clip.frames[-6])
     assert shows(clip.frames[-1], SUCCESS) and shows(clip.frames[-1], FAILURE)
     assert not shows(clip.frames[0], SUCCESS) and not shows(clip.frames[0], FAILURE)
+
+
+def test_what_was_asked_for_stands_below_an_episode_where_there_is_a_choice():
+    class Told(LineWorld):
+        """Asks one row for something else than the other."""
+
+        told = ("go to zero", "go to zero from wherever you are, and stop there")
+
+        def reset(self, *given, **options):
+            return {**super().reset(*given, **options), TASK: np.array(self.told)}
+
+    world = Told(2)
+    plain = record_grid(world, LinePolicy(speed=0.2), SEEDS[:2], size=64, hold_seconds=0)
+    world.spec = replace(world.spec, instructions=Told.told)
+    clip = record_grid(world, LinePolicy(speed=0.2), SEEDS[:2], size=64, hold_seconds=0)
+    lines = video._caption(video._Cell([], Told.told[1], True), True, 64).split("\n")
+    assert " ".join(lines) == f"✓ {Told.told[1]}" and len(lines) > 3
+    assert all(video._font(12).getlength(line) <= 64 + 2 * video.BORDER for line in lines)
+    assert clip.frames.shape[1] == plain.frames.shape[1] + video.LINE * (len(lines) - 1)
+    below, half = video.GAP + 64 + 2 * video.BORDER, clip.frames.shape[2] // 2
+    first = clip.frames[0, below:]
+    assert shows(first[:, :half], MUTED) and shows(first[:, half:], MUTED), "asked before it is done"
+    assert (first[video.CAPTION + video.LINE :, :half] == video.BACKGROUND).all(), "a shorter one takes fewer lines"
+    assert not shows(plain.frames[0, below:], MUTED)
+    assert shows(clip.frames[-1, below:], SUCCESS)
 
 
 def test_policy_decides_once_per_chunk_while_filmed():
