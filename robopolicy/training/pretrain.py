@@ -62,12 +62,12 @@ def imitate(
     device, read = next(policy.parameters()).device, [] if read is None else read
     if config.keep_conditions:  # part by part, as when nobody killed the run
         read += [read_once(policy, part.to(device), config.precision) for part in parts[len(read) :]]
-    episodes = parts[0] if len(parts) == 1 else Episodes.concatenate(parts)
+    episodes = (parts[0] if len(parts) == 1 else Episodes.concatenate(parts)).to(device)
     batches = regression_batches(policy, episodes, config.batch_size, generators["batches"], read)
     model: Regressor = policy
     if head is not None:
         head.fit_units(episodes)
-        model, batches = TellsFields(policy, head), with_fields(batches, episodes.to(device), config.auxiliary_keys)
+        model, batches = TellsFields(policy, head), with_fields(batches, episodes, config.auxiliary_keys)
     chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
     return fit(model, batches, config.fit, generators, run=run, label=label, **chosen)
 
