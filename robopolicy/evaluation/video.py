@@ -231,12 +231,15 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
 def _caption(cell: _Cell, done: bool, width: int) -> str:
     """Return what stands below a cell so many pixels wide: how it ended, and what was asked for, in lines."""
     sign, word = ("✓", "success") if cell.success else ("✗", "failed")
-    text = f"{sign} {cell.instruction or word}" if done else cell.instruction
+    return _wrapped(f"{sign} {cell.instruction or word}" if done else cell.instruction, width + 2 * BORDER)
+
+
+@cache
+def _wrapped(text: str, width: int) -> str:
     lines = [""]
     for part in text.split(" "):
         longer = f"{lines[-1]} {part}".strip()
-        fits = _font(12).getlength(longer) <= width + 2 * BORDER
-        lines = [*lines[:-1], longer] if fits or not lines[-1] else [*lines, part]
+        lines = [*lines[:-1], longer] if _font(12).getlength(longer) <= width or not lines[-1] else [*lines, part]
     return "\n".join(lines)
 
 
