@@ -250,7 +250,12 @@ def test_students_that_see_are_beside_imitation_and_ppo_on_the_images(tmp_path, 
     arms = json.loads((root / "benchmark.json").read_text())["tasks"]["push_cube"]
     rows = {arm: seeds["0"] for arm, seeds in arms.items()}
     assert set(rows) == set(sight.ARMS) and set(sight.LEARN) == set(sight.ARMS)
-    assert rows["ppo"]["minutes"] > rows["imitation"]["minutes"] > 0
+    for before, after in (("imitation", "ppo"), ("telling", "telling_ppo")):
+        assert rows[after]["minutes"] > rows[before]["minutes"] > 0
+    metrics = {name: (root / f"push_cube/train/{name}/0/metrics.jsonl").read_text() for name in ("seen", "telling")}
+    assert "auxiliary" in metrics["telling"] and "auxiliary" not in metrics["seen"]
+    tuned = json.loads((root / "push_cube/finetune/telling/0/checkpoint/config.json").read_text())
+    assert '"layer_norm": true' in json.dumps(tuned)
     assert rows["tuned"]["env_steps"] > rows["expert"]["env_steps"] and rows["tuned"]["teacher"]["episodes"] == 8
     student = json.loads((root / "push_cube/teach/expert/0/checkpoint/config.json").read_text())
     assert "observation.images.top" in json.dumps(student) and "environment_state" not in json.dumps(student["spec"])

@@ -1,12 +1,14 @@
 """From states to cameras: what a student learns of a teacher that sees more, beside imitation and PPO on the images.
 
 All policies see the scene at 64 px and their own joints, and nothing else. One imitates demonstrations, labelled by
-what the expert would have done without its noise, and is fine-tuned on the images; the others are taught where they
-lead themselves (DAgger): by the scripted expert, and by the policy that fine-tuning made of the simulator's state.
+what the expert would have done without its noise, and is fine-tuned on the images; one does so too whose encoder had
+to tell the simulator's state beside; the others are taught where they lead themselves (DAgger): by the scripted expert,
+and by the policy that fine-tuning made of the simulator's state.
 """
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,23 @@ UNFILMED = "finetune.videos=0", "teach.videos=0"
 TUNED = Variant("diffusion", UNFILMED)
 """The teacher that reads the state."""
 DEMONSTRATIONS = "collect.episodes=400", "collect.label_policy=expert", "run.name=seen"
+TELLING = (
+    "train.auxiliary_keys=[observation.environment_state]",
+    "train.auxiliary_weight=10",
+    "policy.image.layer_norm=true",
+)
+"""What makes an encoder learn to tell the state, too."""
 
 ARMS = {
     "imitation": "imitation of 400 demonstrations with clean labels",
     "ppo": "PPO on the images, from there",
+    "telling": "imitation of the same, its encoder telling the state",
+    "telling_ppo": "PPO on the images, from there",
     "expert": "student of the scripted expert",
     "tuned": "student of the fine-tuned policy",
 }
 """What bench.only names."""
-BEFORE = {"ppo": "imitation"}
+BEFORE = {"ppo": "imitation", "telling_ppo": "telling"}
 """What an arm begins with."""
 
 
@@ -67,22 +77,24 @@ def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
     return [*SMALL, *UNFILMED, *seen, *settings_of(config, root, task, seed)]
 
 
-def imitation(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
-    """Imitate demonstrations that cameras filmed."""
-    shared, place = seeing(config, root, task, seed), root / task / "train" / "seen" / str(seed)
+def imitation(
+    config: Config, root: Path, task: str, seed: int, name: str = "seen", more: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Imitate demonstrations that cameras filmed; name: of the run, more: its settings."""
+    shared, place = seeing(config, root, task, seed), root / task / "train" / name / str(seed)
+    collected = root / task / "collect" / "seen" / str(seed)
     if not is_complete(place):
         collect.run(compose([*DEMONSTRATIONS, *shared]))
-        train.run(compose(["run.name=seen", *shared]))
-    collected = read_json(root / task / "collect" / "seen" / str(seed) / "result.json")
-    return _figures(read_json(place / "result.json"), "policy", collected["steps"])
+        train.run(compose([f"run.name={name}", f"train.data={collected / 'dataset'}", *more, *shared]))
+    return _figures(read_json(place / "result.json"), "policy", read_json(collected / "result.json")["steps"])
 
 
-def ppo(config: Config, root: Path, task: str, seed: int) -> dict[str, Any]:
-    """Fine-tune on images the policy that imitated; its encoder stays as it is."""
-    place = root / task / "finetune" / "seen" / str(seed)
+def ppo(config: Config, root: Path, task: str, seed: int, name: str = "seen") -> dict[str, Any]:
+    """Fine-tune on images the policy that imitated in the run of this name; its encoder stays as it is."""
+    place = root / task / "finetune" / name / str(seed)
     if not is_complete(place):
-        policy = root / task / "train" / "seen" / str(seed) / "checkpoint"
-        more = "finetune.train_encoder=false", "run.name=seen", f"finetune.policy={policy}"
+        policy = root / task / "train" / name / str(seed) / "checkpoint"
+        more = "finetune.train_encoder=false", f"run.name={name}", f"finetune.policy={policy}"
         finetune.run(compose([*more, *seeing(config, root, task, seed)]))
     result = read_json(place / "result.json")
     return _figures(result, "tuned", result["env_steps"])
@@ -121,6 +133,8 @@ def _figures(result: Mapping[str, Any], who: str, steps: int) -> dict[str, Any]:
 LEARN: dict[str, Callable[[Config, Path, str, int], dict[str, Any]]] = {
     "imitation": imitation,
     "ppo": ppo,
+    "telling": partial(imitation, name="telling", more=TELLING),
+    "telling_ppo": partial(ppo, name="telling"),
     "expert": taught_by_the_expert,
     "tuned": taught_by_the_tuned,
 }
