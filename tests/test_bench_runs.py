@@ -177,7 +177,9 @@ def test_recipes_whose_model_knows_the_base_say_so_where_there_is_none(tmp_path)
     with pytest.raises(ConfigError, match=r"'robopolicy train' makes it; or set worldmodel\.include_base=false"):
         worldmodel.run(config)
     assert config.imagine.near_base == 0.05
-    images = [compose([f"recipe={name}"]).worldmodel for name in ("push_cube_pixels", "push_cube_video")]
+    images = [
+        compose([f"recipe={name}"]).worldmodel for name in ("push_cube_pixels", "push_t_pixels", "push_cube_video")
+    ]
     assert not any(section.include_base for section in images), "a base of states sees no images, nor the other way"
 
 

@@ -31,6 +31,7 @@ RECIPES = {
     "reach_planar": "diffusion",
     "push_choice": "token VLA, four instructions",
     "push_cube_pixels": "diffusion, camera of 64 px",
+    "push_t_pixels": "diffusion, camera of 64 px",
     "fetch_push": "diffusion, Gymnasium-Robotics",
 }
 """Name of the recipe -> kind of policy, and what is special about the task, for the table."""
