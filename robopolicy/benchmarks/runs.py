@@ -105,12 +105,9 @@ NOISY_LABELS = {
         "collect.noise=[0.1]",
         'collect.label_policy=""',
         "train.fit.steps=3000",
-        "train.auxiliary_keys=[]",
-        "policy.image.layer_norm=false",
     ),
 }
-"""What its recipe was before its expert's clean labels and an encoder that tells the state; the rows of `bench
-inference` learned from it."""
+"""What its recipe was before its expert's clean labels; the rows of `bench inference` learned from it."""
 
 BASES = {
     "diffusion": Changes(),
