@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MUJOCO_GL", "egl")
+os.environ["no_proxy"] = "localhost,127.0.0.1,::1"  # of helpers that ask by means of urllib or websockets alone
 
 from collections.abc import Iterator
 

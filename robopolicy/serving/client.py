@@ -3,16 +3,17 @@
 import itertools
 import secrets
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidProxyStatus, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from robopolicy.core.errors import ServingError, SpecError
-from robopolicy.serving.addresses import trusting, way_out, whole_address
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError
+from robopolicy.serving.addresses import Proxy, proxy_for, trusting, unreachable, whole_address
 from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
 
 MAXIMUM_ANSWER = 64 * 2**20
@@ -38,12 +39,13 @@ class PolicyClient:
     host: name, or a whole ws:// or wss:// address; port: 8000 for None, of a whole address its own; timeout: seconds to
     wait for an answer; patience: seconds to keep trying while the server starts; session: name of this robot's history;
     certificate: PEM file of what a wss:// address is checked against (None: the authorities that the system trusts); a
-    name is that of a wss:// address then. A connection that was lost between two requests is opened again once, and the
-    server's history then begins anew; a server that describes another policy than before (`DESCRIBED`) is refused. A
-    server of ours seals its answers: one that is damaged, or belongs to another request, is not returned, and the
-    connection is given up. Raises ConfigError on an address that contradicts itself, ServingError: nobody listens,
-    refused observation, no answer in time, one that cannot be trusted; RefusedError, which is one: wrong API key,
-    another policy.
+    name is that of a wss:// address then. A proxy that the environment names (`addresses`) is used, with a
+    RobopolicyWarning where it can read along, but never to reach this machine. A connection that was lost between two
+    requests is opened again once, and the server's history then begins anew; a server that describes another policy
+    than before (`DESCRIBED`) is refused. A server of ours seals its answers: one that is damaged, or belongs to another
+    request, is not returned, and the connection is given up. Raises ConfigError on an address that contradicts itself,
+    ServingError: nobody listens, refused observation, no answer in time, one that cannot be trusted; RefusedError,
+    which is one: wrong API key, another policy.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class PolicyClient:
     ):
         self.address = whole_address(host, port, encrypted=certificate is not None)
         self.timeout, self.patience, self.session = timeout, patience, session
+        if api_key and not api_key.isprintable():
+            raise ConfigError(f"The API key holds a line break or the like, which no header can carry ({KEYS}).")
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
         self._tls = trusting(certificate) if self.address.startswith("wss://") else None
         self._connection: ClientConnection | None = None
@@ -66,6 +70,15 @@ class PolicyClient:
         self._numbers = itertools.count(secrets.randbits(48))
         self._sealed = self._known = False
         self.metadata: dict[str, Any] = {}
+        proxy = proxy_for(self.address)
+        if proxy is not None and self._tls is None:
+            key = " and your API key" if api_key else ""
+            warnings.warn(
+                f"{self.address} is reached through {proxy}, which can read everything, what cameras show{key}: a "
+                f"wss:// address is encrypted.{proxy.around}",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
         self._open()
 
     def infer(self, observation: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,6 +180,7 @@ class PolicyClient:
     def _connected(self) -> ClientConnection:
         deadline = time.monotonic() + self.patience
         while True:
+            proxy = proxy_for(self.address)
             try:
                 opening = connect(
                     self.address,
@@ -174,25 +188,20 @@ class PolicyClient:
                     ssl=self._tls,
                     max_size=MAXIMUM_ANSWER,
                     additional_headers=self._headers,
+                    proxy=None if proxy is None else proxy.url,
                     open_timeout=self.timeout,
                     close_timeout=min(1.0, self.timeout),
                 )
                 return self._stack.enter_context(opening)
             except InvalidStatus as error:
-                raise self._turned_away(error) from error
-            except (ConnectionRefusedError, ConnectionResetError) as error:
-                if time.monotonic() > deadline:
-                    raise ServingError(
-                        f"Nobody listens at {self.address}. Start the server first: robopolicy serve CHECKPOINT"
-                    ) from error
+                raise self._turned_away(error, proxy) from error
+            # Of the last two: names that are none, and a SOCKS proxy without its package.
+            except (OSError, WebSocketException, ValueError, ImportError) as error:
+                if not _may_be_starting(error) or time.monotonic() > deadline:
+                    raise unreachable(self.address, proxy, error) from error
                 time.sleep(0.1)
-            except (OSError, InvalidHandshake, InvalidURI, ValueError) as error:  # the last: of the port
-                said = str(error).rstrip(".")
-                raise ServingError(
-                    f"Cannot connect to {self.address}: {said}.{way_out(self.address, error)}"
-                ) from error
 
-    def _turned_away(self, error: InvalidStatus) -> ServingError:
+    def _turned_away(self, error: InvalidStatus, proxy: Proxy | None) -> ServingError:
         """Return what an answer to a handshake means that is none of a websocket's."""
         status, headers = error.response.status_code, error.response.headers
         if status == 401:
@@ -204,7 +213,18 @@ class PolicyClient:
                 f"{self.address}: too many wrong keys came from this machine, wait {seconds} s before you try again "
                 f"with the right one ({KEYS})."
             )
+        if proxy is not None:
+            return ServingError(
+                f"What answers for {self.address} at {proxy} is no policy server ({error}).{proxy.around}"
+            )
         return ServingError(f"{self.address} is no policy server ({error}).")
+
+
+def _may_be_starting(error: Exception) -> bool:
+    """Whether a server that is about to listen would be the end of this error."""
+    if isinstance(error, InvalidProxyStatus):
+        return error.response.status_code in (502, 503, 504)  # what proxies say of servers that do not listen
+    return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
 def _change(key: str, before: Any, now: Any) -> str:

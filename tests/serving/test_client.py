@@ -111,6 +111,8 @@ def test_a_server_that_comes_back_with_another_policy_is_refused_and_one_with_th
         ("127.0.0.1", None, False, "ws://127.0.0.1:8000"),
         ("robot", 9201, False, "ws://robot:9201"),
         ("robot", None, True, "wss://robot:8000"),
+        ("::1", None, False, "ws://[::1]:8000"),
+        ("[::1]:9201", None, False, "ws://[::1]:9201"),
         ("wss://robot", 9201, True, "wss://robot:9201"),
         ("wss://robot/arm", 9201, False, "wss://robot:9201/arm"),
         ("wss://robot/arm", None, False, "wss://robot/arm"),
