@@ -20,6 +20,10 @@ from robopolicy.core.storage import read_json, recover_folder, storage_errors, s
 from robopolicy.core.structured import from_plain, to_plain
 
 RESULT, REPORT = "result.json", "report.html"
+FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
+"""What `evaluate` films."""
+DESCRIPTION = ("config.yaml", "versions.json")
+"""What every run has in its folder from its beginning."""
 
 _claimed: dict[Path, FileLock] = {}
 
@@ -78,6 +82,8 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     if config.run.overwrite and path.exists():
         if path.is_symlink():
             raise ConfigError(f"{path} is a link to {path.resolve()}, which run.overwrite does not remove.")
+        if any(path.iterdir()) and not any((path / name).exists() for name in DESCRIPTION):
+            raise ConfigError(f"{path} holds no run, but other files, which run.overwrite does not remove.")
         shutil.rmtree(path)
     folder = RunFolder(path)
     sweep(path)
@@ -115,9 +121,8 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
                 markup=False,
                 soft_wrap=True,
             )
-        for name in (RESULT, REPORT, "report.json", "*.mp4"):
-            for path in folder.path.glob(name):
-                path.unlink()
+        for name in (RESULT, REPORT, "report.json", *FILMS):
+            (folder.path / name).unlink(missing_ok=True)
     folder.describe(settings, config.run.seed, config.run.threads)
     return folder
 
@@ -193,7 +198,7 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
 
 def _has_begun(path: Path) -> bool:
     """Whether a run has left anything but its description: a start that failed may be made anew with other settings."""
-    return any(item.name not in ("config.yaml", "versions.json") for item in path.iterdir())
+    return any(item.name not in DESCRIPTION for item in path.iterdir())
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

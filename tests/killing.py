@@ -28,7 +28,7 @@ import robopolicy.core.run
 from robopolicy.cli import main
 from robopolicy.verbs.verb import VERBS
 
-TEMPORARY = re.compile(r"(\..+\.)[a-z0-9_]{8}(?=/|$)")
+TEMPORARY = re.compile(r"(\..+\.robopolicy-)[a-z0-9_]{8}(?=\.tmp(/|$))")
 CLOCK = re.compile(
     r'("(?:seconds[a-z_]*|times_faster)": )(?:\[[^\]]*\]|[-+.e0-9]+)|<b>[0-9]+ s</b>|<b>[0-9.]+ times</b>|'
     r'<td class="short">[0-9]+\.[0-9]</td>'

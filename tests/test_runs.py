@@ -12,8 +12,8 @@ from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import sweep
-from robopolicy.runs import claim, open_run
+from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
+from robopolicy.runs import claim, open_fresh_run, open_run, run_path
 
 HOLD = """
 import sys
@@ -72,27 +72,54 @@ def test_a_recording_killed_before_its_result_goes_on(tmp_path):
 
 def test_what_a_kill_leaves_lying_is_swept_up(tmp_path):
     folder = open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",)).path
-    (folder / ".dataset.ab12_xyz").mkdir()
-    (folder / ".dataset.ab12_xyz" / "big").write_text("")
-    (folder / ".config.yaml.qwertyui").write_text("")
-    (folder / ".mine").write_text("kept")
+    (folder / ".dataset.robopolicy-ab12_xyz.tmp").mkdir()
+    (folder / ".dataset.robopolicy-ab12_xyz.tmp" / "big").write_text("")
+    (folder / ".config.yaml.robopolicy-qwertyui.tmp").write_text("")
     (folder / "dataset").mkdir()
     open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",))
-    assert sorted(item.name for item in folder.iterdir()) == [".mine", "config.yaml", "dataset", "versions.json"]
+    assert sorted(item.name for item in folder.iterdir()) == ["config.yaml", "dataset", "versions.json"]
+
+
+def test_what_a_user_keeps_in_a_run_folder_stays(tmp_path):
+    """Backups, notes and films of theirs, through starting again, saving anew, another evaluation and reading."""
+    folder = open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",)).path
+    mine = ["dataset.old/a", "checkpoint.old/a", ".notes.markdown", ".x.abcdefgh/a", "model.5/a", "film.mp4"]
+    for name in mine:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    open_run(compose([f"run.root={tmp_path}", "run.name=x"]), "train", ("run",))
+    for _ in range(2):
+        write_folder_atomic(folder / "checkpoint", lambda inside: None)
+    recover_folder(folder / "dataset")
+    (folder / "result.json").write_text("{}")
+    open_fresh_run(compose([f"run.root={tmp_path}", "run.name=x", "run.device=cpu"]), "train", ("run",))
+    sweep(folder)
+    assert [(folder / name).read_text() for name in mine] == ["mine"] * len(mine)
+    assert not (folder / "dataset").exists() and not (folder / "result.json").exists()
+
+
+def test_overwrite_removes_no_folder_that_is_not_of_a_run(tmp_path):
+    config = compose([f"run.root={tmp_path}", "run.name=x", "run.overwrite=true"])
+    run_path(config, "train").mkdir(parents=True)
+    (run_path(config, "train") / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"holds no run, but other files"):
+        open_run(config, "train", ("run",))
 
 
 def test_what_was_put_aside_goes_and_comes_back_where_nothing_took_its_place(tmp_path):
-    for name in ("resume", "resume.old", "checkpoint.old"):
+    for name in ("resume", ".resume.robopolicy-old", ".checkpoint.robopolicy-old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "which").write_text(name)
-    (tmp_path / "notes.old").write_text("mine")
     sweep(tmp_path)
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoint", "notes.old", "resume"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["checkpoint", "resume"]
     assert (tmp_path / "resume" / "which").read_text() == "resume"
-    (tmp_path / ".a.json.qwertyui").write_text("")
-    (tmp_path / ".b.json.qwertyui").write_text("")
-    sweep(tmp_path, "a.json")
-    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == [".b.json.qwertyui"]
+    for name in ("a.json", "b.json", "long" * 63):
+        (tmp_path / f".{name[:200]}.robopolicy-qwertyui.tmp").write_text("")
+        if name != "b.json":
+            sweep(tmp_path, name)
+    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == [
+        ".b.json.robopolicy-qwertyui.tmp"
+    ]
 
 
 def test_a_report_that_a_kill_prevented_is_made_by_the_same_command(tmp_path):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -13,10 +14,17 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from robopolicy.core.errors import CheckpointError, DataError, StorageError
+from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError
+from robopolicy.core.narrowing import is_mapping
 
-_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}")
-"""Names that `tempfile` gives with a prefix ".NAME."."""
+LARGEST_TEXT = 2**24
+"""Bytes of a JSON or YAML file that is parsed: what it describes takes a hundred times as much memory."""
+_TEMPORARY = re.compile(r"\.(.+)\.robopolicy-[a-z0-9_]{8}\.tmp")
+"""Names of what is being written; nobody else gives such names, so they may be removed."""
+_OLD = re.compile(r"\.(.+)\.robopolicy-old")
+"""Names of folders that were put aside until another one is in their place."""
+_LONGEST_NAME = 200
+"""Characters of a file's name that its temporary file repeats: systems allow 255 in all."""
 
 
 @contextmanager
@@ -29,15 +37,23 @@ def storage_errors(path: Path) -> Generator[None, None, None]:
             raise StorageError(f"No space left while writing {path}. Free some and run it again.") from error
         raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"No space left while writing {path}. Free some and run it again.") from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise StorageError(f"{path} is not writable. Choose another folder with run.root=FOLDER.") from error
-        if error.errno in (errno.ENOTDIR, errno.EEXIST):
-            raise StorageError(
-                f"{path} cannot be made: a file of that name, or of one above it, is in the way."
-            ) from error
-        raise
+        raise StorageError(unwritten(path, error)) from error
+
+
+def unwritten(path: object, error: OSError) -> str:
+    """Return in a sentence why `path` could not be written, and the way out."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"No space left while writing {path}. Free some and run it again."
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return f"{path} is not writable. Choose another folder with run.root=FOLDER."
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return f"{path} cannot be made: a file of that name, or of one above it, is in the way."
+    if error.errno == errno.EFBIG:
+        return (
+            f"{path} grew larger than the file system or a limit of this shell (ulimit -f) allows. Choose another "
+            "folder with run.root=FOLDER, or lift the limit, and run it again."
+        )
+    return f"{path} could not be written ({error.strerror or error}). Choose another folder with run.root=FOLDER."
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
@@ -45,7 +61,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     path = Path(path)
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        handle, temporary = tempfile.mkstemp(*_temporary(path.name), path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data.encode() if isinstance(data, str) else data)
@@ -58,23 +74,32 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             raise
 
 
+def _temporary(name: str) -> tuple[str, str]:
+    """Return suffix and prefix of what is to be called `name`."""
+    return ".tmp", f".{name[:_LONGEST_NAME]}.robopolicy-"
+
+
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what a killed `write_atomic` or `write_folder_atomic` left in `folder`; nobody else may write there.
 
-    A folder NAME.old is what `write_folder_atomic` put aside: it goes where NAME is in place, and back where it is not.
+    A folder that `write_folder_atomic` put aside goes where its successor is in place, and back where it is not.
     name: of the only file or folder whose remains are removed.
     """
     for item in sorted(folder.iterdir()):
-        if name and not item.name.startswith((f".{name}.", f"{name}.old")):
-            continue
-        aside = item.name.endswith(".old") and item.is_dir() and not item.is_symlink()
-        if aside and recover_folder(item.with_suffix("")).is_dir():
-            shutil.rmtree(item, ignore_errors=True)
-        elif _TEMPORARY.fullmatch(item.name):
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item, ignore_errors=True)
-            else:
-                item.unlink(missing_ok=True)
+        old, temporary = _OLD.fullmatch(item.name), _TEMPORARY.fullmatch(item.name)
+        if old and name in ("", old[1]):
+            if recover_folder(folder / old[1]).is_dir():
+                _remove(item)
+        elif temporary and name[:_LONGEST_NAME] in ("", temporary[1]):
+            _remove(item)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder that may be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -82,49 +107,73 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON, or raise `CheckpointError` naming the file."""
+def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limit: int | None = LARGEST_TEXT) -> str:
+    """Return the text of a regular file of at most `limit` bytes (None: any), or raise `failure` naming it.
+
+    Pipes and devices are refused, for reading them may never end.
+    """
+    path = Path(path)
     try:
-        return json.loads(Path(path).read_text())
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise failure(f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, not a file.")
+        with open(path, "rb") as file:
+            data = file.read() if limit is None else file.read(limit + 1)
+        if limit is not None and len(data) > limit:
+            raise failure(f"{path} has more than {limit >> 20} MiB, which no file of its kind has: it is not read.")
+        return data.decode()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist. Is this the folder you meant?") from error
+        raise failure(f"{path} does not exist. Is this the folder you meant?") from error
     except NotADirectoryError as error:
-        raise CheckpointError(
-            f"{Path(path).parent} is a file; a checkpoint is a folder with config.json and model.safetensors. Pickled "
+        raise failure(
+            f"{path.parent} is a file; a checkpoint is a folder with config.json and model.safetensors. Pickled "
             "files (.pt, .ckpt, .pkl) are never read: they can run any code."
         ) from error
+    except OSError as error:
+        raise failure(f"{path} cannot be read ({error.strerror or error}).") from error
+    except ValueError as error:  # no UTF-8, or no path
+        raise failure(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+def read_json(path: Path, failure: type[RobopolicyError] = CheckpointError) -> Any:
+    """Read JSON, or raise `failure` naming the file."""
+    text = read_text(path, failure)
+    try:
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+        raise failure(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """Read one JSON value a line, none of a file that is not there; raises DataError for a line that is not JSON.
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read one JSON object a line, none of a file that is not there; raises DataError for a line that is none.
 
     A last one that is not was half written when its process was killed, and is left out.
     """
     if not path.exists():
         return []
-    found: list[Any] = []
-    lines = path.read_text().splitlines()
+    found: list[dict[str, Any]] = []
+    lines = read_text(path, DataError, limit=None).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            record: Any = json.loads(line)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise DataError(f"{path} line {number} is not JSON: {error}.") from error
+        if not is_mapping(record):
+            raise DataError(f"{path} line {number} is a JSON {type(record).__name__}, not an object.")
+        found.append(dict(record))
     return found
 
 
 def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write a temporary sibling, then swap it in: a crash leaves the old folder or the new one.
 
-    A crash between the two renames leaves `folder.old`; `recover_folder` (called by the readers) puts it back.
+    A crash between the two renames leaves it aside; `recover_folder` (called by the readers) puts it back.
     """
     folder = Path(folder)
     with storage_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        temporary = Path(tempfile.mkdtemp(*_temporary(folder.name), folder.parent))
         try:
             temporary.chmod(0o755)
             fill(temporary)
@@ -135,19 +184,33 @@ def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Put the folder `new` in the place of `folder`, which may exist; a crash may leave `folder.old` as well."""
-    old = folder.with_name(folder.name + ".old")
+    """Put the folder `new` in the place of `folder`, which may exist; a crash may leave the latter put aside."""
+    old = _aside(folder)
     if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
         os.rename(folder, old)
     os.rename(new, folder)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old)
 
 
 def recover_folder(folder: Path) -> Path:
-    """Return `folder`, first putting back the copy that a crash in `write_folder_atomic` may have left beside it."""
+    """Return `folder`, first putting back the copy that a crash in `write_folder_atomic` may have left beside it.
+
+    Earlier versions called that copy NAME.old, as users call their backups: it is put back only where the folder
+    .NAME.XXXXXXXX is beside it, which such a crash left as well.
+    """
     folder = Path(folder)
-    old = folder.with_name(folder.name + ".old")
-    if not folder.exists() and old.exists():
+    if os.path.lexists(folder):
+        return folder
+    old, earlier = _aside(folder), folder.with_name(f"{folder.name}.old")
+    if os.path.lexists(old):  # False, not an error, where the name is too long
         os.rename(old, folder)
+    elif os.path.lexists(earlier):
+        unfinished = re.compile(rf"\.{re.escape(folder.name)}\.[a-z0-9_]{{8}}")
+        if any(unfinished.fullmatch(item.name) and item.is_dir() for item in folder.parent.iterdir()):
+            os.rename(earlier, folder)
     return folder
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.robopolicy-old")

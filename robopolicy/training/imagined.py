@@ -32,6 +32,9 @@ from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
 from worldmodels.protocol import LearnedModel, fields_read
 
+WAITING = ".model.robopolicy-waiting-"
+"""What the name of a refreshed model's folder begins with, until the list of refreshes names its iteration."""
+
 
 class ModelRefresh:
     """Every so many iterations: record the policy in the real world, and train the model on with what it showed.
@@ -85,7 +88,8 @@ class ModelRefresh:
         self._share(model.state_dict())
         self.iterations.append(iteration)
         self.env_steps += fresh.step_count
-        waiting = self.run.path / f"model.{iteration}"  # not yet `model`: a kill before the list would refresh it twice
+        # Not yet `model`: a kill before the list is written would refresh it twice
+        waiting = self.run.path / f"{WAITING}{iteration}"
         save_world_model(model, waiting)
         write_json(self.record_path, {"iterations": self.iterations, "env_steps": self.env_steps})
         replace_folder(waiting, self.run.path / "model")
@@ -95,8 +99,8 @@ class ModelRefresh:
         """Finish or undo what a kill interrupted: a refreshed model is the model once the list names its iteration."""
         if (folder := self.run.path / "recorded").is_dir():
             sweep(folder)
-        for waiting in self.run.path.glob("model.[0-9]*"):
-            if int(waiting.suffix[1:]) in self.iterations:
+        for waiting in self.run.path.glob(f"{WAITING}*"):
+            if waiting.name.removeprefix(WAITING) in map(str, self.iterations):
                 replace_folder(waiting, recover_folder(self.run.path / "model"))
             else:
                 shutil.rmtree(waiting)

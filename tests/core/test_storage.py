@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import stat
@@ -7,7 +8,14 @@ import torch
 
 from robopolicy.core.errors import CheckpointError, DataError, StorageError
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, recover_folder, write_atomic, write_folder_atomic, write_json
+from robopolicy.core.storage import (
+    LARGEST_TEXT,
+    read_json,
+    recover_folder,
+    write_atomic,
+    write_folder_atomic,
+    write_json,
+)
 from robopolicy.core.tensors import load_tree, save_tree
 
 
@@ -62,8 +70,48 @@ def test_a_failed_folder_leaves_the_old_folder(tmp_path):
 def test_a_crash_between_the_renames_is_recovered(tmp_path):
     folder = tmp_path / "checkpoint"
     write_folder_atomic(folder, lambda inside: write_atomic(inside / "a", "old"))
-    folder.rename(tmp_path / "checkpoint.old")
+    folder.rename(tmp_path / ".checkpoint.robopolicy-old")
     assert (recover_folder(folder) / "a").read_text() == "old"
+
+
+def test_a_crash_of_an_earlier_version_is_recovered_where_it_can_be_told_from_a_backup(tmp_path):
+    folder = tmp_path / "checkpoint"
+    (tmp_path / "checkpoint.old").mkdir()
+    assert not recover_folder(folder).exists()
+    (tmp_path / ".checkpoint.ab12_xyz").mkdir()
+    assert recover_folder(folder).exists()
+
+
+@pytest.mark.parametrize("number", [errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EIO])
+def test_whatever_the_system_refuses_is_a_sentence(tmp_path, monkeypatch, number):
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageError, match=r"/file .*run\.root"):
+        write_atomic(tmp_path / "file", b"data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_as_long_as_a_file_may_have_is_written(tmp_path):
+    write_json(tmp_path / ("a" * 250), {})
+    write_folder_atomic(tmp_path / ("b" * 230), lambda inside: None)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, b"\xff", " " * (LARGEST_TEXT + 1), None, "pipe", "loop"])
+def test_what_is_no_json_file_is_named(tmp_path, text):
+    path = tmp_path / "config.json"
+    if text is None:
+        path.mkdir()
+    elif text == "pipe":
+        os.mkfifo(path)
+    elif text == "loop":
+        path.symlink_to(path)
+    else:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=r"config\.json"):
+        read_json(path, DataError)
 
 
 def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch):

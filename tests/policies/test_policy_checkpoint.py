@@ -70,7 +70,7 @@ def test_saving_again_replaces_the_old_one(folder: Path):
 
 
 def test_a_crash_between_the_renames_is_recovered(folder: Path):
-    folder.rename(folder.with_name("checkpoint.old"))
+    folder.rename(folder.with_name(".checkpoint.robopolicy-old"))
     assert load_policy(folder).spec.scored_steps == 2
 
 
