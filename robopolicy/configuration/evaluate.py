@@ -47,9 +47,11 @@ class EvaluateSection:
     chunking_options: dict[str, Any] = field(default_factory=dict)
     """Its own settings, such as evaluate.chunking_options.max_guidance_weight=10."""
     hold: Literal["zero", "last"] = "zero"
-    """How it holds still: no motion (actions are velocities or differences), or the last action (positions)."""
+    """How elements of the action hold still of which neither name nor unit says it: at zero (velocities, differences),
+    or at their last value (positions).
+    """
     positions: tuple[str, ...] = POSITIONS
-    """Elements of the action that keep their last value even so, by name."""
+    """Elements of the action that keep their last value, by name, whatever they are."""
 
     def __post_init__(self) -> None:
         if self.episodes < 1 or self.videos < 0:

@@ -103,7 +103,7 @@ class DelayedWorld:
             raise ConfigError(f"Actions of '{spec.name}' have shape {list(action.shape)}; a delay needs vectors, [A].")
         self._spec = replace(spec, observation={**spec.observation, QUEUE: queue_field(action, steps)})
         rows = world.batch_size
-        self._kept = np.array(keeps_value(hold, POSITIONS, action.names, action.size))
+        self._kept = np.array(keeps_value(hold, POSITIONS, action.names, action.size, action.unit))
         self._still = _still(action)
         self._queue = np.zeros((rows, steps, action.size))
         self._fresh = np.ones(rows, dtype=bool)
@@ -305,7 +305,7 @@ def _queues(episodes: Episodes, steps: int, hold: str, episode: Tensor, frame: T
     first = episodes.starts[episode][:, None]
     actions = episodes.actions[first + torch.minimum(when.clamp_min(0), last)]
     # Before the first decision nobody knows what the robot keeps.
-    kept = torch.tensor(keeps_value(hold, POSITIONS, action.names, action.size), device=device)
+    kept = torch.tensor(keeps_value(hold, POSITIONS, action.names, action.size, action.unit), device=device)
     waiting = torch.where(kept & (frame > 0)[:, None, None], episodes.actions[first], still)
     return torch.where((when < 0)[..., None], waiting, actions).flatten(1)
 

@@ -23,7 +23,7 @@ from robopolicy.core.holding import keeps_value
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import fixed_arguments
-from robopolicy.core.spec import LATENCY, QUEUE, PolicySpec
+from robopolicy.core.spec import LATENCY, QUEUE, Field, PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 
@@ -38,9 +38,9 @@ REACH = (
 class Delay:
     """How long a decision takes, in control steps, and what holding still is: see `RobotSettings.hold` of serving.
 
-    hold: zero, no motion, where actions are velocities or differences; last, the last action, where they are positions.
-    positions: names of action elements that are positions even where the others are not, such as a gripper's. Raises
-    ConfigError below 0.
+    hold: of elements of which neither name nor unit says it: zero, no motion, where they are velocities or differences;
+    last, the last action, where they are positions. positions: names of action elements that are positions even where
+    the others are not, such as a gripper's. Raises ConfigError below 0.
     """
 
     steps: int = 0
@@ -51,16 +51,17 @@ class Delay:
         if self.steps < 0:
             raise ConfigError(f"latency_steps is {self.steps}: a decision takes 0 control steps or more.")
 
-    def still(self, names: tuple[str, ...], plan: Tensor, last: Tensor | None = None) -> Tensor:
+    def still(self, action: Field, plan: Tensor, last: Tensor | None = None) -> Tensor:
         """Return what holds robots still that wait for `plan` [B, P, A], [B, d, A].
 
-        names: of the action's elements, () where they have none; last: their last actions [B, A]. Where there are none,
-        as an episode begins, the plan's first action stands for the position that they are in.
+        action: its elements' names and unit say which are positions and which velocities, where they say it; last:
+        their last actions [B, A]. Where there are none, as an episode begins, the plan's first action stands for the
+        position that they are in.
         """
         position = plan[:, 0] if last is None else last
-        kept = keeps_value(self.hold, self.positions, names, position.shape[-1])
-        action = torch.where(torch.tensor(kept, device=position.device), position, 0.0)
-        return action[:, None].expand(-1, self.steps, -1)
+        kept = keeps_value(self.hold, self.positions, action.names, position.shape[-1], action.unit)
+        still = torch.where(torch.tensor(kept, device=position.device), position, 0.0)
+        return still[:, None].expand(-1, self.steps, -1)
 
 
 @runtime_checkable
@@ -175,7 +176,7 @@ class WaitingPolicy:
             self._last, self._known = chunk[:, 0], torch.zeros(len(chunk), dtype=torch.bool, device=chunk.device)
         last = torch.where(self._known[:, None], self._last, chunk[:, 0])
         self._last, self._known = chunk[:, -1], torch.ones_like(self._known)
-        return Decision(torch.cat([self.delay.still(self.policy.spec.action.names, chunk, last), chunk], 1))
+        return Decision(torch.cat([self.delay.still(self.policy.spec.action, chunk, last), chunk], 1))
 
     def reset(self, rows: Rows = None) -> None:
         """Forget the last actions of `rows` [R], all for None, and let the policy forget them."""
@@ -287,7 +288,7 @@ class OverlappingPolicy:
         chunk, steps = self.policy.spec.chunk, self.delay.steps
         underway = self._underway(observation, generator.device)
         plan = self.plans(self.policy, observation, generator, underway, deterministic=deterministic)
-        begun = torch.cat([self.delay.still(self.policy.spec.action.names, plan), plan], 1)[:, : plan.shape[1]]
+        begun = torch.cat([self.delay.still(self.policy.spec.action, plan), plan], 1)[:, : plan.shape[1]]
         going_on = torch.cat([underway.rest[:, :steps], plan[:, steps:]], 1)
         plan = torch.where(underway.known[:, None, None], going_on, begun)
         self._rest, self._decisions = plan[:, chunk:], underway.decisions + 1

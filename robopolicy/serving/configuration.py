@@ -86,11 +86,14 @@ class RobotSettings:
     blend: int = 0
     """Over so many steps a new chunk takes over from the old one."""
     hold: Literal["auto", "zero", "last"] = "auto"
-    """What a robot does that has nothing to do: nothing (zero: velocities, differences), or the last action (last:
-    positions). auto: as the served policy's world has it (its latency_hold), zero where that does not say.
+    """What elements of an action do, while the robot holds still, of which neither name nor unit says it: go to zero
+    (velocities, differences), or stay (last: positions). auto: as the served policy's world has it (its latency_hold);
+    where that does not say, zero for a simulated robot, and an attached one asks.
     """
     positions: tuple[str, ...] = POSITIONS
-    """Elements of the action that keep their last value even so, by name."""
+    """Elements of the action that stay at their place while the robot holds still, by name, whatever they are."""
+    neutral: dict[str, float] = field(default_factory=dict)
+    """Elements of the action that go to a value instead, in the policy's units: {x.vel: 0, throttle: 0.5}."""
     max_age: float | None = None
     """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""
     change: float | None = None
@@ -102,6 +105,8 @@ class RobotSettings:
         """Raise ConfigError for what no robot can be driven by."""
         if self.change is not None and not 0 < self.change < math.inf:
             raise ConfigError(f"change is {self.change}: an action may differ from the last by more than 0, or null.")
+        if not all(math.isfinite(value) for value in self.neutral.values()):
+            raise ConfigError(f"neutral is {self.neutral}: each is a finite number, in the policy's units.")
         if self.max_age is not None and not self.max_age > 0:
             raise ConfigError(f"max_age is {self.max_age}: more than 0 seconds, or null.")
         if min(self.prefetch, self.latency_steps, self.blend) < 0:

@@ -80,7 +80,13 @@ class _Robots:
         self.drivers = [
             Driver(
                 client,
-                hold=holding(settings, world.spec.action.names, world.spec.action.size),
+                hold=holding(
+                    settings,
+                    world.spec.action.names,
+                    world.spec.action.size,
+                    world.spec.action.unit,
+                    {key: field.names for key, field in world.spec.observation.items()},
+                ),
                 limits=ActionLimits(change=settings.change),
                 prefetch=settings.prefetch,
                 latency_steps=settings.latency_steps,

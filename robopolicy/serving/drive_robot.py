@@ -64,7 +64,10 @@ def drive_robot(
                 for step in range(steps):
                     frames = robot.observe()
                     begin[:] = [] if step else [robot.still()]
-                    robot.send(driver.step({**frames, **task}))
+                    before = driver.counts["held"]
+                    action = driver.step({**frames, **task})
+                    if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself
+                        robot.send(action)
                     driver.require_server()
                     clock.wait()
                     advance(1, f"{driver.counts['held']} held still")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.holding import keeps_value
+from robopolicy.core.holding import kind_of, kinds_of, standstill
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
@@ -17,25 +17,52 @@ type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 
 
 def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSettings:
-    """Return settings whose hold is that of the world which a server's policy comes from, where they leave it open."""
-    if settings.hold != "auto":
-        return settings
+    """Return settings whose hold is that of the world which a server's policy comes from, where they leave it open and
+    the world says one.
+    """
     said = metadata.get("world")
     options = said.get("options") if is_mapping(said) else None
-    positions = is_mapping(options) and options.get(HOLD) == "last"
-    return replace(settings, hold="last" if positions else "zero")
+    hold = options.get(HOLD) if is_mapping(options) else None
+    return replace(settings, hold=hold) if settings.hold == "auto" and hold in ("zero", "last") else settings
 
 
-def holding(settings: RobotSettings, names: Sequence[str], size: int) -> Hold:
+def unsaid(names: Sequence[str]) -> str:
+    """Return what to ask of elements of which neither name nor unit says what they do while a robot stands still."""
+    listed, first = ", ".join(names), names[0]
+    return (
+        f"Neither name nor unit says how {listed} {'stands' if len(names) == 1 else 'stand'} still. Say it, once: "
+        f"drive.positions=[{first}] if it stays at its place, drive.neutral={{{first}: 0}} if it stops at 0 (a "
+        "velocity, a force, a difference); or of all of them: drive.hold=last (positions), drive.hold=zero (others)."
+    )
+
+
+def holding(
+    settings: RobotSettings,
+    names: Sequence[str],
+    size: int,
+    unit: str = "",
+    shown: Mapping[str, Sequence[str]] | None = None,
+) -> Hold:
     """Return what holds a robot still whose actions have `size` elements with these names, () where they have none.
 
-    That is no motion, but for elements that are positions, or its last action (`keeps_value`); no motion where it has
-    not done anything yet. Raises ConfigError where positions name other elements than the actions have.
+    Velocities, forces and toggles go to zero, or to their neutral; positions keep their last value (see `standstill`).
+    Before the first action they are where the robot shows an element of the same name, and zero where it shows none.
+    unit: of the action; shown: field -> names of the elements that the robot shows. Raises ConfigError where settings
+    name other elements than the actions have.
     """
-    kept = np.array(keeps_value(settings.hold, settings.positions, names, size))
+    kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
+    standing = standstill(kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.neutral)
+    kept, neutral = np.array(standing.keeps, dtype=bool), np.array(standing.neutral)
+    seen = {name: (field, place) for field, each in (shown or {}).items() for place, name in enumerate(each)}
+    places = [(index, *seen[name]) for index, name in enumerate(names) if name in seen and kept[index]]
 
-    def hold(_: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
-        return np.zeros(size) if last is None else np.where(kept, last, 0.0)
+    def hold(frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
+        if last is not None:
+            return np.where(kept, last, neutral)
+        action = neutral.copy()
+        for index, field, place in places:
+            action[index] = frames[field].reshape(-1)[place] if field in frames else neutral[index]
+        return action
 
     return hold
 

@@ -1,19 +1,23 @@
 """A robot behind LeRobot's `Robot` interface, made by its type, watched, and stopped whatever happens.
 
 Every call of the robot's has a deadline, in a thread that dies with the process: a bus that hangs must not keep a
-program from stopping its robot. LeRobot robots have no brake of their own: a stop tells the motors to stay where they
-are, then disconnects, which takes the torque off where the robot's configuration says so.
+program from stopping its robot. LeRobot robots have no brake of their own: a stop tells positions to stay where they
+are, sets velocities, forces and toggles to zero, and disconnects, which takes the torque off where the robot's
+configuration says so.
 """
 
 import importlib
 import importlib.metadata
 import pkgutil
 import queue
+import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +25,6 @@ import numpy as np
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, did_you_mean
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.holding import holding
 from robopolicy.serving.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ STOPS_WITHIN = 3.0
 
 MOVED = 0.02
 """By how much an element of a robot's vectors changes, in the policy's units, before the robot counts as moved."""
+
+ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that end a drive: Ctrl-C, a service that is stopped, a terminal that is closed."""
 
 PACKAGES = ("lerobot_robot_", "lerobot_camera_")
 """How the names of distributions begin that bring LeRobot robots and their cameras."""
@@ -94,9 +100,9 @@ class AttachedLeRobot:
 
     wire: makes the wiring, from what the robot shows and takes; answers_within: seconds that it may take for an
     observation or an action; camera_age: seconds that a camera may show one picture while the robot moves; settings:
-    what motors do to stay still that do not show where they are. Raises ServingError where the robot cannot be
-    connected, does not answer or shows a frozen picture, ConfigError where it is not calibrated, and what `wire` and
-    the wiring raise.
+    what elements do to stand still of which neither name nor unit says it, None for the wiring's own. Raises
+    ServingError where the robot cannot be connected, does not answer or shows a frozen picture, ConfigError where it is
+    not calibrated or where nobody says how an element stands still, and what `wire` and the wiring raise.
     """
 
     def __init__(
@@ -109,12 +115,12 @@ class AttachedLeRobot:
         settings: RobotSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.robot, self.wiring = robot, wire(robot.observation_features, robot.action_features)
+        wiring = wire(robot.observation_features, robot.action_features)
+        self.robot, self.wiring = robot, wiring if settings is None else replace(wiring, settings=settings)
+        self._stops = ~np.array(self.wiring.standing.keeps, dtype=bool)  # raises where nobody says how to stand still
         self.answers_within, self.camera_age = answers_within, camera_age
         self._clock = clock
         self._calls, self._connected = _Calls(), False
-        names = self.wiring.action
-        self._hold = holding(settings or RobotSettings(), names, len(names))
         self._sent: np.ndarray | None = None
         self._shown: Mapping[str, Any] = {}
         self._pictures: dict[str, tuple[np.ndarray, float, np.ndarray]] = {}
@@ -144,8 +150,17 @@ class AttachedLeRobot:
         return frames
 
     def still(self) -> np.ndarray:
-        """Return the action [A] that keeps the robot where it was seen last; see `Wiring.still` and `holding`."""
-        return self.wiring.still(self._shown, self._hold({}, self._sent))
+        """Return the action [A] that keeps the robot where it was seen last; see `Wiring.still`."""
+        return self.wiring.still(self._shown, self._last)
+
+    @property
+    def placed(self) -> np.ndarray:
+        """Which elements of `still` [A] bool are known: positions that were neither shown nor sent yet are not."""
+        return self.wiring.placed(self._shown) | (self._sent is not None)
+
+    @property
+    def _last(self) -> np.ndarray:
+        return np.zeros(len(self.wiring.action)) if self._sent is None else self._sent
 
     def send(self, action: np.ndarray) -> None:
         """Let the robot do `action` [A], in the policy's units."""
@@ -153,25 +168,38 @@ class AttachedLeRobot:
         self._call("take an action", lambda: self.robot.send_action(command), self.answers_within)
 
     def stop(self) -> None:
-        """Tell the robot to stay where it is, and disconnect it; what fails is said in a warning. May be repeated."""
-        if self._calls.ended:
-            return
+        """Stop the robot where it is, and disconnect it; what fails is said in a warning. May be repeated.
+
+        Signals are not heeded meanwhile: nobody's second Ctrl-C leaves a robot moving.
+        """
+        if not self._calls.ended:
+            with _undisturbed():
+                self._stop()
+
+    def _stop(self) -> None:
         failed: list[str] = []
         free = self._calls.rested(self.answers_within)
-        if free and self._shown:
-            still = self.wiring.command(self.still())
-            failed += self._attempted("told to stay where it is", lambda: self.robot.send_action(still))
-        if not self._calls.rested(0):  # a call hangs: what is left is to try from beside it
-            self._calls.end()
-            self._calls = _Calls()
+        moving = self._sent is not None and bool((self.still() != self._sent)[self._stops].any())
+        if self._shown and self.placed.all() and (free or moving):
+            self._from_beside()  # a call that hangs, such as a camera's, must not keep a base driving
+            failed += self._attempted(
+                "told to stand still", lambda: self.robot.send_action(self.wiring.command(self.still()))
+            )
+        self._from_beside()
         failed += self._attempted("disconnected", self.robot.disconnect)
         self._calls.end()
         if failed and self._connected:  # who never was connected need not be told to let go
             warnings.warn(
                 f"{self.robot} could not be {'; nor '.join(failed)}. Take its power away if it moves.",
                 RobopolicyWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
+
+    def _from_beside(self) -> None:
+        """Where a call hangs, make what follows in another thread."""
+        if not self._calls.rested(0):
+            self._calls.end()
+            self._calls = _Calls()
 
     def _attempted(self, what: str, function: Callable[[], object]) -> list[str]:
         """Make a call of a stop's; return what has failed, if it has."""
@@ -205,6 +233,20 @@ class AttachedLeRobot:
                     f"Camera '{name}' has shown the same picture for {now - since:.1f} s while the robot moved: it is "
                     "frozen. The robot was stopped."
                 )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let no signal end what is inside, where signals are handled: in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 def _said(error: Exception) -> str:

@@ -7,12 +7,19 @@ dimension.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.holding import POSITIONS, Standstill, kind_of, standstill, unit_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.holding import unsaid
+
+STANDARD = RobotSettings()
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,9 @@ class Wiring:
     """A robot's names in the order of a policy's elements.
 
     vectors: field -> names of its elements; cameras: field -> name; action: names of its elements; factors: name -> the
-    policy's units in one of the robot's, 1 where nothing is said; units: field, or "action" -> what the policy says.
+    policy's units in one of the robot's, 1 where nothing is said; units: field, or "action" -> what the policy says;
+    shows: names of all that the robot shows but cameras; renamed: the robot's names -> the policy's, where they differ;
+    settings: what their `hold`, `positions` and `neutral` say of elements of an action, by either name.
     """
 
     vectors: Mapping[str, tuple[str, ...]]
@@ -28,6 +37,37 @@ class Wiring:
     action: tuple[str, ...]
     factors: Mapping[str, float]
     units: Mapping[str, str]
+    shows: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = dataclass_field(default_factory=dict[str, str])
+    settings: RobotSettings = STANDARD
+
+    @cached_property
+    def standing(self) -> Standstill:
+        """What the elements of an action do while the robot stands still.
+
+        Raises ConfigError where neither names nor units nor settings say it of one, and on settings that name none.
+        """
+        own, units = self._own(self.action), dict[str, str]()
+        for key, names in [*self.vectors.items(), ("action", self.action)]:
+            units |= {name: unit for name, unit in unit_of(self.units.get(key, ""), self._own(names)).items() if unit}
+        shown = {*self.shows, *sum(self.vectors.values(), ())}
+        kinds = [
+            kind_of((name, theirs), units.get(theirs, ""), shown=name in shown)
+            for name, theirs in zip(self.action, own, strict=True)
+        ]
+        said, back = self.settings, {theirs: name for name, theirs in self.renamed.items()}
+        positions = said.positions
+        if positions != POSITIONS:
+            positions = tuple(back.get(name, name) for name in positions)
+        neutral = {back.get(name, name): value for name, value in said.neutral.items()}
+        standing = standstill(kinds, self.action, hold=said.hold, positions=positions, neutral=neutral)
+        if said.hold == "auto" and standing.unknown:
+            raise ConfigError(unsaid(standing.unknown))
+        return standing
+
+    def _own(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what the policy calls elements of the robot's."""
+        return tuple(self.renamed.get(name, name) for name in names)
 
     def frames(self, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return what the robot shows as the policy's fields: vectors float32 in its units, images uint8 [h, w, 3].
@@ -49,16 +89,23 @@ class Wiring:
             frames[field] = image
         return frames
 
-    def still(self, shown: Mapping[str, Any], otherwise: np.ndarray) -> np.ndarray:
-        """Return the action [A] that keeps the robot where it is: motors that it shows are told their present value.
+    def still(self, shown: Mapping[str, Any], last: np.ndarray) -> np.ndarray:
+        """Return the action [A] that keeps the robot still: positions where they are, velocities and forces at zero.
 
-        otherwise: [A], for elements that the robot does not show, such as velocities and differences.
+        last: the last action [A], for positions that the robot does not show, or shows as NaN. Raises as `standing`.
         """
-        action = otherwise.astype(np.float64).copy()
+        action, standing = last.astype(np.float64).copy(), self.standing
         for place, name in enumerate(self.action):
-            if isinstance(shown.get(name), int | float | np.number):
+            if not standing.keeps[place]:
+                action[place] = standing.neutral[place]
+            elif _is_place(shown.get(name)):
                 action[place] = float(shown[name]) * self.factors.get(name, 1.0)
         return action
+
+    def placed(self, shown: Mapping[str, Any]) -> np.ndarray:
+        """Return which elements of `still` [A] bool need no last action: positions that `shown` leaves open do."""
+        names = zip(self.action, self.standing.keeps, strict=True)
+        return np.array([not keeps or _is_place(shown.get(name)) for name, keeps in names])
 
     def command(self, action: np.ndarray) -> dict[str, float]:
         """Return an action [A] as the robot takes it, in its units. Raises NonFiniteError, naming the motor."""
@@ -71,10 +118,13 @@ class Wiring:
         return values
 
     def text(self) -> str:
-        """Return a line a field: what of the robot's it is, in which unit of the policy's."""
+        """Return a line a field: what of the robot's it is, in which unit of the policy's; and one an element of the
+        action: what it does while the robot stands still.
+        """
         lines = [self._line(f"{field} <-", names, self.units[field]) for field, names in self.vectors.items()]
         lines += [f"{field} <- camera {name}" for field, name in self.cameras.items()]
-        return "\n".join([*lines, self._line("action ->", self.action, self.units["action"])])
+        lines.append(self._line("action ->", self.action, self.units["action"]))
+        return "\n".join([*lines, "Held still or stopped:", self.standing.text(self.shows)])
 
     def _line(self, what: str, names: tuple[str, ...], unit: str) -> str:
         shown = [f"{name} x {self.factors[name]:g}" if name in self.factors else name for name in names]
@@ -125,7 +175,11 @@ def wired(
         raise SpecError(
             f"The robot takes {', '.join(untold)}, which the policy does not give: it gives {', '.join(action)}."
         )
-    return Wiring(vectors, cameras, action, dict(scale), units)
+    return Wiring(vectors, cameras, action, dict(scale), units, frozenset(motors), dict(rename))
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and bool(np.isfinite(value))
 
 
 def _camera(field: str, own: Mapping[str, str], pictures: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from robopolicy.serving.drive import drive
 from robopolicy.serving.drive_robot import drive_robot
 from robopolicy.serving.driver import described_policy
 from robopolicy.serving.holding import as_served
-from robopolicy.serving.lerobot_robot import AttachedLeRobot, make_lerobot_robot
+from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, make_lerobot_robot
 from robopolicy.serving.wiring import Wiring, wired
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
@@ -127,12 +127,15 @@ def _figures(result: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End what is inside as Ctrl-C does when the process is told to terminate: a robot must not be left moving."""
+    """End what is inside as Ctrl-C does when the process is terminated, or its terminal closed: a robot must not be
+    left moving.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = {each: signal.signal(each, signal.default_int_handler) for each in ENDING_SIGNALS}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -84,10 +84,10 @@ def test_who_waits_holds_still_and_then_executes_the_whole_chunk():
 def test_a_gripper_keeps_its_place_where_the_others_stop():
     plan, last = torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.tensor([[5.0, 6.0]])
     delay = Delay(2, positions=("gripper",))
-    assert delay.still(("x", "gripper"), plan, last).tolist() == [[[0, 6], [0, 6]]]
-    assert delay.still(("x", "gripper"), plan).tolist() == [[[0, 2], [0, 2]]]
-    assert delay.still((), plan, last).tolist() == [[[0, 0], [0, 0]]]
-    assert Delay(1, "last").still((), plan, last).tolist() == [[[5, 6]]]
+    assert delay.still(Field((2,), names=("x", "gripper")), plan, last).tolist() == [[[0, 6], [0, 6]]]
+    assert delay.still(Field((2,), names=("x", "gripper")), plan).tolist() == [[[0, 2], [0, 2]]]
+    assert delay.still(Field((2,)), plan, last).tolist() == [[[0, 0], [0, 0]]]
+    assert Delay(1, "last").still(Field((2,)), plan, last).tolist() == [[[5, 6]]]
 
 
 def test_without_a_delay_nothing_changes():

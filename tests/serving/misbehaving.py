@@ -70,10 +70,23 @@ class Moody:
     def reset(self, rows: Any = None) -> None: ...
 
 
-def run_moody(pipe: Any, mood: Any, port: int) -> None:
+class Base(Moody):
+    """Tells an arm to reach out and the base below it to drive, or has the fault of its mood every time."""
+
+    NAMES = ("shoulder.pos", "x.vel")
+    spec = PolicySpec(
+        {STATE: Field((2,), names=NAMES)}, Field((2,), low=-50.0, high=50.0, names=NAMES), 1, 2, 2, 1, 50.0
+    )
+
+    def act(self, observation: dict[str, Any], generator: torch.Generator, *, deterministic: bool = False) -> Decision:
+        actions = torch.tensor([20.0, 0.3]).expand(len(observation[STATE]), 2, 2).clone()
+        return self._spoiled(actions, POLICY_FAULTS[self.mood.value])
+
+
+def run_moody(pipe: Any, mood: Any, port: int, policy: type[Moody] = Moody) -> None:
     """Serve a moody policy on `port` until a signal comes; at most four requests may wait."""
     settings = ServerSettings(port=port, maximum_waiting=4, maximum_batch=2, deadline=2.0, stall=2.0)
-    serve(Moody(mood), settings, pipe.send)
+    serve(policy(mood), settings, pipe.send)
 
 
 class Network:

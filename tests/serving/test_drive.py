@@ -111,7 +111,7 @@ def test_what_is_held_is_what_the_policy_was_trained_with():
     assert as_served(RobotSettings(), said).hold == "last"
     assert as_served(RobotSettings(hold="zero"), said).hold == "zero"
     for unsaid in ({}, {"world": None}, {"world": {"name": "arm", "options": {}}}, {"world": "arm"}):
-        assert as_served(RobotSettings(), unsaid).hold == "zero"
+        assert as_served(RobotSettings(), unsaid).hold == "auto"  # zero in a simulator, and an attached robot asks
 
 
 class Carrier(Counter):

@@ -198,7 +198,8 @@ def test_a_robot_that_stops_answering_is_disconnected(arm):
     robot = failing(arm(), 5, lambda good: forever.wait(30))
     with pytest.raises(ServingError, match=r"did not show what it sees: no answer within 0\.2 s. It was stopped"):
         driven(attached(robot, client, answers_within=0.2), client)
-    assert len(robot.commands) == 5
+    # What hangs may be a camera: a base is not left driving, what it grips is not let go.
+    assert robot.commands[5:] == [{"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[4]["gripper"]}]
     assert not robot.is_connected
     forever.set()
 
@@ -212,9 +213,7 @@ def test_a_robot_that_is_unplugged_while_it_is_driven(arm):
 
     robot = failing(arm(), 5, unplugged)
     with (
-        pytest.warns(
-            RobopolicyWarning, match=r"told to stay where it is \(DeviceNotConn.*nor disconnected .* power away"
-        ),
+        pytest.warns(RobopolicyWarning, match=r"told to stand still \(DeviceNotConn.*nor disconnected .* power away"),
         pytest.raises(ServingError, match="did not show what it sees: DeviceNotConnectedError"),
     ):
         driven(attached(robot, client), client)
@@ -287,6 +286,7 @@ def test_the_first_step_is_no_jump(arm):
         lambda shows, takes: wired(
             client.metadata, shows, {"tip_x": float, "y": float, "z": float, "gripper": float}, {}, {}
         ),
+        settings=RobotSettings(hold="last"),
     )
     with device:
         start = robot.get_observation()["tip_x"]

@@ -1,0 +1,232 @@
+"""A robot that is held or stopped stands still: positions stay where they are, velocities and forces go to zero."""
+
+import multiprocessing
+import os
+import signal
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from misbehaving import POLICY_FAULTS, Base, run_moody
+
+from robopolicy.core.errors import ConfigError, RobopolicyError
+from robopolicy.core.holding import Kind, keeps_value, kind_of, unit_of
+from robopolicy.core.spec import STATE
+from robopolicy.serving.attached import AttachedRobot
+from robopolicy.serving.client import PolicyClient
+from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.drive_robot import drive_robot
+from robopolicy.serving.holding import holding
+from robopolicy.serving.lerobot_robot import AttachedLeRobot
+from robopolicy.serving.wiring import Wiring, wired
+
+RATES = [
+    "x.vel",
+    "y.vel",
+    "theta.vel",
+    "mobile_base.vx",
+    "mobile_base.vtheta",
+    "left_joint_1.vel",
+    "joint_1.torque",
+    "arm.effort",
+    "gripper.current",
+    "linear_velocity",
+    "angular_velocity",
+    "wheel_rpm_0",
+    "jointVelocity",
+    "yaw_rate",
+    "cmd_vel_x",
+    "twist.linear.x",
+    "angular.z",
+    "remote.lx",
+    "xvel",
+    "q_dot",
+    "dq_3",
+    "delta_x",
+    "dx",
+    "base_speed",
+    "leftWheelRPM",
+    "throttle",
+    "gripper_vel",
+]
+PLACES = [
+    "shoulder_pan.pos",
+    "left_gripper.pos",
+    "right_elbow.pos",
+    "kLeftHipPitch.q",
+    "gripper",
+    "left_gripper",
+    "elbow_angle",
+]
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_what_moves_a_robot_stops_at_zero_by_its_name(name):
+    assert kind_of(name) is Kind.RATE
+    assert kind_of(name, shown=True) is Kind.RATE
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_positions_stay_at_their_place_by_their_name(name):
+    assert kind_of(name) is Kind.POSITION
+
+
+@pytest.mark.parametrize(
+    "unit", ["m/s", "rad/s", "deg / s", "N", "Nm", "N m", "A", "mA", "share of 0.4 m/s", "rpm", "V"]
+)
+def test_a_unit_says_it_where_the_name_does_not(unit):
+    assert kind_of("motor_0", unit) is Kind.RATE
+    assert kind_of("motor_0.pos", unit) is Kind.UNKNOWN  # the two disagree
+    assert kind_of("motor_0", "rad", shown=True) is Kind.POSITION
+    assert kind_of("motor_0", "rad") is Kind.UNKNOWN  # or a difference
+    assert kind_of("motor_0") is Kind.UNKNOWN
+
+
+def test_a_unit_speaks_of_every_element_or_of_those_that_it_names():
+    assert unit_of("rad, m/s", ("pan", "x")) == {"pan": "rad", "x": "m/s"}
+    assert unit_of("m", ("x", "y")) == {"x": "m", "y": "m"}
+    assert unit_of("rad, rad/s", ("a", "b", "c")) == {}
+    assert unit_of("x, y: moves by 0.02 m; gripper: -1 closed", ("y", "gripper")) == {
+        "y": "moves by 0.02 m",
+        "gripper": "-1 closed",
+    }
+
+
+def test_the_wiring_stops_a_velocity_that_is_shown():
+    wiring = Wiring({}, {}, ("shoulder.pos", "x.vel"), {}, {"action": ""})
+    shown = {"shoulder.pos": 10.0, "x.vel": 0.3}
+    assert wiring.still(shown, np.zeros(2)).tolist() == [10.0, 0.0]
+    assert wiring.still(shown, np.array([5.0, 0.4])).tolist() == [10.0, 0.0]
+    assert wiring.still({**shown, "shoulder.pos": np.nan}, np.array([5.0, 0.4])).tolist() == [5.0, 0.0]
+
+
+def metadata(names=("shoulder", "speed"), unit="deg, m/s"):
+    field = {"shape": [len(names)], "names": list(names), "unit": unit}
+    return {"observation": {STATE: field}, "action": field}
+
+
+def wiring_of(names, unit="", rename=None, scale=None, **settings):
+    features = dict.fromkeys(rename or names, float)
+    made = wired(metadata(names, unit), features, features, rename or {}, scale or {})
+    return Wiring(**{**vars(made), "settings": RobotSettings(**settings)})
+
+
+def test_the_wiring_says_what_every_element_does_while_it_stands_still():
+    text = wiring_of(("shoulder.pos", "x.vel"), "").text().splitlines()
+    assert text[-2:] == ["shoulder.pos: stays at its place", "x.vel: stops at 0"]
+    # By the policy's name or unit where the robot's says nothing.
+    renamed = {"motor_1": "shoulder_position", "motor_2": "speed"}
+    assert wiring_of(tuple(renamed.values()), rename=renamed).standing.keeps == (True, False)
+    assert wiring_of(("a", "b"), "rad, rad/s").standing.keeps == (True, False)
+
+
+def test_what_neither_name_nor_unit_says_is_asked_once():
+    names = ("motor_0", "motor_1")
+    with pytest.raises(
+        ConfigError, match=r"motor_0, motor_1 stand still.*drive\.positions=\[motor_0\].*drive\.neutral"
+    ):
+        wiring_of(names).standing
+    shown = {"motor_0": 3.0, "motor_1": 0.5}
+    said = {"positions": ("motor_0",), "neutral": {"motor_1": 0.0}}
+    assert wiring_of(names, **said).still(shown, np.zeros(2)).tolist() == [3.0, 0.0]
+    assert wiring_of(names, hold="last").still(shown, np.zeros(2)).tolist() == [3.0, 0.5]
+    assert wiring_of(names, hold="zero").still(shown, np.zeros(2)).tolist() == [0.0, 0.0]
+    # A setting comes before names, for elements that are shown too.
+    wiring = wiring_of(("a.pos", "b.vel"), positions=("b.vel",), neutral={"a.pos": 7.0})
+    assert wiring.still({"a.pos": 3.0, "b.vel": 0.5}, np.zeros(2)).tolist() == [7.0, 0.5]
+    with pytest.raises(ConfigError, match="neutral names 'motor_2'"):
+        wiring_of(names, neutral={"motor_2": 0.0}).standing
+    with pytest.raises(ConfigError, match="'motor_0' is in positions, and neutral"):
+        wiring_of(names, positions=("motor_0",), neutral={"motor_0": 0.0}).standing
+
+
+def test_simulated_robots_stand_still_by_the_same_rule():
+    names = ("shoulder.pos", "x.vel", "motor")
+    for hold, kept in (("zero", False), ("last", True)):
+        assert keeps_value(hold, ("gripper",), names, 3) == [True, False, kept]
+    assert keeps_value("last", ("gripper",), ("shoulder", "elbow"), 2, "share of 2.5 rad/s") == [False, False]
+    still = holding(RobotSettings(), names, 3, "", {STATE: ("x.vel", "shoulder.pos")})
+    assert still({STATE: np.array([0.3, 10.0])}, None).tolist() == [10.0, 0.0, 0.0]
+    assert still({STATE: np.array([0.3, 10.0])}, np.array([11.0, 0.3, 1.0])).tolist() == [11.0, 0.0, 0.0]
+
+
+class Rover:
+    """An arm on a base behind LeRobot's interface; it shows how fast it drives, as LeKiwi does."""
+
+    name, id, is_calibrated = "rover", "mine", True
+    observation_features = action_features = dict.fromkeys(Base.NAMES, float)
+
+    def __init__(self):
+        self.place, self.speed, self.looked = 10.0, 0.0, 0
+        self.commands: list[tuple[float, dict[str, float]]] = []
+        self.looks = lambda: None
+
+    def connect(self, calibrate):
+        pass
+
+    def disconnect(self):
+        pass
+
+    def get_observation(self):
+        self.looked += 1
+        self.looks()
+        return {"shoulder.pos": self.place, "x.vel": self.speed}
+
+    def send_action(self, command):
+        self.commands.append((self.place, command))
+        self.place, self.speed = command["shoulder.pos"], command["x.vel"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server that drives a base: its process, the mood of its policy, its port."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    mood = context.Value("i", 0)
+    process = context.Process(target=run_moody, args=(there, mood, 0, Base), daemon=True)
+    process.start()
+    assert here.poll(120), "the server did not start"
+    yield process, mood, here.recv()
+    process.kill()
+    process.join(20)
+
+
+@pytest.mark.parametrize("fault", ["nan", "shape", "slow", "stopped", "killed"])
+def test_a_base_does_not_drive_on_while_its_server_fails(server, fault):
+    process, mood, port = server
+    rover = Rover()
+
+    def fails():
+        if rover.looked == 6:
+            if fault in POLICY_FAULTS:
+                mood.value = POLICY_FAULTS.index(fault)
+            else:
+                os.kill(process.pid, signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+
+    rover.looks = fails
+    with PolicyClient(port=port, timeout=5.0, patience=0.1) as client:
+        wire = lambda shows, takes: wired(client.metadata, shows, takes, {}, {})  # noqa: E731
+        robot = AttachedLeRobot(cast(Any, rover), wire, settings=RobotSettings())
+        try:
+            with robot:
+                drive_robot(
+                    robot,
+                    client,
+                    episodes=1,
+                    rate=0.0,
+                    attached=AttachedRobot(seconds=0.8),
+                    settings=RobotSettings(patience=2.0 if fault == "slow" else 0.3),
+                )
+        except RobopolicyError:
+            assert fault != "slow"
+        finally:
+            mood.value = 0
+            if fault == "stopped":
+                os.kill(process.pid, signal.SIGCONT)
+    driven = [command for _, command in rover.commands if command["x.vel"] != 0]
+    held = [(place, command) for place, command in rover.commands if command["x.vel"] == 0]
+    assert len(driven) >= 4 and all(
+        command == {"shoulder.pos": 20.0, "x.vel": pytest.approx(0.3)} for command in driven
+    )
+    assert len(held) >= 2 and rover.commands[-1] in held
+    assert all(command == {"shoulder.pos": place, "x.vel": 0.0} for place, command in held)
