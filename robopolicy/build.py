@@ -151,7 +151,7 @@ def _made_world(
         warnings.warn(
             f"'{section.name}' does not say which episodes succeed, so returns are compared instead. Say it: "
             "world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\" (with both "
-            "quotes), or world.options.success_key=NAME.",
+            "quotes; of the whole episode), world.options.success=terminated, or world.options.success_key=NAME.",
             RobopolicyWarning,
             stacklevel=3,
         )

@@ -14,6 +14,7 @@ from robopolicy.core.episode_rows import Advanced, EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.history import held
 from robopolicy.core.randomness import numpy_generator
+from robopolicy.core.returns import SUCCESS
 from robopolicy.core.spec import Observation, WorldSpec, check_finite, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, combined
@@ -46,7 +47,9 @@ class ImaginedWorld:
     start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
     price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); debounce:
     consecutive steps that must look successful before success is believed; seed: of the generator that draws episode
-    seeds when `reset` is given none. Raises ConfigError on sizes below 1 and a negative penalty.
+    seeds when `reset` is given none. Where an episode's return decides (`WorldSpec.least_return`), no state shows
+    success: then it is the imagined return at the end, and an episode that is cut before has not succeeded. Raises
+    ConfigError on sizes below 1 and a negative penalty.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class ImaginedWorld:
         latent = self.model.initial(context, chosen)
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
         instruction = 0 if context.task is None else self._episodes.instruction_index(context.task)
-        own = {"streak": np.zeros(len(index), dtype=np.int64)}
+        own = {"streak": np.zeros(len(index), dtype=np.int64), "paid": np.zeros(len(index))}
         self._episodes.start(index, self._first_frames(context, latent), instruction=instruction, own=own)
         return self._episodes.observation()
 
@@ -191,23 +194,35 @@ class ImaginedWorld:
 
     def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
         """Count the steps of an imagined chunk [R, C] in the rows `index`, and end episodes where they end."""
-        episodes, streak = self._episodes, self._episodes.arrays["streak"]
-        seen, uncertainty = future.success.cpu().numpy(), future.uncertainty.cpu().numpy()
+        uncertainty, terminated = future.uncertainty.cpu().numpy(), future.terminated.cpu().numpy()
+        least = self._spec.least_return
+        success = self._looks_done(index, future) if least is None else self._earned(index, future, least)
+        if least is None:
+            terminated &= ~future.success.cpu().numpy()
+        moved = self._episodes.advance(index, success, terminated=terminated, cut=self._cut(index, uncertainty))
+        if not np.isfinite(uncertainty[moved.live]).all():
+            raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
+        return moved
+
+    def _looks_done(self, index: slice | np.ndarray, future: Imagined) -> np.ndarray:
+        """Return after which of a chunk's steps [R, C] success is believed, in the rows `index`."""
+        seen, streak = future.success.cpu().numpy(), self._episodes.arrays["streak"]
         # How many of the latest steps looked successful, after each of them: those since the latest that did not, or
         # since the chunk's beginning, where what was seen before it counts as well.
         place = np.arange(1, seen.shape[1] + 1)
         failed = np.maximum.accumulate(np.where(seen, 0, place), axis=1)
         streaks = place - failed + np.where(failed == 0, streak[index, None], 0)
-        moved = episodes.advance(
-            index,
-            streaks >= self._debounce,
-            terminated=future.terminated.cpu().numpy() & ~seen,
-            cut=self._cut(index, uncertainty),
-        )
-        if not np.isfinite(uncertainty[moved.live]).all():
-            raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
-        streak[index] = streaks[np.arange(len(streaks)), moved.length - 1]
-        return moved
+        streak[index] = streaks[:, -1]  # of a row that ends in the chunk nobody asks again
+        return streaks >= self._debounce
+
+    def _earned(self, index: slice | np.ndarray, future: Imagined, least: float) -> np.ndarray:
+        """Return after which of a chunk's steps [R, C] an episode is over that earned at least `least`."""
+        arrays = self._episodes.arrays
+        terms = [future.rewards[name].cpu().numpy() for name in self.model.spec.rewards if name != SUCCESS]
+        paid = arrays["paid"][index, None] + np.cumsum(np.sum(terms, axis=0, dtype=np.float64), axis=1)
+        steps = arrays["steps"][index, None] + np.arange(1, paid.shape[1] + 1)
+        arrays["paid"][index] = paid[:, -1]  # of a row that ends in the chunk nobody asks again
+        return (paid >= least) & (future.terminated.cpu().numpy() | (steps >= self._spec.horizon))
 
     def _seen(self, index: slice | np.ndarray, future: Imagined, moved: Advanced) -> dict[str, np.ndarray]:
         """Return the history of the rows `index` and the frames that follow, key -> [R, H + C, *shape]; the last frame

@@ -6,6 +6,7 @@ goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (th
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ LATENCY, HOLD = "latency_steps", "latency_hold"
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.images."
 TASK = "task"
+NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+"""A decimal number, as it is written in settings."""
 
 Observation = dict[str, Array]
 """Key -> array [B, H, *field.shape] (H frames of history, oldest first); `task` -> str array [B]."""
@@ -115,6 +118,11 @@ class WorldSpec:
         image = Field((size, size, 3), "uint8", 0, 255)
         shown = {IMAGE_PREFIX + camera: image for camera in cameras}
         return dataclasses.replace(self, observation={**self.observation, **shown})
+
+    @property
+    def least_return(self) -> float | None:
+        """The return that an episode must have at its end to succeed; None where success is judged otherwise."""
+        return least_return(self.success) if self.reports_success else None
 
     @property
     def goals(self) -> tuple[str, ...]:
@@ -229,6 +237,12 @@ def _require_same_elements(what: str, own: Field, other: Field, world: str) -> N
 def _describe(field: Field) -> str:
     names = f" ({', '.join(field.names[:8])}{', ...' if len(field.names) > 8 else ''})" if field.names else ""
     return f"{list(field.shape)}{names}"
+
+
+def least_return(success: str) -> float | None:
+    """Return the number of a criterion "return >= NUMBER", None for any other."""
+    found = re.fullmatch(rf"\s*return\s*>=\s*({NUMBER})\s*", success)
+    return None if found is None else float(found[1])
 
 
 def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:

@@ -9,7 +9,10 @@ def check_success(episodes: Episodes, spec: WorldSpec | None) -> list[Finding]:
     """Return whether the world, where it is known, says which episodes succeed, and how many recorded ones did."""
     if spec is not None and not spec.reports_success:
         text = f"'{spec.name}' never says which episodes succeed: every rate of success is 0"
-        remedy = "Say it: world.options.success=package.module:function, 'return >= NUMBER', or success_key=NAME."
+        remedy = (
+            "Say it: world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\", "
+            "world.options.success=terminated, or world.options.success_key=NAME."
+        )
         return [Finding("success", Health.BAD, text, remedy)]
     if episodes.success is None:
         text = "the dataset does not say which episodes succeeded"

@@ -225,7 +225,8 @@ def require_success(world: World, instead: str) -> None:
     if not world.spec.reports_success:
         raise ConfigError(
             f"'{world.spec.name}' does not say which episodes succeed: say it with "
-            f"world.options.success=package.module:function (or 'return >= NUMBER'), or {instead}."
+            "world.options.success=package.module:function (or terminated), or "
+            f"\"world.options.success='return >= NUMBER'\" with both quotes, or {instead}."
         )
 
 

@@ -279,7 +279,11 @@ def spec_lines(spec: WorldSpec) -> list[str]:
     limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
     bounds = ", ".join(limits if len(set(limits)) > 1 else limits[:1])
     taken = f"Takes actions {described(spec.action)}; {bounds}; {spec.fps:g} a second, {spec.horizon} in an episode"
-    judged = spec.success or "it says so" if spec.reports_success else "nobody says so; world.options.success can"
+    judged = (
+        spec.success or "it says so"
+        if spec.reports_success
+        else "nobody says so; world.options.success or world.options.success_key can"
+    )
     return [*shown, taken, f"An episode has succeeded: {judged.removesuffix('.')}."]
 
 

@@ -24,7 +24,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
@@ -65,6 +65,7 @@ def run(config: Config) -> int:
     section, device = config.worldmodel, choose_device(config.run)
     generators = Generators(config.run.seed, device)
     world = build_world(config.world, seed=config.run.seed)
+    require_learnable_success(world.spec)
     episodes = gather(config, world, generators["rollouts"])
     origin = origin_of_section(config.world)
     write_dataset(episodes, folder.path / "dataset", images="png", existing="replace", origin=origin)
@@ -93,6 +94,17 @@ def run(config: Config) -> int:
     show(result["validation"])
     output.print(f"World model: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def require_learnable_success(spec: WorldSpec) -> None:
+    """Raise ConfigError where a return decides that a world model does not learn: of other rewards than the world's."""
+    if spec.least_return is not None and spec.rewards != ("reward",):
+        raise ConfigError(
+            f"An episode of '{spec.name}' has succeeded by the environment's own rewards ({spec.success}), and a world "
+            f"model learns the world's, {' and '.join(spec.rewards)}. Either learn the environment's, "
+            "world.options.reward=environment, or say success of an observation, "
+            "world.options.success=package.module:function."
+        )
 
 
 def gather(config: Config, world: World, generator: torch.Generator) -> Episodes:

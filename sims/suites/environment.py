@@ -5,8 +5,6 @@ This module runs inside worker processes, so it imports neither torch nor anythi
 
 import copy
 import random
-import re
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,16 +15,16 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
-from robopolicy.core.registry import import_named, load_dotted
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.registry import import_named
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from sims.suites.families import FamilyMember, family_of
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
+from sims.suites.success import SUCCESS_KEYS, SuccessRule
 
 ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
 """Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
 GOAL_KEYS = ("achieved_goal", "desired_goal")
-SUCCESS_KEYS = ("is_success", "success")
 
 MakeEnvironment = Callable[[], gymnasium.Env]
 
@@ -167,24 +165,15 @@ class Description:
     draws: bool
 
 
-Success = Callable[[Mapping[str, np.ndarray]], Any]
-"""Observation arrays [n] by key -> whether the task is done."""
-
-THRESHOLD = re.compile(r"return\s*>=\s*(-?[\d.]+(?:e-?\d+)?)")
-"""Success as a threshold on the sum of the environment's own rewards so far."""
-
-
 class RowEnvironment:
     """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
-    success: "package.module:function" that says it of an observation, or "return >= NUMBER"; None: `info` says it.
-    success_key: entry of `info` that says whether the episode succeeded, at the latest in its last step; None takes the
-    first of SUCCESS_KEYS that `info` has, and no success where there is none. seed_globals: seed Python's and numpy's
-    global generators as well, for environments that draw from them. increase: `step` returns the increase of the
-    environment's reward since the step before, 0 in the first, for rewards that say how far the task has come. An
-    environment may have attributes `state_keys` and `element_names` (see `observation_layout`), which count where no
-    state_keys are given. Raises ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where
-    `observation_layout` does.
+    success, success_key: see `SuccessRule`. seed_globals: seed Python's and numpy's global generators as well, for
+    environments that draw from them. increase: `step` returns the increase of the environment's reward since the step
+    before, 0 in the first, for rewards that say how far the task has come. An environment may have attributes
+    `state_keys` and `element_names` (see `observation_layout`), which count where no state_keys are given. notes: what
+    the user should know of what happened, until `take_notes` takes it. Raises ConfigError unless actions are a
+    one-dimensional Box, on a bad `success`, and where `observation_layout` does.
     """
 
     def __init__(
@@ -196,7 +185,8 @@ class RowEnvironment:
         seed_globals: bool = False,
         increase: bool = False,
     ) -> None:
-        self._judge, self._threshold = success_rule(success)
+        self._notes: dict[str, bool] = {}  # text -> whether it was taken
+        self._rule = SuccessRule(success, success_key, self._note)
         self._seed_globals, self._increase = seed_globals, increase
         # Sum of the rewards of this episode, and the last of them: part of a snapshot.
         self._paid = SimpleNamespace(total=0.0, last=None)
@@ -208,7 +198,6 @@ class RowEnvironment:
             raise ConfigError(f"A world needs a one-dimensional Box of continuous actions; this one has {space}.")
         self._action_space = space
         self.action_dtype = space.dtype
-        self._success_key = success_key
         self._images: dict[str, np.ndarray] = {}
         self.state = MujocoState(self.environment, (self._paid,)) if has_mujoco_state(self.environment) else None
         self._camera = MujocoCamera(self.environment, self.state) if self.state else None
@@ -237,7 +226,6 @@ class RowEnvironment:
         space = self._action_space
         seen: list[np.ndarray] = []
         known: set[str] = set()
-        judged = any(each is not None for each in (self._judge, self._threshold, self._success_key))
         try:
             for _ in range(2):
                 out = np.zeros((2, self.layout.size), np.float32)
@@ -249,7 +237,7 @@ class RowEnvironment:
                 seen.append(out)
         except Exception:  # what is wrong shows again where the environment is used, with its own words
             return True, True
-        return judged or not known.isdisjoint(SUCCESS_KEYS), bool(np.array_equal(*seen, equal_nan=True))
+        return self._rule.known or not known.isdisjoint(SUCCESS_KEYS), bool(np.array_equal(*seen, equal_nan=True))
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D]."""
@@ -264,16 +252,32 @@ class RowEnvironment:
         """Act, write the observation into `out` and return reward, terminated, truncated, success.
 
         action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size; last: whether the
-        world's time limit ends the episode here. Raises SpecError when `info` lacks the success_key at its end.
+        world's time limit ends the episode here. Raises as `SuccessRule` does.
         """
         observation, reward, terminated, truncated, info = self.environment.step(action)
         self._take(observation, out)
         paid = float(reward)
         self._paid.total += paid
+        success = self._rule(
+            info,
+            lambda: {key: out[part] for key, part in self.layout.fields.items()},
+            self._paid.total,
+            terminated=bool(terminated),
+            over=bool(terminated or truncated or last),
+        )
         if self._increase:
             before, self._paid.last = self._paid.last, paid
             paid = 0.0 if before is None else paid - before
-        return paid, bool(terminated), bool(truncated), self._success(info, out, bool(terminated or truncated or last))
+        return paid, bool(terminated), bool(truncated), success
+
+    def _note(self, text: str) -> None:
+        self._notes.setdefault(text, False)
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return what the user should know that was not taken yet; nothing comes twice."""
+        new = tuple(text for text, taken in self._notes.items() if not taken)
+        self._notes |= dict.fromkeys(new, True)
+        return new
 
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
@@ -282,24 +286,6 @@ class RowEnvironment:
             for key in path:
                 image = image[key]
             self._images[camera] = image
-
-    def _success(self, info: Mapping[str, Any], vector: np.ndarray, over: bool) -> bool:
-        if self._threshold is not None:
-            return self._paid.total >= self._threshold
-        if self._judge is not None:
-            return judged(self._judge, {key: vector[part] for key, part in self.layout.fields.items()})
-        if self._success_key is not None:
-            if over and self._success_key not in info:
-                raise SpecError(
-                    f"info has no '{self._success_key}' (success_key) in the last step of an episode."
-                    f"{did_you_mean(self._success_key, info)} An environment that says it only where it ends the "
-                    "episode itself needs a time limit (horizon) that comes no earlier."
-                )
-            return bool(info.get(self._success_key, False))
-        for key in SUCCESS_KEYS:
-            if key in info:
-                return bool(info[key])
-        return False
 
     def image(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return uint8 [height, width, 3].
@@ -331,44 +317,6 @@ def _dm_control_step(environment: Any) -> float | None:
 def _attribute(environment: gymnasium.Env, name: str) -> Sequence[str]:
     """Return what an environment, or a wrapper of it, says under `name`, () where it says nothing."""
     return environment.get_wrapper_attr(name) if environment.has_wrapper_attr(name) else ()
-
-
-def success_rule(success: str | None) -> tuple[Success | None, float | None]:
-    """Return the function that `success` names, or its threshold on the return; two None for None.
-
-    Raises ConfigError where it is neither "package.module:function" nor "return >= NUMBER".
-    """
-    if success is None:
-        return None, None
-    threshold = THRESHOLD.fullmatch(success.strip())
-    if threshold is not None:
-        return None, float(threshold[1])
-    found = load_dotted(success, "Success")
-    if not callable(found):
-        raise ConfigError(f"success={success} is {found!r}: name a function of the observation.")
-    return found, None
-
-
-def judged(success: Success, observation: Mapping[str, np.ndarray]) -> bool:
-    """Return what a user's success function says of one observation (arrays [n] by key); SpecError where it cannot."""
-    name = f"The success function {getattr(success, '__module__', '')}:{getattr(success, '__name__', success)}"
-    shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
-    try:
-        found = np.asarray(success(observation))
-    except Exception as error:
-        raise SpecError(
-            f"{name} failed: {type(error).__name__}: {error} (at {place_of(error)}). It is called with one observation "
-            f"at a time, arrays by key: {shapes}."
-        ) from error
-    if found.shape != ():
-        raise SpecError(f"{name} returned shape {list(found.shape)} of {shapes}: it must return one truth.")
-    return bool(found)
-
-
-def place_of(error: Exception) -> str:
-    """Return "file:line" of where `error` was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:

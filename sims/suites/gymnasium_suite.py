@@ -13,12 +13,13 @@ from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, least_return, validate_actions
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.engine import usable_threads
 from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
 from sims.suites.families import family_of
 from sims.suites.rewards import INCREASE, Reward, choose_reward
+from sims.suites.success import TERMINATED, UNEXPECTED
 from sims.suites.vector import Images, Played, Pool
 
 SEED_LIMIT = 2**31
@@ -38,10 +39,10 @@ class GymnasiumWorld:
     goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward),
     "increase" (the increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a
     potential (see `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the
-    task is done, or "return >= NUMBER", of the environment's own rewards; without it success_key: entry of `info`
-    (default is_success, else success), which the last step of an episode must have; seed_globals: seed Python's and
-    numpy's global generators with every episode; state_keys: entries of a dictionary observation that are the robot's
-    own.
+    task is done, "return >= NUMBER" or "return so far >= NUMBER", of the environment's own rewards, or "terminated";
+    without it success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed
+    Python's and numpy's global generators with every episode; state_keys: entries of a dictionary observation that are
+    the robot's own.
     repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
     nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
     started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
@@ -96,7 +97,8 @@ class GymnasiumWorld:
                 stacklevel=2,
             )
         self.repeats, self.draws = description.repeats, description.draws
-        self._layout = description.layout
+        self._layout, self._told = description.layout, set[str]()
+        whole = success is not None and least_return(success) is not None
         self._spec = WorldSpec(
             name=name,
             observation=fields,
@@ -106,9 +108,10 @@ class GymnasiumWorld:
             history=history,
             rewards=self._reward.names,
             instructions=(instruction,),
-            success=(success or success_text) if description.reports_success else "",
+            success=criterion(success, success_text) if description.reports_success else "",
             reports_success=description.reports_success,
-            terminate_on_success=terminate_on_success,
+            # A return is known where the episode ends, so it ends none: values go on behind a time limit.
+            terminate_on_success=terminate_on_success and not whole,
         )
         generator = numpy_generator(seed, f"sims/{name}/episode_seeds")
         self._low, self._high = np.asarray(description.action.low), np.asarray(description.action.high)
@@ -160,6 +163,7 @@ class GymnasiumWorld:
             return episodes.idle(chunk)
         left = episodes.scatter(index, left)
         played = self.pool.step(actions.clip(self._low, self._high), left, spec.terminate_on_success)
+        self._tell(played.notes)
         self._check_finite(played.values, np.arange(self._batch_size))
 
         ends = {}
@@ -228,6 +232,14 @@ class GymnasiumWorld:
         """End the workers and free graphics; closing twice is harmless."""
         self.pool.close()
 
+    def _tell(self, notes: Sequence[str]) -> None:
+        """Warn of what the user should know, of each thing once."""
+        for note in notes:
+            expected = self._spec.reports_success and note.startswith(UNEXPECTED)
+            if note not in self._told and not expected:
+                self._told.add(note)
+                warnings.warn(f"'{self._spec.name}': {note}", RobopolicyWarning, stacklevel=3)
+
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
         """Raise NonFiniteError, naming the rows [R], unless values [R, C, D] are finite."""
         if not np.isfinite(values).all():
@@ -236,6 +248,11 @@ class GymnasiumWorld:
                 f"The observation of '{self._spec.name}' is not finite in row(s) {bad}: its simulation diverged. Reset "
                 "these rows; gentler actions avoid it."
             )
+
+
+def criterion(success: str | None, text: str) -> str:
+    """Return the criterion of success in words; text: where the environment itself says it."""
+    return "the environment terminates the episode" if success == TERMINATED else success or text
 
 
 def observation_fields(description: Description, cameras: Sequence[str], image_size: int) -> dict[str, Field]:

@@ -9,7 +9,7 @@ import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
 from robopolicy.core.history import move
-from sims.suites.environment import Description, RowEnvironment, place_of
+from sims.suites.environment import Description, RowEnvironment
 from sims.suites.mujoco_state import MujocoState
+from sims.suites.success import place_of
 
 
 class WorkerError(RobopolicyError):
@@ -43,7 +44,8 @@ class Images:
 @dataclass(frozen=True)
 class Played:
     """What a chunk did to n rows: values [n, C, D], reward [n, C], success [n, C], length [n] steps run,
-    terminated, truncated [n]; frames: camera -> [n, H, size, size, 3], whose last min(length, H) are new."""
+    terminated, truncated [n]; frames: camera -> [n, H, size, size, 3], whose last min(length, H) are new; notes: what
+    the user should know of it."""
 
     values: np.ndarray
     reward: np.ndarray
@@ -52,6 +54,7 @@ class Played:
     terminated: np.ndarray
     truncated: np.ndarray
     frames: dict[str, np.ndarray]
+    notes: tuple[str, ...] = ()
 
 
 def joined(parts: Sequence[Played]) -> Played:
@@ -62,7 +65,7 @@ def joined(parts: Sequence[Played]) -> Played:
     names = ("values", "reward", "success", "length", "terminated", "truncated")
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
     frames = {camera: np.concatenate([part.frames[camera] for part in parts]) for camera in first.frames}
-    return Played(frames=frames, **arrays)
+    return Played(frames=frames, **arrays, notes=tuple(note for part in parts for note in part.notes))
 
 
 class EnvironmentRows:
@@ -111,7 +114,7 @@ class EnvironmentRows:
                 self._image(environment, row, played)
             played.reward[row, :length], played.success[row, :length], played.length[row] = paid, done, length
             played.terminated[row], played.truncated[row] = terminated, truncated
-        return played
+        return replace(played, notes=tuple(note for row in self._rows for note in row.take_notes()))
 
     def _blank(self, count: int, chunk: int) -> Played:
         size, history = self._images.size, self._images.history

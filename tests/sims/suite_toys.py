@@ -162,3 +162,28 @@ def indexes_too_much(observation):
 def says_two(observation):
     """A success function that says an array."""
     return observation["observation.state"] >= 2.0
+
+
+class PaysEnvironment(gymnasium.Env):
+    """Pays what `pay` says at each of its steps (the last number from then on), and ends where `ends` says."""
+
+    metadata = {"render_modes": [], "render_fps": 10}  # noqa: RUF012
+    observation_space = spaces.Box(-np.inf, np.inf, (1,))
+    action_space = spaces.Box(-1, 1, (1,))
+
+    def __init__(self, pay=(-1.0,), ends=None, cut=None, says=None):
+        self.pay, self.ends, self.cut, self.says = tuple(pay), ends, cut, says
+
+    def _seen(self):
+        return np.array([self.start + self.count], np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count, self.start = 0, self.np_random.uniform()
+        return self._seen(), {}
+
+    def step(self, action):
+        self.count += 1
+        paid = self.pay[min(self.count, len(self.pay)) - 1]
+        ended, cut = self.count == self.ends, self.count == self.cut
+        return self._seen(), paid, ended, cut, {} if self.says is None else self.says(self.count, ended or cut)

@@ -83,8 +83,9 @@ def test_a_family_without_its_package_names_the_extra_and_is_no_foreign_code(mon
         require_trusted(f"gymnasium:{env_id}", "a checkpoint", "")  # no error: its module is named here
 
 
-def test_the_return_that_decides_success_is_part_of_a_snapshot():
-    world = make_gymnasium_world("InvertedPendulum-v5", 1, success="return >= 5", reward="environment")
+@pytest.mark.parametrize("success", ["return >= 5", "return so far >= 5"])
+def test_the_return_that_decides_success_is_part_of_a_snapshot(success):
+    world = make_gymnasium_world("InvertedPendulum-v5", 1, success=success, reward="environment", horizon=5)
     world.reset(seeds=[0])
     world.step(np.zeros((1, 3, 1)))
     saved = world.snapshot()

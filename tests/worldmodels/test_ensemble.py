@@ -1,5 +1,6 @@
 """The ensemble learns a system with a known answer; its world keeps the protocol; its checkpoint is strict."""
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -205,6 +206,25 @@ def test_debounce_wants_success_to_last(learned):
     thrice.reset(seeds=[0])
     actions = np.zeros((1, 4, 2))
     assert once.step(actions).valid.sum() < thrice.step(actions).valid.sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12])
+def test_where_the_return_decides_it_is_the_imagined_one_of_the_whole_episode(learned, chunk):
+    def judged(success, **options):
+        model = copy(learned[0])
+        model._spec = replace(model.spec, success=success, terminate_on_success=False)
+        imagined = world(model, 8, **options)
+        to_goal = imagined.reset(seeds=range(8))[ENVIRONMENT_STATE][:, -1:, 2:]
+        steps = [imagined.step(np.repeat(to_goal, chunk, axis=1)) for _ in range(-(-12 // chunk))]
+        assert not any(step.success.any() for step in steps[:-1])
+        return np.sum([step.rewards["progress"].sum(1) for step in steps], axis=0), steps[-1]
+
+    middle = np.median(judged("return >= 0")[0])
+    paid, step = judged(f"return >= {middle:.6f}", debounce=3)
+    assert np.array_equal(step.success, paid >= middle) and 0 < step.success.sum() < 8
+    assert step.truncated.all() and not step.terminated.any()
+    cut = judged("return >= -99", truncation=Truncation(steps=12 - chunk))[1] if chunk < 12 else None
+    assert cut is None or (cut.horizon_end.all() and not cut.success.any())
 
 
 def test_checkpoints_round_trip_and_are_strict(learned, tmp_path):

@@ -1,0 +1,157 @@
+"""When an episode of an outside environment has succeeded: by `info`, its return, its end, or a user's function.
+
+This module runs inside worker processes, so it imports neither torch nor anything that does.
+"""
+
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.registry import load_dotted
+from robopolicy.core.spec import NUMBER, least_return
+
+SUCCESS_KEYS = ("is_success", "success")
+"""Entries of `info` that say it where the user names none."""
+TERMINATED = "terminated"
+"""The value of `success` for tasks that the environment ends itself where they are done."""
+SO_FAR = re.compile(rf"return\s+so\s+far\s*>=\s*({NUMBER})")
+"""A threshold that is met by the sum of rewards at any step, whatever comes after it."""
+UNEXPECTED = "It says success in info after all, as"
+"""How a note begins that is of interest where a world reports no success."""
+WAYS = "package.module:function, 'return >= NUMBER', 'return so far >= NUMBER' or terminated"
+
+Judge = Callable[[Mapping[str, np.ndarray]], Any]
+"""Observation arrays [n] by key -> whether the task is done."""
+
+
+class SuccessRule:
+    """Says after every control step whether the episode has succeeded.
+
+    success: "package.module:function" that says it of an observation; "return >= NUMBER", which only the whole
+    episode's rewards decide, so that it is False until the episode ends; "return so far >= NUMBER", met once and for
+    all by the sum at any step; "terminated", where the environment itself ends the episode; None: `info` says it.
+    key: of the entry of `info`, "outer.inner" for one in a dictionary; one that is absent where the episode ends counts
+    as no success, with a note. None takes the first of SUCCESS_KEYS that `info` has. note: called with what the user
+    should know. Raises ConfigError where `success` is none of these.
+    """
+
+    def __init__(self, success: str | None, key: str | None, note: Callable[[str], None]) -> None:
+        self._key, self._note = key, note
+        self._terminated = success is not None and success.strip() == TERMINATED
+        self._whole = None if success is None else least_return(success)
+        so_far = None if success is None else SO_FAR.fullmatch(success.strip())
+        self._so_far = None if so_far is None else float(so_far[1])
+        self._judge: Judge | None = None
+        if success is not None and self._whole is None and self._so_far is None and not self._terminated:
+            self._judge = load_judge(success)
+        self.known = success is not None or key is not None  # whether somebody says it, whatever `info` has
+
+    def __call__(
+        self,
+        info: Mapping[str, Any],
+        observation: Callable[[], Mapping[str, np.ndarray]],
+        total: float,
+        *,
+        terminated: bool,
+        over: bool,
+    ) -> bool:
+        """Return whether the episode has succeeded by now.
+
+        observation: returns arrays [n] by key; total: sum of its rewards so far; terminated: the environment ended it
+        here; over: it ends here, for whatever reason. Raises SpecError on a success that is no truth, NonFiniteError
+        where the return is no number.
+        """
+        if self._terminated:
+            return terminated
+        least = self._so_far if self._whole is None else self._whole
+        if least is not None:
+            if np.isnan(total):
+                raise NonFiniteError("A reward of this episode is NaN or missing, so that its return is unknown.")
+            return total >= least and (over or self._whole is None)
+        if self._judge is not None:
+            return judged(self._judge, observation())
+        return self._said(info, over)
+
+    def _said(self, info: Mapping[str, Any], over: bool) -> bool:
+        if self._key is None:
+            key = next((key for key in SUCCESS_KEYS if info.get(key) is not None), None)
+            success = key is not None and truth(info[key], f"info['{key}']")
+            if success:
+                self._note(f"{UNEXPECTED} '{key}': world.options.success_key={key} counts it as success.")
+            return success
+        value = entry(info, self._key)
+        if value is not None:
+            return truth(value, f"info['{self._key}']")
+        if over:
+            has = f"info has: {', '.join(map(str, info))}" if info else "info is empty"
+            self._note(
+                f"An episode ended with no '{self._key}' (success_key) in its last step ({has}), which counts as no "
+                f"success.{did_you_mean(self._key, info)} An environment that says it only where it ends the episode "
+                "itself needs a time limit (world.options.horizon) that comes no earlier."
+            )
+        return False
+
+
+def load_judge(success: str) -> Judge:
+    """Return the function that `success` names; raises ConfigError where there is none, and says what else is one."""
+    try:
+        found = load_dotted(success, "Success")
+    except ConfigError as error:
+        raise ConfigError(f"{error} world.options.success is {WAYS}.") from error
+    if not callable(found):
+        raise ConfigError(f"success={success} is {found!r}: name a function of the observation.")
+    return found
+
+
+def entry(info: Mapping[str, Any], key: str) -> Any:
+    """Return an entry of `info`, None where it has none; key: as it is, or "outer.inner" of nested dictionaries."""
+    if key in info:
+        return info[key]
+    outer, _, inner = key.partition(".")
+    return entry(info[outer], inner) if inner and isinstance(info.get(outer), Mapping) else None
+
+
+def truth(value: Any, what: str) -> bool:
+    """Return a truth that an environment says: a bool, 0 or 1, an array or tensor of one. Raises SpecError if none."""
+    try:
+        found = numbers(value)
+    except (TypeError, ValueError):
+        found = np.empty(0)
+    if found.size != 1 or found.dtype.kind not in "biuf" or found.item() not in (0, 1):
+        shown = repr(value) if found.size <= 1 else f"an array {list(found.shape)}"
+        raise SpecError(
+            f"{what} is {shown[:60]}, which is not True or False: say when the task is done with "
+            "world.options.success=package.module:function, or name another entry, world.options.success_key=NAME."
+        )
+    return bool(found.item())
+
+
+def numbers(value: Any) -> np.ndarray:
+    """Return what an environment hands out, an array, tensor or number of any shape [...], as an array [...]."""
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def judged(success: Judge, observation: Mapping[str, np.ndarray]) -> bool:
+    """Return what a user's success function says of one observation (arrays [n] by key); SpecError where it cannot."""
+    name = f"The success function {getattr(success, '__module__', '')}:{getattr(success, '__name__', success)}"
+    shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
+    try:
+        found = np.asarray(success(observation))
+    except Exception as error:
+        raise SpecError(
+            f"{name} failed: {type(error).__name__}: {error} (at {place_of(error)}). It is called with one observation "
+            f"at a time, arrays by key: {shapes}."
+        ) from error
+    if found.shape != ():
+        raise SpecError(f"{name} returned shape {list(found.shape)} of {shapes}: it must return one truth.")
+    return bool(found)
+
+
+def place_of(error: Exception) -> str:
+    """Return "file:line" of where `error` was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
