@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from robopolicy.core.candidates import best_of, repeated
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
+from robopolicy.core.randomness import integers
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.nn.aggregates import AGGREGATED
@@ -88,7 +89,7 @@ class PlannedPolicy(nn.Module):
         config, rollouts = self.config, self.config.rollouts
         chunk = first.repeat_interleave(rollouts, 0)
         world = self._begin(observation, len(chunk))
-        seeds = torch.randint(2**62, (len(chunk),), generator=generator, device=generator.device).cpu().numpy()
+        seeds = integers(2**62, (len(chunk),), generator).cpu().numpy()
         seen = world.reset(seeds=seeds)
         total, factor, imagined = np.zeros(len(chunk)), 1.0, 0
         while True:

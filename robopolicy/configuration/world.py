@@ -44,7 +44,9 @@ class WorldSection:
     it is the world that the given policy or dataset comes from, with its options.
     """
     batch_size: int = 128
-    """Rows that are simulated side by side."""
+    """Rows that are simulated side by side: how fast episodes are played, not how they end; every draw belongs to its
+    episode.
+    """
     cameras: tuple[str, ...] = ()
     """Names of the cameras that observations show; policies that see bring their own."""
     image_size: int = 64

@@ -1,6 +1,6 @@
 """`Player`: the one loop in which an actor acts in a world; who collects, records, evaluates or serves is its body.
 
-    player = Player(world, actor_of(policy, generator))
+    player = Player(world, actor_of(policy, EpisodeGenerator(seed)))
     player.start(seeds)
     for played in player:
         ...  # keep what is wanted of played.step; where played.chunk_done, rows that ended may go on:
@@ -10,6 +10,7 @@ Rows that end are left alone unless the body gives them another episode. Axes: B
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -21,8 +22,9 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
 from robopolicy.core.history import newest
 from robopolicy.core.policy import Decision, Policy, Resumes, TensorObservation, is_policy, to_tensors
+from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import Observation, check_finite, require_fit, validate_observation
-from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World
+from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, World, begin_episodes
 
 
 @runtime_checkable
@@ -49,9 +51,10 @@ class Decided:
 class PolicyActor:
     """A policy as an actor.
 
-    generator: its noise, on the device where it computes; deterministic: no exploration noise (a denoising policy's
-    initial noise remains); scored: log-probabilities must be finite too. kept: set before a decision, what it goes on
-    from: latents [B, ...] and how many steps of them each row keeps [B], for a policy that `Resumes`.
+    generator: its noise, on the device where it computes; of an `EpisodeGenerator` every row draws what belongs to its
+    episode, of any other the batch draws together; deterministic: no exploration noise (a denoising policy's initial
+    noise remains); scored: log-probabilities must be finite too. kept: set before a decision, what it goes on from:
+    latents [B, ...] and how many steps of them each row keeps [B], for a policy that `Resumes`.
     """
 
     def __init__(
@@ -65,19 +68,27 @@ class PolicyActor:
         """Let the policy forget `rows` [R], all of them for None."""
         self.policy.reset(rows)
 
-    def choose(self, observation: Observation) -> tuple[Array, Decided]:
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Let the noise of `rows` [R], all of them for None, be that of episodes with `seeds` [R]."""
+        if isinstance(self.generator, EpisodeGenerator):
+            self.generator.begin(seeds, rows)
+
+    def choose(self, observation: Observation, rows: Array | None = None) -> tuple[Array, Decided]:
         """Return the next chunk [B, C, A] float64, and the decision.
 
+        rows: whose decision it is, [B] bool or indices; the noise of the others stays at their last one. None: all.
         Raises SpecError and NonFiniteError on an observation that does not fit, NonFiniteError on a bad decision.
         """
         spec = self.policy.spec
         observation = newest(observation, spec.observation, spec.history)
         validate_observation(observation, spec.observation, history=spec.history)
         seen = to_tensors(observation, self.generator.device)
-        if self.kept is not None and isinstance(self.policy, Resumes):
-            decision = self.policy.resume(seen, *self.kept, self.generator)
-        else:
-            decision = self.policy.act(seen, self.generator, deterministic=self.deterministic)
+        generator = self.generator
+        with generator.decision(rows) if isinstance(generator, EpisodeGenerator) else nullcontext():
+            if self.kept is not None and isinstance(self.policy, Resumes):
+                decision = self.policy.resume(seen, *self.kept, generator)
+            else:
+                decision = self.policy.act(seen, generator, deterministic=self.deterministic)
         check_finite("actions", decision.actions)
         if self.scored:
             check_finite("log-probabilities", decision.logp)
@@ -86,7 +97,7 @@ class PolicyActor:
 
 
 class ControllerActor:
-    """A controller as an actor: its chunks are one step long."""
+    """A controller as an actor: its chunks are one step long. One that draws may have `begin`: see `BeginsEpisodes`."""
 
     def __init__(self, controller: Controller):
         self.controller = controller
@@ -94,6 +105,10 @@ class ControllerActor:
     def reset(self, rows: Rows = None) -> None:
         """Let the controller forget `rows` [R], all of them for None."""
         self.controller.reset(rows)
+
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        begin_episodes(self.controller, seeds, rows)
 
     def choose(self, observation: Observation) -> tuple[Array, None]:
         """Return the next control step as a chunk, [B, 1, A] float64."""
@@ -179,6 +194,7 @@ class Player[Info]:
         """
         self._observation = self.world.reset(rows=rows, seeds=seeds, options=options)
         self.actor.reset(rows)
+        begin_episodes(self.actor, np.asarray(seeds), rows)
         self.running = self.running.copy()
         self.running[(np.arange(self.world.batch_size) if rows is None else np.asarray(rows))[:count]] = True
 

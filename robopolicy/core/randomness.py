@@ -1,14 +1,31 @@
-"""One seed, named generators: no global randomness, and every generator's state can be saved and restored."""
+"""One seed, named generators: no global randomness, and every generator's state can be saved and restored.
+
+What is measured or recorded draws from an `EpisodeGenerator`, whose random numbers belong to the episode and not to the
+batch. Code that draws for many rows calls `normal`, `uniform` or `integers`, which take it and any torch.Generator.
+Axes: B row, R selected rows, n numbers that a row draws.
+"""
 
 import hashlib
-from collections.abc import Generator, Mapping
+import math
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.arrays import Array
+from robopolicy.core.errors import RobopolicyWarning, SpecError
+
+NOISE_VERSION = "episode-1"
+"""Changes when equal seeds draw other noise than before: outcomes kept on disk are joined with those of one version."""
+
+# SplitMix64 (Steele et al. 2014): the increment and the multipliers, for numpy's unsigned and torch's signed integers.
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def derive(seed: int, name: str) -> int:
@@ -43,19 +60,6 @@ class Generators:
             self[name].set_state(value.to("cpu", torch.uint8))
 
 
-@contextmanager
-def drawing_from(generator: torch.Generator, device: torch.device) -> Generator[None]:
-    """Let code that draws from torch's global generators, on the CPU or `device`, depend on `generator` alone.
-
-    Within they are seeded by one number drawn from it, and afterwards they are as they were.
-    """
-    seed = int(torch.randint(2**62, (1,), generator=generator, device=generator.device))
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):  # pyright: ignore[reportUnknownMemberType]
-        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
-        yield
-
-
 def numpy_generator(seed: int, name: str) -> np.random.Generator:
     """Return a numpy generator for `name` under the root `seed`."""
     return np.random.default_rng(derive(seed, name))
@@ -73,13 +77,360 @@ def uniforms(seeds: Array, count: int) -> Array:
     Lets a world randomise many rows at once while each episode still depends on its own seed alone.
     """
     with np.errstate(over="ignore"):
-        gamma = np.uint64(0x9E3779B97F4A7C15)
+        gamma = np.uint64(_GAMMA)
         mixed = _mix(np.asarray(seeds, dtype=np.int64).astype(np.uint64) * gamma + gamma)
         stream = _mix(mixed[:, None] + gamma * np.arange(1, count + 1, dtype=np.uint64)[None, :])
     return (stream >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def keyed(seed: int, *parts: Array) -> Array:
+    """Return keys [R] int64 that depend on `seed` and on row r of every part, [R] integers each, e.g. episode and step.
+
+    Keys of different parts are as good as independent; `uniforms` takes them as seeds.
+    """
+    with np.errstate(over="ignore"):
+        key = _mix(np.array(seed % 2**64, dtype=np.uint64).reshape(1) + np.uint64(_GAMMA))
+        for part in parts:
+            key = _mix(key + np.uint64(_GAMMA) * (np.asarray(part, dtype=np.int64).astype(np.uint64) + np.uint64(1)))
+    return key.astype(np.int64)
+
+
 def _mix(z: Array) -> Array:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
     return z ^ (z >> np.uint64(31))
+
+
+def normal(
+    shape: Sequence[int],
+    generator: torch.Generator,
+    device: torch.device | None = None,
+    *,
+    axis: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Draw standard normal noise of `shape` on the generator's device, then moved to `device` where one is given.
+
+    axis: the one of rows, of B rows or of m numbers for each of them in turn [B * m]. An ordinary generator draws
+    exactly what torch.randn does, an `EpisodeGenerator` every row's own numbers.
+    """
+    if isinstance(generator, EpisodeGenerator):
+        drawn = generator.normal(shape, axis, dtype)
+    else:
+        drawn = torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
+    return drawn if device is None else drawn.to(device)
+
+
+def uniform(
+    shape: Sequence[int],
+    generator: torch.Generator,
+    device: torch.device | None = None,
+    *,
+    axis: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Draw uniforms in [0, 1) of `shape`, otherwise as `normal`; an ordinary generator draws as torch.rand does."""
+    if isinstance(generator, EpisodeGenerator):
+        drawn = generator.uniform(shape, axis, dtype)
+    else:
+        drawn = torch.rand(*shape, generator=generator, device=generator.device, dtype=dtype)
+    return drawn if device is None else drawn.to(device)
+
+
+def integers(
+    high: int, shape: Sequence[int], generator: torch.Generator, device: torch.device | None = None, *, axis: int = 0
+) -> Tensor:
+    """Draw integers in [0, high) of `shape`, int64, otherwise as `normal`; an ordinary generator as torch.randint."""
+    if isinstance(generator, EpisodeGenerator):
+        drawn = generator.integers(high, shape, axis)
+    else:
+        drawn = torch.randint(high, tuple(shape), generator=generator, device=generator.device)
+    return drawn if device is None else drawn.to(device)
+
+
+class EpisodeGenerator(torch.Generator):
+    """A generator for the decisions of B rows whose random numbers belong to the episodes that the rows play.
+
+    What a row draws is a pure function of `seed`, its episode's seed, how many decisions it has made in the episode and
+    how many numbers it has drawn in this one: never of its place, its neighbours or the number of rows. Counter-based
+    (SplitMix64), so all rows draw at once. `begin` episodes first, and make every decision inside `decision()`.
+    seed: of the noise; device: where numbers are drawn.
+    """
+
+    def __new__(cls, seed: int, device: torch.device | str = "cpu") -> "EpisodeGenerator":
+        """Make one on `device`; torch takes nothing else."""
+        return super().__new__(cls, device)  # pyright: ignore
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu"):
+        self.manual_seed(seed)
+        self._noise = seed
+        self._episodes = self._decisions = np.zeros(0, dtype=np.int64)
+        self._keys = self._shared = torch.zeros(0, dtype=torch.int64)
+        self._drawn = 0
+        self._watched, self._said = True, False
+
+    @classmethod
+    def of(cls, generator: torch.Generator) -> "EpisodeGenerator":
+        """Return one of the same seed and device, or `generator` itself where it is one."""
+        return generator if isinstance(generator, cls) else cls(generator.initial_seed(), generator.device)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows B, 0 before the first `begin`."""
+        return len(self._episodes)
+
+    def begin(self, seeds: Sequence[int] | Array, rows: Array | Sequence[int] | None = None) -> None:
+        """Let `rows` [R] play new episodes with `seeds` [R]; rows None: there are R of them, all new."""
+        given = np.asarray(seeds, dtype=np.int64)
+        if rows is None:
+            self._episodes, self._decisions = given.copy(), np.zeros(len(given), dtype=np.int64)
+        else:
+            self._episodes[rows], self._decisions[rows] = given, 0
+
+    @contextmanager
+    def decision(self, rows: Array | None = None) -> Generator[None]:
+        """Make one decision: every row of `rows` (indices or [B] bool, None: all) begins to draw other numbers.
+
+        A policy that draws by torch's own functions, from this generator or from the global one, gets its rows' numbers
+        all the same, where the first axis of what it draws is that of rows, or another one has their number. Warns once
+        where it draws what cannot belong to rows.
+        """
+        if not self.rows:
+            raise SpecError("Random numbers of an episode: call begin() with its seed first.")
+        self._decisions[slice(None) if rows is None else rows] += 1
+        self._keys = torch.tensor(keyed(self._noise, self._episodes, self._decisions), device=self.device)
+        # What no row can own is the same for all episodes, decision by decision.
+        self._shared = torch.tensor(keyed(self._noise, self._decisions.max(keepdims=True)), device=self.device)
+        self._drawn = 0
+        before = self.get_state()
+        if self._watched:  # at first: looking at every call of torch costs time, and most policies need not be watched
+            with _DrawsByRow(self) as watch:
+                yield
+            self._watched = watch.drew
+        else:
+            yield
+        if not torch.equal(before, self.get_state()):
+            self._watched = True
+            self._say("drew random numbers by a function of torch that cannot be divided among rows")
+
+    def normal(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Draw standard normal noise of `shape`, every row its own; axis: as in `randomness.normal`, None: of no row.
+
+        Raises SpecError where the axis is not of this generator's rows.
+        """
+        keys, each = self._divided(shape, axis)
+        words = self._bits(keys, -(-each // 2))  # one for two numbers, by Box and Muller 1958
+        radius = (_shifted(words, 32) + 1).double().mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        angle = (words & (2**32 - 1)).double().mul_(2 * math.pi * 2.0**-32)
+        drawn = torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :each]
+        return _arranged(drawn.to(dtype), shape, axis)
+
+    def uniform(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Draw uniforms in [0, 1) of `shape`, otherwise as `normal`."""
+        keys, each = self._divided(shape, axis)
+        return _arranged(self._fractions(keys, each, _MANTISSA[dtype]).to(dtype), shape, axis)
+
+    def integers(self, high: int, shape: Sequence[int], axis: int | None = 0) -> Tensor:
+        """Draw integers in [0, high) of `shape`, int64, otherwise as `normal`."""
+        keys, each = self._divided(shape, axis)
+        return _arranged(_shifted(self._bits(keys, each), 1) % high, shape, axis)
+
+    def shared_seed(self) -> int:
+        """Draw a seed in [0, 2**62) that all rows share: of the noise's seed and the number of the decision alone."""
+        return int(_shifted(self._bits(self._shared, 1), 2))
+
+    def axis_of(self, shape: Sequence[int]) -> int | None:
+        """Return which axis of what a policy draws by itself is that of rows, None (said once) where none can be."""
+        fitting = [axis for axis, size in enumerate(shape) if size and size % self.rows == 0]
+        if 0 in fitting:
+            return 0
+        if fitting:
+            return next((axis for axis in fitting if shape[axis] == self.rows), fitting[0])
+        self._say(f"drew random numbers of shape {list(shape)} for {self.rows} rows at once")
+        return None
+
+    def _say(self, what: str) -> None:
+        if not self._said:
+            warnings.warn(
+                f"The policy {what}: they do not belong to its episodes, so outcomes may depend on world.batch_size. "
+                "Draw [rows, ...] with normal, uniform or integers of robopolicy.core.randomness.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+        self._said = True
+
+    def _divided(self, shape: Sequence[int], axis: int | None) -> tuple[Tensor, int]:
+        """Return the keys of those who draw [B or 1] and how many numbers each of them draws."""
+        if axis is None:
+            return self._shared, math.prod(shape)
+        if not len(self._keys):
+            raise SpecError("Random numbers of an episode are drawn inside EpisodeGenerator.decision().")
+        if shape[axis] % self.rows:
+            raise SpecError(f"{list(shape)} numbers are drawn for {self.rows} rows: axis {axis} must be that of rows.")
+        return self._keys, math.prod(shape) // self.rows
+
+    def _bits(self, keys: Tensor, count: int) -> Tensor:
+        """Return 64 random bits for each of `count` numbers of every key, [B, count] int64."""
+        counter = torch.arange(self._drawn + 1, self._drawn + count + 1, device=keys.device)
+        self._drawn += count
+        z = keys[:, None] + counter * _signed(_GAMMA)
+        z = z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(_FIRST))
+        z = z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(_SECOND))
+        return z.bitwise_xor_(_shifted(z, 31))
+
+    def _fractions(self, keys: Tensor, count: int, digits: int) -> Tensor:
+        """Return uniforms in [0, 1) of so many binary digits, [B, count] float64."""
+        return _shifted(self._bits(keys, count), 64 - digits).double() * 2.0**-digits
+
+
+def _signed(value: int) -> int:
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shifted(z: Tensor, places: int) -> Tensor:
+    """Shift int64 to the right as if it had no sign."""
+    return (z >> places).bitwise_and_(2 ** (64 - places) - 1)
+
+
+def _arranged(drawn: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
+    """Arrange what rows drew [B, n] as `shape`, where B rows or m numbers of each in turn [B * m] lie along `axis`."""
+    if axis is None:
+        return drawn.reshape(tuple(shape))
+    others = [size for place, size in enumerate(shape) if place != axis]
+    return drawn.reshape(shape[axis], *others).movedim(0, axis)
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator, device: torch.device) -> Generator[None]:
+    """Let code that draws from torch's global generators, on the CPU or `device`, depend on `generator` alone.
+
+    Within they are seeded by one number drawn from it, and afterwards they are as they were. From an `EpisodeGenerator`
+    every row draws its own numbers, see `EpisodeGenerator.decision`.
+    """
+    by_row = isinstance(generator, EpisodeGenerator)
+    seed = generator.shared_seed() if by_row else int(integers(2**62, (1,), generator))
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):  # pyright: ignore[reportUnknownMemberType]
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        if by_row:
+            with _DrawsByRow(generator):
+                yield
+        else:
+            yield
+
+
+class _DrawsByRow(TorchFunctionMode):
+    """While it is entered, torch's random functions draw every row's own numbers, from `generator` or from none alike.
+
+    drew: whether one was called.
+    """
+
+    def __init__(self, generator: EpisodeGenerator):
+        super().__init__()
+        self.generator, self.drew = generator, False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, or what stands for it here."""
+        given = dict(kwargs or {})
+        draw = _DRAWS.get(func)
+        if draw is None or given.get("generator", self.generator) not in (None, self.generator):
+            return func(*args, **given)
+        self.drew = True
+        given.pop("generator", None)
+        return draw(self.generator, *args, **given)
+
+
+def _filled(generator: EpisodeGenerator, target: Tensor, kind: str) -> Tensor:
+    """Fill a tensor with every row's normal or uniform numbers, in place."""
+    dtype = target.dtype if target.dtype in _MANTISSA else torch.float32
+    axis = generator.axis_of(target.shape)
+    drawn = getattr(generator, kind)(tuple(target.shape), axis, dtype)
+    with torch.no_grad():
+        return target.copy_(drawn)
+
+
+def _made(kind: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return what stands for a function that makes a tensor, which `empty` makes without numbers."""
+
+    def draw(generator: EpisodeGenerator, *args: Any, requires_grad: bool = False, **given: Any) -> Tensor:
+        return _filled(generator, empty(*args, **given), kind).requires_grad_(requires_grad)
+
+    return draw
+
+
+def _normal_(generator: EpisodeGenerator, target: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    return _filled(generator, target, "normal").mul_(std).add_(mean)
+
+
+def _uniform_(generator: EpisodeGenerator, target: Tensor, *bounds: float, **named: float) -> Tensor:
+    low, high = (*bounds, named.get("from", 0.0), named.get("to", 1.0))[:2] if not bounds else (*bounds, 1.0)[:2]
+    return _filled(generator, target, "uniform").mul_(high - low).add_(low)
+
+
+def _normal(generator: EpisodeGenerator, mean: Any, std: Any = 1.0, size: Any = None, **given: Any) -> Tensor:
+    """As torch.normal, of which mean and std may be tensors [..., ] or numbers."""
+    target = torch.empty_like(mean + std) if size is None else torch.empty(size, **given)
+    return _filled(generator, target, "normal").mul_(std).add_(mean)
+
+
+def _integers_like(generator: EpisodeGenerator, target: Tensor, low: int, high: int) -> Tensor:
+    drawn = generator.integers(high - low, tuple(target.shape), generator.axis_of(target.shape))
+    return target.copy_(drawn + low)
+
+
+def _randint(generator: EpisodeGenerator, *args: Any, **given: Any) -> Tensor:
+    """As torch.randint(low=0, high, size)."""
+    *bounds, size = (*args, given.pop("size")) if "size" in given else args
+    bounds += [given.pop(name) for name in ("low", "high") if name in given]
+    low, high = bounds if len(bounds) == 2 else (0, bounds[0])
+    target: Tensor = torch.empty(size, dtype=given.pop("dtype", torch.int64), **given)
+    return _integers_like(generator, target, low, high)
+
+
+def _bernoulli(generator: EpisodeGenerator, chance: Tensor, p: float | None = None) -> Tensor:
+    drawn = _filled(generator, torch.empty_like(chance), "uniform")
+    return (drawn < (chance if p is None else p)).to(chance.dtype)
+
+
+def _bernoulli_(generator: EpisodeGenerator, target: Tensor, p: float | Tensor = 0.5) -> Tensor:
+    drawn = _filled(generator, torch.empty_like(target, dtype=torch.float32), "uniform")
+    return target.copy_(drawn < p)
+
+
+def _exponential_(generator: EpisodeGenerator, target: Tensor, lambd: float = 1.0) -> Tensor:
+    return target.copy_(-torch.log1p(-_filled(generator, torch.empty_like(target), "uniform")) / lambd)
+
+
+def _multinomial(generator: EpisodeGenerator, weights: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+    """As torch.multinomial, of weights [..., V]: by the first of exponential clocks, or by inverting their sums."""
+    if not replacement:
+        waits = _exponential_(generator, torch.empty_like(weights, dtype=torch.float64))
+        return (waits / weights.double()).topk(num_samples, largest=False).indices
+    sums = weights.double().cumsum(-1)
+    drawn = _filled(generator, sums.new_empty((*weights.shape[:-1], num_samples)), "uniform") * sums[..., -1:]
+    return torch.searchsorted(sums, drawn, right=True).clamp_max(weights.shape[-1] - 1)
+
+
+_DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    torch.randn: _made("normal", torch.empty),
+    torch.randn_like: _made("normal", torch.empty_like),
+    torch.normal: _normal,
+    Tensor.normal_: _normal_,
+    torch.rand: _made("uniform", torch.empty),
+    torch.rand_like: _made("uniform", torch.empty_like),
+    Tensor.uniform_: _uniform_,
+    torch.randint: _randint,
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.bernoulli_: _bernoulli_,
+    Tensor.exponential_: _exponential_,
+    torch.multinomial: _multinomial,
+    Tensor.multinomial: _multinomial,
+}
+"""What stands for torch's random functions where every row draws its own numbers."""

@@ -142,3 +142,18 @@ class Controller(Protocol):
     def act(self, observation: Observation) -> Array:
         """Return one control step for every row, [B, A], in the world's units."""
         ...
+
+
+@runtime_checkable
+class BeginsEpisodes(Protocol):
+    """A controller or another actor that draws random numbers, which belong to the episodes whose seeds it is given."""
+
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Act in new episodes with `seeds` [R] in `rows` [R], all of them for None; called after `reset`."""
+        ...
+
+
+def begin_episodes(actor: object, seeds: Array, rows: Rows = None) -> None:
+    """Give `actor` the seeds [R] of the episodes that begin in `rows` [R], if it wants them: it `BeginsEpisodes`."""
+    if isinstance(actor, BeginsEpisodes):
+        actor.begin(seeds, rows)

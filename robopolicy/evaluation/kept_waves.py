@@ -1,7 +1,7 @@
 """Waves of an evaluation that have been played, kept in its run's folder: one that is broken off loses none of them.
 
 What a wave brings depends on its seeds and on the seed of its noise alone (`play_wave`), so an evaluation that goes on
-ends where an unbroken one does, bit for bit.
+ends where an unbroken one does, bit for bit. Waves of another version of the noise are played again.
 """
 
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.randomness import NOISE_VERSION
 from robopolicy.core.storage import read_json_lines, storage_errors, write_atomic
 from robopolicy.evaluation.waves import Wave
 
@@ -24,6 +25,7 @@ class KeptWaves:
 
     def __init__(self, path: Path, of: Mapping[str, Any]):
         self.path = path
+        of = {**of, "noise": NOISE_VERSION}
         self._known: dict[str, tuple[Wave, float]] = {}
         records = read_json_lines(path)
         if records and records[0] == of:

@@ -1,8 +1,8 @@
 """How often a policy succeeds: seeded episodes in any world, with a Wilson interval, and paired comparisons.
 
-Reproducible first, fast second: seeds are played in fixed waves (see `waves`), so the same seeds, batch size and noise
-seed give the same outcomes bit for bit. A policy that draws no noise, and any controller, gives outcomes that do not
-depend on the batch size either; a policy that draws noise meets other draws in another batch size, never other starts.
+Reproducible first, fast second: an outcome depends on the policy, the episode's seed, the noise seed and the mode
+alone, never on the world's batch size, the wave or the neighbours, since every draw of a policy belongs to its episode
+(see `waves`). Equal settings repeat bit for bit; another batch size may round the last digits of returns otherwise.
 """
 
 import time
@@ -175,9 +175,10 @@ def evaluate_policy(
 ) -> EvaluationResult:
     """Play one episode per seed [E] and return every outcome.
 
-    deterministic: act without exploration noise (a denoising policy's initial noise remains, drawn from
-    `generator_seed`); device: where the policy computes; label: text of the progress bar, and this evaluation's name
-    in `kept`, which has the waves that were played before and keeps the others; watch: see `play_wave`.
+    deterministic: act without exploration noise (a denoising policy's initial noise remains); generator_seed: of the
+    noise, which belongs to the episodes; device: where the policy computes; label: text of the progress bar, and this
+    evaluation's name in `kept`, which has the waves that were played before and keeps the others; watch: see
+    `play_wave`.
     Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
     seeds = np.asarray(seeds, dtype=np.int64)

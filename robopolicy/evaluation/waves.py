@@ -1,7 +1,9 @@
 """Play a batch of seeded episodes to their ends: what success rates and videos are made of.
 
-A wave is as many episodes as the world has rows. Rows that end are left alone (worlds skip them) and not refilled, so
-an episode's result depends on its wave alone, never on how fast its neighbours end.
+A wave is as many episodes as the world has rows. Rows that end are left alone (worlds skip them) and not refilled. What
+a policy draws belongs to the episode, so an outcome depends on the policy, the seeds of episode and noise and the mode
+alone, not on the world's batch size. Returns may differ in their last digits, since matrix products of few rows round
+otherwise.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ import torch
 from robopolicy.core.errors import SpecError
 from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import TASK
 from robopolicy.core.world import Controller, Step, World
 
@@ -54,16 +56,15 @@ def play_wave(
 ) -> Wave:
     """Play one episode per seed, [n <= B], until all have ended.
 
-    A policy's noise comes from a generator derived from `noise_seed` and the wave's first seed: two policies meet the
-    same starts and, if they draw alike, the same noise. Spare rows repeat the wave's seeds and are not counted.
+    A policy's noise depends on `noise_seed` and the episode's seed (see `EpisodeGenerator`): two policies meet the same
+    starts and, if they draw alike, the same noise. Spare rows repeat the wave's seeds and are not counted.
     deterministic: no exploration noise (a denoising policy's initial noise remains); device: where a policy computes;
     after_step: called with None after the reset, then after every control step (the chunk is then run step by step).
     watch: called with None before the first chunk, then with every chunk that was executed. Raises SpecError if the
     policy does not fit the world, or an episode outlasts the world's own horizon.
     """
     count, rows, horizon = len(seeds), world.batch_size, world.spec.horizon
-    generator = torch.Generator(torch.device(device)).manual_seed(derive(noise_seed, f"wave {int(seeds[0])}"))
-    actor = actor_of(policy, generator, deterministic=deterministic)
+    actor = actor_of(policy, EpisodeGenerator(noise_seed, device), deterministic=deterministic)
     player = Player(world, actor, stepwise=after_step is not None)
     player.start_wave(seeds)
     instructions = tuple(str(text) for text in player.observation[TASK][:count])

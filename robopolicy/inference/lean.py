@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
+from robopolicy.core.randomness import normal
 from robopolicy.core.spec import PolicySpec, all_finite, validate_observation
 from robopolicy.core.world import Rows
 from robopolicy.inference.configuration import InferenceConfig
@@ -122,8 +123,7 @@ class LeanDenoising:
         condition, before = self._conditions(observation)
         if quiet:  # what `draw` draws for it
             shape = rows_in(condition), *self._noise_shape
-            start = torch.randn(shape, generator=generator, device=generator.device)
-            final = self._chain(True, condition, before, Draws(start.to(self._device)))
+            final = self._chain(True, condition, before, Draws(normal(shape, generator, self._device)))
             if policy.scored_by_matching:  # the next decision's noise is that of the policy itself
                 matching_latents(final, policy.schedule, policy.config.matching_samples, generator)
             return final

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import normal
 from robopolicy.nn.configuration import EdmConfig
 
 Network = Callable[[Tensor, Tensor], Tensor]
@@ -104,9 +105,9 @@ def sample(
     gain = min(config.churn / config.steps, 2**0.5 - 1)
     for step, (here, there) in enumerate(zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True)):
         # Churn: raise the noise a little, variances adding up, and go on from the higher level.
-        if gain and config.churn_low <= here <= config.churn_high:
+        if generator is not None and gain and config.churn_low <= here <= config.churn_high:
             raised = here * (1 + gain)
-            drawn = torch.randn(x.shape, generator=generator, device=x.device) * config.churn_noise
+            drawn = normal(x.shape, generator, x.device) * config.churn_noise
             x, here = x + drawn * (raised**2 - here**2) ** 0.5, raised
         progress = step / config.steps
         slope = _slope(network, x, here, config, guidance if there > 0 else None, progress)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.randomness import integers, normal, uniform
 from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
 
 
@@ -110,7 +111,7 @@ class NoiseSchedule(nn.Module):
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw training noise levels [count]: times uniform in [0, 1)."""
-        return torch.rand(count, generator=generator, device=generator.device)
+        return uniform((count,), generator)
 
     def level_times(self, level: Tensor) -> Tensor:
         """Return the denoiser's time input [count]: the level itself."""
@@ -165,7 +166,7 @@ class DiffusionSchedule(NoiseSchedule):
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw training noise levels [count]: uniform step indices in [0, T)."""
-        return torch.randint(self.training_steps, (count,), generator=generator, device=generator.device)
+        return integers(self.training_steps, (count,), generator)
 
     def level_times(self, level: Tensor) -> Tensor:
         """Return the denoiser's time input [count] in (0, 1] of step indices."""
@@ -319,15 +320,17 @@ def _raised_table(time: Tensor, step: float, std: float) -> Tensor:
     )
 
 
-def truncated_noise(shape: tuple[int, ...], limit: float | None, generator: torch.Generator) -> Tensor:
+def truncated_noise(
+    shape: tuple[int, ...], limit: float | None, generator: torch.Generator, *, axis: int = 0
+) -> Tensor:
     """Draw standard normal noise truncated to [-limit, limit] (None: not truncated), on the generator's device.
 
+    axis: that of rows, see `core.randomness.normal`.
     Truncation, unlike clamping, leaves the Gaussian's density inside the limit up to a constant factor, which cancels
     in every probability ratio: scores stay honest.
     """
-    device = generator.device
     if limit is None:
-        return torch.randn(shape, generator=generator, device=device)
+        return normal(shape, generator, axis=axis)
     mass = math.erf(limit / math.sqrt(2))
-    uniform = torch.rand(shape, generator=generator, device=device, dtype=torch.float64)
-    return (math.sqrt(2) * torch.erfinv((2 * uniform - 1) * mass)).float().clamp_(-limit, limit)
+    drawn = uniform(shape, generator, axis=axis, dtype=torch.float64)
+    return (math.sqrt(2) * torch.erfinv((2 * drawn - 1) * mass)).float().clamp_(-limit, limit)

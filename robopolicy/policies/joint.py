@@ -23,6 +23,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import Decision, TensorObservation
+from robopolicy.core.randomness import normal
 from robopolicy.core.regression import Regression
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.sequences import SequenceData
@@ -139,7 +140,7 @@ class JointModel(nn.Module):
         known = self._standard(given)
         drawn = [name for name in FRAMES if name not in given]
         shape = len(next(iter(known.values()))), sum(self.sizes[name] for name in drawn)
-        noise = torch.randn(shape, generator=generator, device=self.place.device)
+        noise = normal(shape, generator, self.place.device)
         found = edm.sample(self._network(known, drawn), noise, self.config.edm, generator)
         parts = found.split([self.sizes[name] for name in drawn], 1)
         return {

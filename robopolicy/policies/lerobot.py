@@ -29,7 +29,7 @@ from robopolicy.core.errors import (
 )
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
-from robopolicy.core.randomness import drawing_from
+from robopolicy.core.randomness import drawing_from, normal
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
@@ -388,7 +388,7 @@ class LeRobotPolicy:
         if config.type != "diffusion":
             return {}
         shape = (rows, config.horizon, *self.spec.action.shape)
-        return {"noise": torch.randn(shape, generator=generator, device=generator.device).to(self.device)}
+        return {"noise": normal(shape, generator, self.device)}
 
 
 def executed(postprocess: "PolicyProcessorPipeline", actions: Tensor) -> Tensor:

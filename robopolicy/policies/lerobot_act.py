@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import CONDITION, Decision, Scores, TensorObservation, is_condition
-from robopolicy.core.randomness import drawing_from
+from robopolicy.core.randomness import drawing_from, normal
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.nn.precision import multiplied
@@ -249,7 +249,7 @@ def _learns(module: nn.Module) -> bool:
 
 
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(like.shape, generator=generator, device=generator.device).to(like.device)
+    return normal(like.shape, generator, like.device)
 
 
 def _mean_over_elements(logp: Tensor, executed: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.policy import Scores
+from robopolicy.core.randomness import normal
 from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import NoiseSchedule, Normal, Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, LogpReduction
@@ -100,7 +101,7 @@ def matching_latents(action: Tensor, schedule: Schedule, samples: int, generator
     "action": [N, P, A]; "noise": [N, n, P, A], standard normal; "level": [N, n], as `schedule.levels` draws them.
     """
     batch = len(action)
-    noise = torch.randn((batch, samples, *action.shape[1:]), generator=generator, device=generator.device)
+    noise = normal((batch, samples, *action.shape[1:]), generator)
     level = schedule.levels(batch * samples, generator).reshape(batch, samples)
     return {"action": action, "noise": noise.to(action.device), "level": level.to(action.device)}
 

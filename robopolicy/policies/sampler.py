@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from robopolicy.core.randomness import normal, uniform
 from robopolicy.nn.schedules import NoiseSchedule, Normal, truncated_noise
 from robopolicy.policies.network import Steps
 
@@ -85,10 +86,10 @@ def draw(
     the schedule are scored; noisy_steps: how many of them are noisy in each decision, None for all;
     explored: how many elements are, None for all: what pads an action explores nothing.
     """
-    start = torch.randn(shape, generator=generator, device=generator.device).to(device)
+    start = normal(shape, generator, device)
     if not noisy:
         return Draws(start)
-    steps = truncated_noise((schedule.steps, *shape), noise_clip, generator).to(device)
+    steps = truncated_noise((schedule.steps, *shape), noise_clip, generator, axis=1).to(device)
     if explored is not None:
         steps[..., explored:] = 0.0
     quiet = draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device)
@@ -106,7 +107,7 @@ def draw_quiet_steps(
     """
     if noisy_steps is None or noisy_steps >= int(dense.sum()):
         return None
-    drawn = torch.rand((batch, len(dense)), generator=generator, device=generator.device).to(device)
+    drawn = uniform((batch, len(dense)), generator, device)
     noisy = torch.where(dense, drawn, -1.0).topk(noisy_steps, dim=1).indices
     return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
 

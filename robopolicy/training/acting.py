@@ -11,6 +11,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation
+from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.rl.collect import TAUGHT
@@ -74,9 +75,8 @@ class MixedPolicy:
         Returns actions [B, C, A], the learner's latents [B, ...] and TAUGHT among them [B] bool, and its logp and mask
         [B, K], 0 and False where the teacher acts. Raises what the two raise.
         """
-        own, device = self.learner.act(observation, generator, deterministic=deterministic), generator.device
-        draws = torch.rand(len(own.actions), generator=generator, device=device)
-        taught = (draws < self.turns.share).to(own.actions.device)
+        own = self.learner.act(observation, generator, deterministic=deterministic)
+        taught = uniform((len(own.actions),), generator, own.actions.device) < self.turns.share
         latents = {**own.latents, TAUGHT: taught}
         if not bool(taught.any()):
             return Decision(own.actions, latents, own.logp, own.mask)

@@ -7,7 +7,9 @@ from evaluation_toys import LineController, LinePolicy, LineWorld
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import Field
+from robopolicy.evaluation import kept_waves
 from robopolicy.evaluation.intervals import wilson
+from robopolicy.evaluation.kept_waves import KeptWaves
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
 
 SEEDS = np.arange(100, 123)
@@ -58,6 +60,26 @@ def test_noise_repeats_bit_for_bit_and_follows_the_mode():
     evaluate_policy(world, policy, SEEDS[:5], deterministic=False)
     used = evaluate_policy(world, policy, SEEDS, deterministic=False)
     assert outcomes(used) == outcomes(run(deterministic=False)), "an earlier evaluation must leave no trace"
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_batch_size_changes_nothing_though_the_policy_draws_by_torch_for_all_rows(deterministic: bool):
+    policy = LinePolicy(speed=0.05, noise=0.1)
+    found = [evaluate_policy(LineWorld(size), policy, SEEDS, deterministic=deterministic) for size in (3, 8, 25)]
+    assert 0 < found[0].success_rate < 1
+    for other in found[1:]:
+        assert outcomes(other) == outcomes(found[0])
+
+
+def test_waves_of_another_noise_are_played_again(tmp_path, monkeypatch):
+    def play() -> int:
+        world, kept = LineWorld(5), KeptWaves(tmp_path / "waves.jsonl", {"policy": "line"})
+        evaluate_policy(world, LinePolicy(noise=0.1), SEEDS, kept=kept)
+        return len(world.chunk_lengths)
+
+    assert play() and not play()
+    monkeypatch.setattr(kept_waves, "NOISE_VERSION", "another")
+    assert play()
 
 
 def test_a_policy_decides_once_per_chunk_and_a_controller_at_every_step():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import check_finite
 from robopolicy.nn.language import LanguageModel, Reading
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenConfig, TokenDecoding
@@ -90,7 +91,7 @@ class CausalDecoding(nn.Module):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Say tokens [N, K] with cached keys and values; see `Decoding`."""
         hidden = language.model.extend(prompt.reading, prompt.observation)
-        draws = torch.rand((len(hidden), self.length), generator=generator, device=generator.device).to(hidden.device)
+        draws = uniform((len(hidden), self.length), generator, hidden.device)
         tokens, scores = [], []
         for place in range(self.length):
             logp = language.log_probabilities(hidden[:, -1])
@@ -151,7 +152,7 @@ class ParallelDecoding(nn.Module):
         """Say tokens [N, K] in one pass; see `Decoding`."""
         every = self.score(language, prompt, {})
         check_finite("log-probabilities of action tokens", every)
-        draws = torch.rand(every.shape[:2], generator=generator, device=generator.device).to(every.device)
+        draws = uniform(every.shape[:2], generator, every.device)
         tokens = every.argmax(-1) if deterministic else _draw(every, draws)
         if kept is not None:
             place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -212,7 +213,7 @@ class MaskedDecoding(nn.Module):
         reading, device = _read(language, prompt), prompt.observation.device
         shape = (len(prompt.observation), self.position.num_embeddings)
         steps = len(self.schedule)
-        draws = torch.rand((shape[0], steps, shape[1]), generator=generator, device=generator.device).to(device)
+        draws = uniform((shape[0], steps, shape[1]), generator, device)
         tokens, logp = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
         order = torch.full(shape, steps, device=device)
         for step, count in enumerate(self.schedule):
@@ -230,7 +231,7 @@ class MaskedDecoding(nn.Module):
 
     def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the tokens [N, K] and an "order" [N, K] in which the S passes commit as many of them, at random."""
-        draws = torch.rand(tokens.shape, generator=generator, device=generator.device).to(tokens.device)
+        draws = uniform(tokens.shape, generator, tokens.device)
         ends = torch.tensor(self.schedule, device=tokens.device).cumsum(0)
         return {"tokens": tokens, "order": torch.bucketize(draws.argsort(-1).argsort(-1), ends, right=True)}
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from robopolicy.core.randomness import normal
 from robopolicy.nn.members import Members
 
 LOWEST, HIGHEST = -5.0, 2.0
@@ -99,7 +100,7 @@ class Actor(nn.Module):
 
 def squashed(mean: Tensor, spread: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return actions tanh(mean + exp(spread) noise) [..., A] and their log densities [...]; `spread` is log std."""
-    noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+    noise = normal(mean.shape, generator, mean.device)
     raw = mean + spread.exp() * noise
     density = (-0.5 * noise.square() - spread - 0.5 * math.log(2 * math.pi)).sum(-1)
     return raw.tanh(), density - log_slope(raw).sum(-1)
