@@ -12,7 +12,6 @@ from typing import Self
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -223,6 +222,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
         Both are a function of each row's seed and step alone; where nothing is sampled there is no noise, F = 0.
         """
+        from scipy.special import ndtri  # who imagines with noise, pays for its import
+
         step = latent["step"] + torch.arange(steps, device=latent["step"].device)[:, None]
         counted = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
         draws = draws_of(counted, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)

@@ -13,8 +13,6 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
-import imageio.v2 as imageio
-import matplotlib
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -141,6 +139,8 @@ def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fp
 
 def mp4_bytes(clip: Clip) -> bytes:
     """Encode as H.264 with 4:2:0 colour and the index in front: plays in every browser."""
+    import imageio.v2 as imageio
+
     _, height, width, _ = clip.frames.shape
     frames = _pad(clip.frames, bottom=height % 2, right=width % 2)
     with tempfile.TemporaryDirectory() as folder:
@@ -262,4 +262,6 @@ def _titled(frames: np.ndarray, text: str) -> np.ndarray:
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
+    import matplotlib
+
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)
