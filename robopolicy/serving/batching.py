@@ -119,10 +119,10 @@ class InferenceQueue:
             return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
         return None
 
-    async def first(self, observation: Observation, rows: int) -> None:
+    async def first(self, observation: Observation, rows: int, left: Left | None = None) -> None:
         """Answer one observation [1, H, ...] in a batch of so many rows, however long that takes; raises as `infer`."""
         nobody: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        batch = [Waiting(observation, nobody, None, None)] * rows
+        batch = [Waiting(observation, nobody, None, left)] * rows
         await self._thread.call(lambda: self._act(batch))
 
     async def infer(
@@ -196,8 +196,14 @@ class InferenceQueue:
         observations, generator = [request.observation for request in batch], batch[0].generator or self.generator
         joined = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
         joined[TASK] = np.array([str(item[TASK][0]) for item in observations])
-        with torch.no_grad():
-            actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
+        try:
+            with torch.no_grad():
+                actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            # SystemExit and its like end a program, and StopIteration the task that waits for it: neither is a policy's
+            raise RuntimeError(f"The policy raised {type(error).__name__} ({error}).") from error
         if len(actions) != len(batch):
             raise ServingError(f"The policy answered {len(actions)} action chunk(s) to {len(batch)} observation(s).")
         if not all_finite(actions):

@@ -57,6 +57,13 @@ class ServerConfig:
         for name, value in (counts | seconds).items():
             if not value > 0:
                 raise ConfigError(f"{name} is {value}: it is more than 0.")
+        if self.certificate_key is not None and self.certificate is None:
+            raise ConfigError(
+                f"certificate_key is {self.certificate_key}, and without its certificate nothing is encrypted: set "
+                "serve.certificate=FILE too."
+            )
+        if not self.api_key.isprintable():
+            raise ConfigError("api_key holds a line break or the like: no client could send it in a header.")
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Door:
         return max(math.ceil(began + self.limits.lockout - time.monotonic()), 0)
 
     def wrong_key(self, address: str) -> None:
-        """Count a wrong key."""
+        """Count a wrong key; none at all is no guess, and is not counted."""
         now = time.monotonic()
         began, count = self._wrong.get(address, (now, 0))
         if len(self._wrong) > 10_000:  # many addresses: forget those whose time is over

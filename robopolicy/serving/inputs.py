@@ -27,6 +27,7 @@ from robopolicy.core.history import begin, move
 from robopolicy.core.policy import PolicySpec
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field, Observation, validate_observation
 from robopolicy.serving.limits import Limits
+from robopolicy.serving.protocol import OURS
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
 
@@ -59,6 +60,11 @@ class Session:
         is then unchanged.
         """
         names = _flat(message, self.limits)
+        if unknown := [name for name in names if name.startswith("robopolicy/")]:
+            raise SpecError(
+                f"'{unknown[0].replace('/', '.')}' is nothing that a request can say.{did_you_mean(unknown[0], OURS)} "
+                "Such names stand at the top of a message, in one piece."
+            )
         arrays = {key: self._read(key, field, names) for key, field in self.spec.observation.items()}
         observation: Observation = {}
         for key, frames in arrays.items():
