@@ -37,7 +37,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import Observation
 from robopolicy.inference.chunking import Plans, plans_of
-from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
+from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
 from robopolicy.serving.limits import Limits
@@ -241,7 +241,7 @@ class PolicyServer:
 
     async def _handle(self, connection: ServerConnection) -> None:
         number, address = next(self._numbers), address_of(connection.transport)
-        conversation = _Conversation(self, connection, number)
+        conversation = _Conversation(self, connection, (address, number))
         self.metrics.connections += 1
         self.log("connected", connection=number, address=address)
         try:
@@ -306,8 +306,8 @@ class PolicyServer:
 class _Conversation:
     """One connection: requests are read in order, computed together where they may be, answered in order."""
 
-    def __init__(self, server: PolicyServer, connection: ServerConnection, number: int):
-        self.server, self.connection, self.number = server, connection, number
+    def __init__(self, server: PolicyServer, connection: ServerConnection, asker: Asker):
+        self.server, self.connection, self.asker = server, connection, asker
         self.requests, self.large = 0, False
         self._replies: asyncio.Queue[asyncio.Future[bytes]] = asyncio.Queue(server.limits.pipelined)
         self._previous: float | None = None
@@ -330,7 +330,9 @@ class _Conversation:
         async for message in self.connection:
             self.requests += 1
             self.server.metrics.requests += 1
-            reply = await self._begin(message)
+            async with self.server.door.lane(self.asker[0]):
+                await asyncio.sleep(0)  # others' messages come first where many of this address wait
+                reply = await self._begin(message)
             await self._replies.put(reply)
             if reply.done() and reply.exception() is not None:
                 return True
@@ -353,7 +355,7 @@ class _Conversation:
             large = len(message) > LARGE
             self.large |= large
             request = await asyncio.to_thread(self._unpacked, message) if large else self._unpacked(message)
-            session = self.server.sessions.take(self.number, request)
+            session = self.server.sessions.take(self.asker[1], request, self.asker[0])
             asked = request.pop(REQUEST, None)
             if SEED in request:
                 session.seed(request.pop(SEED), self.server.device)
@@ -388,7 +390,7 @@ class _Conversation:
         request: int | None,
     ) -> bytes:
         asked = time.perf_counter()
-        answer: Answer = await self.server.queue.infer(observation, generator, left)
+        answer: Answer = await self.server.queue.infer(observation, generator, left, self.asker)
         timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - asked)}
         if self._previous is not None:
             timing["prev_total_ms"] = 1e3 * self._previous
