@@ -28,6 +28,7 @@ from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import LATENCY, QUEUE, TASK, WorldSpec, cameras_of, images_of, require_fit
 from robopolicy.core.structured import narrowed
+from robopolicy.core.threads import limit_threads
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset
@@ -66,8 +67,7 @@ from worldmodels.starts import keyframes, recorded_starts
 
 def choose_device(run: RunSection) -> torch.device:
     """Return the device of `run.device` (auto: CUDA when there is one) and set the number of CPU threads."""
-    if run.threads:
-        torch.set_num_threads(run.threads)
+    limit_threads(run.threads)
     if run.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

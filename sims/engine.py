@@ -10,7 +10,6 @@ put back to its start.
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from robopolicy.core.history import places
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.stages import Stage
+from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.render import FREE_CAMERA, FrameRenderer
 from sims.styles import restyle
@@ -73,11 +73,6 @@ def load_model(task: Task) -> mujoco.MjModel:
             "not one second. Make the timestep 1 / (fps x substeps)."
         )
     return model
-
-
-def usable_threads() -> int:
-    """Number of CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class MujocoWorld:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import DataError, in_one_line
+from robopolicy.core.threads import usable_threads
 from robopolicy.data.lerobot_checks import file_within, require_room, table_within
 
 IMAGE_FORMATS = ("PNG", "JPEG")
@@ -223,6 +224,7 @@ def _decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator
             stream = container.streams.video[0]
             _require_size(folder, f"the video {path.name} of {path.parent}", (stream.height, stream.width), sizes)
             stream.codec_context.options = {"max_pixels": most}
+            stream.codec_context.thread_count = usable_threads()
             for index, frame in enumerate(container.decode(stream)):
                 _require_size(folder, f"frame {index} of {path}", (frame.height, frame.width), sizes)
                 yield frame.to_ndarray(format="rgb24")

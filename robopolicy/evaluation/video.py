@@ -21,6 +21,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
+from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Controller, Renders, Step, World
 from robopolicy.evaluation.waves import play_wave, waves
 
@@ -146,8 +147,9 @@ def mp4_bytes(clip: Clip) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "clip.mp4"
         options = {"codec": "libx264", "quality": 7, "macro_block_size": 2, "pixelformat": "yuv420p"}
+        output = ["-movflags", "+faststart", "-threads", str(usable_threads())]
         with storage_errors(path):
-            imageio.mimwrite(path, list(frames), fps=clip.fps, output_params=["-movflags", "+faststart"], **options)
+            imageio.mimwrite(path, list(frames), fps=clip.fps, output_params=output, **options)
         return path.read_bytes()
 
 

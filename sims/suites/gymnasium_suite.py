@@ -14,8 +14,8 @@ from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, Rob
 from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, least_return, validate_actions
+from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
-from sims.engine import usable_threads
 from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
 from sims.suites.families import family_of
 from sims.suites.rewards import INCREASE, Reward, choose_reward
