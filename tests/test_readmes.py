@@ -1,13 +1,19 @@
 """What the READMEs promise holds: links lead somewhere, settings exist, and their code runs."""
 
+import ast
 import inspect
+import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import yaml
 
+from robopolicy.cli import main
 from robopolicy.core.conformance import check_world
 from robopolicy.core.registry import load_dotted
 from robopolicy.evaluation.success import evaluate_policy
@@ -35,6 +41,27 @@ def options(world):
     return set(inspect.signature(world).parameters) - given
 
 
+PARSERS = {
+    "python": ast.parse,
+    "sh": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, check=True),
+    "json": json.loads,
+    "xml": ElementTree.fromstring,
+    "yaml": yaml.safe_load,
+    "text": str,
+}
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_of_code_names_its_language_and_parses(path):
+    prose, fences = path.read_text(), r"^```(\w*)\n(.*?)^```$"
+    for language, text in re.findall(fences, prose, re.DOTALL | re.MULTILINE):
+        assert language in PARSERS, f"```{language} above {text[:60]!r}"
+        PARSERS[language](text)
+    outside = re.sub(fences, "", prose, flags=re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^\n {4}\S.*", outside, re.MULTILINE)
+    assert not indented, "blocks of code are fenced, ```python or ```sh, so that they can be tested"
+
+
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path):
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
@@ -45,6 +72,18 @@ def test_links_lead_to_files(path):
 def slug(heading):
     """Return a heading's anchor, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_the_world_models_readme_looks_at_a_model(tmp_path, monkeypatch, capsys):
+    (code,) = [block for block in blocks(ROOT / "worldmodels" / "README.md", "python") if "examine" in block]
+    monkeypatch.chdir(tmp_path)
+    assert main(["collect", "recipe=push_cube", "collect.episodes=24"]) == 0
+    small = "worldmodel.transitions=400", "worldmodel.fit.steps=10", "worldmodel.config.width=16"
+    assert main(["worldmodel", "recipe=push_cube", *small, "worldmodel.data=[runs/collect/push_cube/0/dataset]"]) == 0
+    (tmp_path / "look.py").write_text(code)
+    found = runpy.run_path("look.py")
+    assert found["step"].uncertainty.shape == (8, 4) and np.isfinite(found["step"].uncertainty).all()
+    assert found["figures"]
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))

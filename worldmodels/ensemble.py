@@ -12,7 +12,6 @@ from typing import Self
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -55,7 +54,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         seed: int = 0,
     ):
         super().__init__(config, spec, structure, success_bonus)
-        self.state_vector = StateVector.learned(spec)
+        self.state_vector = StateVector.of(spec)
         fields = {key: field for key, field in spec.observation.items() if key in self.state_vector.fields}
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
         register_structure(self, structure)
@@ -223,6 +222,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
         Both are a function of each row's seed and step alone; where nothing is sampled there is no noise, F = 0.
         """
+        from scipy.special import ndtri  # who imagines with noise, pays for its import
+
         step = latent["step"] + torch.arange(steps, device=latent["step"].device)[:, None]
         counted = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
         draws = draws_of(counted, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)

@@ -27,7 +27,6 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
-from robopolicy.nn.unet import UNetDenoiser
 from worldmodels.configuration import TrajectoryConfig
 from worldmodels.data.statistics import require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
@@ -52,8 +51,10 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
     def __init__(
         self, config: TrajectoryConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
     ):
+        from robopolicy.nn.unet import UNetDenoiser  # imports diffusers, which takes seconds
+
         super().__init__(config, spec, structure, success_bonus)
-        self.state_vector = StateVector.learned(spec)
+        self.state_vector = StateVector.of(spec)
         self.states, self.actions = self.state_vector.size, spec.action.size
         register_structure(self, structure)
         channels = 2 * self.states + self.actions

@@ -26,8 +26,9 @@ from robopolicy.benchmarks.push_cube_env import PushCubeEnv
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.progress import progress
+from robopolicy.core.threads import usable_threads
 from robopolicy.verbs.bench import Benchmark, Table
-from sims.engine import MujocoWorld, usable_threads
+from sims.engine import MujocoWorld
 from sims.registry import load_task
 from sims.suites.metaworld_environment import open_metaworld
 from sims.suites.metaworld_suite import make_metaworld_world

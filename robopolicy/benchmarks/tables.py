@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.resources import resource
@@ -49,7 +47,9 @@ def draw(name: str) -> bool:
     benchmark: Benchmark = BENCHMARKS.load(name)
     if benchmark.picture is None or not figures_of(name).exists():
         return False
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figures give the same file
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": name}):  # the same figures give the same file
         svg = benchmark.picture(read_json(figures_of(name))).svg
     write_atomic(picture_of(name), svg + drawn_of(name))
     return True

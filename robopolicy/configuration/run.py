@@ -21,8 +21,9 @@ class RunSection:
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes CUDA where there is one."""
     threads: int = 2
-    """CPU threads of torch, on every machine the same because results depend on it; 0 for one a core, which is faster
-    for policies that see images.
+    """CPU threads of torch, of simulators and of encoders of video; on every machine the same because results depend on
+    torch's. 0 for one a core, which is faster for policies that see images. world.options.threads bounds a simulator of
+    ours alone.
     """
     overwrite: bool = False
     """Start over; otherwise the same command resumes the run that is there."""

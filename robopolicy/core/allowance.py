@@ -1,5 +1,6 @@
 """How much memory a description from outside may ask for while modules are made of it."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,8 +51,7 @@ class Allowance(TorchFunctionMode):
         """Call a function of torch, after counting what it is about to allocate; shapes are the function's own."""
         given = dict(kwargs or {})
         if func in _FACTORIES:
-            asked = {key: value for key, value in given.items() if key not in _NOT_ON_META}
-            self._count(func(*args, **{**asked, "device": "meta"}).numel())
+            self._count(_elements(func, args, given))
         elif func is Tensor.clone:
             self._count(args[0].numel())
         return func(*args, **given)
@@ -61,3 +61,20 @@ class Allowance(TorchFunctionMode):
         self.tensors -= 1
         if self.elements < 0 or self.tensors < 0:
             raise MemoryError("it asks for far more memory than its weights fill")
+
+
+def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many elements a factory of torch would give."""
+    # Ranges by hand: on the meta device torch imports sympy or its whole compiler for them, which takes seconds.
+    if func is torch.arange:
+        places = ("end",) if len(args) == 1 else ("start", "end", "step")
+        asked = {"start": 0, "step": 1, **dict(zip(places, args, strict=False)), **kwargs}
+        steps = (float(asked["end"]) - float(asked["start"])) / (float(asked["step"]) or math.inf)
+        return math.ceil(steps) if 0 < steps < math.inf else 0  # what is no range, torch refuses itself
+    if func in (torch.linspace, torch.logspace):
+        return int(args[2] if len(args) > 2 else kwargs.get("steps", 0))
+    if func is torch.eye:
+        rows, columns = (*args, None)[:2] if args else (kwargs.get("n", 0), None)
+        return int(rows) * int(kwargs.get("m", rows) if columns is None else columns)
+    asked = {key: value for key, value in kwargs.items() if key not in _NOT_ON_META}
+    return func(*args, **{**asked, "device": "meta"}).numel()

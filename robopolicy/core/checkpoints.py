@@ -14,7 +14,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from robopolicy.core.allowance import Allowance
-from robopolicy.core.errors import CheckpointError, RobopolicyError
+from robopolicy.core.errors import CheckpointError, in_one_line
 from robopolicy.core.modules import Module, Weights
 from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.storage import read_json, storage_errors, write_folder_atomic, write_json
@@ -94,8 +94,8 @@ def require_format(folder: Path, description: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless this version reads the format of the checkpoint in `folder`."""
     if description.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {_short(description.get('format'))}, this version reads {FORMAT}: use the version of "
-            "robopolicy that wrote it, or train again."
+            f"{folder} has format {in_one_line(description.get('format'))}, this version reads {FORMAT}: use the "
+            "version of robopolicy that wrote it, or train again."
         )
 
 
@@ -114,7 +114,7 @@ def restoring(folder: Path, what: str) -> Generator[None, None, None]:
     except CheckpointError:  # of a part, which says what it needs
         raise
     except Exception as error:  # whatever a constructor does with numbers and texts that nobody has checked
-        reason = _short(error)
+        reason = in_one_line(error)
         raise CheckpointError(f"{Path(folder) / 'config.json'} does not describe {what}: {reason}.") from error
 
 
@@ -141,7 +141,8 @@ def read_weights[Trained: Module](
         module.load_state_dict(weights)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{Path(folder) / WEIGHTS} does not match its config.json: {_short(error, 1000)}. Restore both from a copy."
+            f"{Path(folder) / WEIGHTS} does not match its config.json: {in_one_line(error, 1000)}. Restore both from "
+            "a copy."
         ) from error
     return module.to(device)
 
@@ -152,11 +153,11 @@ def _wrong_in(spec: object) -> str:
         return "its spec is no mapping"
     rate, texts = spec.get("fps", 1.0), spec.get("instructions", ())
     if not _is_number(rate) or not 0 < rate < math.inf:
-        return f"its fps is {_short(rate)}, not a positive number"
+        return f"its fps is {in_one_line(rate)}, not a positive number"
     for key in ("horizon", "history"):
         count = spec.get(key, 1)
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= LARGEST_COUNT:
-            return f"its {key} is {_short(count)}, not a count of steps"
+            return f"its {key} is {in_one_line(count)}, not a count of steps"
     if not is_sequence(texts) or not all(isinstance(text, str) for text in texts):
         return "its instructions are no list of texts"
     fields = spec.get("observation", {})
@@ -164,41 +165,35 @@ def _wrong_in(spec: object) -> str:
         return "its observation is no mapping of fields"
     named = {**fields, "action": spec["action"]} if "action" in spec else fields
     return next(
-        (f"its field '{_short(key)}' has {wrong}" for key, field in named.items() if (wrong := _unlike(field))), ""
+        (
+            f"its field '{in_one_line(key)}' has {wrong}"
+            for key, field in named.items()
+            if (wrong := wrong_in_field(field))
+        ),
+        "",
     )
 
 
-def _unlike(field: object) -> str:
+def wrong_in_field(field: object) -> str:
     """Return what in the JSON of a `core.spec.Field` cannot be, "" for nothing."""
     if not is_mapping(field):
         return "no entries"
     shape, names = field.get("shape", ()), field.get("names", ())
     if not is_sequence(shape) or not all(isinstance(size, int) and 0 < size <= LARGEST_COUNT for size in shape):
-        return f"the shape {_short(shape)}"
+        return f"the shape {in_one_line(shape)}"
     if math.prod(shape) > LARGEST_COUNT:
-        return f"the shape {_short(shape)}"
+        return f"the shape {in_one_line(shape)}"
     if not is_sequence(names) or not all(isinstance(name, str) for name in names):
-        return f"the names {_short(names)}"
+        return f"the names {in_one_line(names)}"
     if not isinstance(field.get("unit", ""), str) or field.get("dtype", "float32") not in DTYPES:
-        return f"the unit {_short(field.get('unit', ''))} and dtype {_short(field.get('dtype'))}"
+        return f"the unit {in_one_line(field.get('unit', ''))} and dtype {in_one_line(field.get('dtype'))}"
     for key in ("low", "high"):
         bound = field.get(key, 0.0)
         bounds = bound if is_sequence(bound) else [bound]
         if len(bounds) not in (1, math.prod(shape)) or not all(_is_number(each) or each in INFINITE for each in bounds):
-            return f"{key} {_short(bound)}"
+            return f"{key} {in_one_line(bound)}"
     return ""
 
 
 def _is_number(value: object) -> "TypeIs[int | float]":
     return isinstance(value, int | float) and not isinstance(value, bool) and value == value and abs(value) < 1e300
-
-
-def _short(value: object, length: int = 300) -> str:
-    """Return `value` as one line of at most so many characters; an error's text, with its type where that is needed."""
-    try:
-        text = " ".join(str(value).split())
-    except RecursionError:
-        text = f"a {type(value).__name__} nested without end"
-    if isinstance(value, Exception) and not isinstance(value, RobopolicyError | RuntimeError):
-        text = f"{type(value).__name__}: {text}"
-    return (text if len(text) <= length else f"{text[:length]} ...").removesuffix(".")

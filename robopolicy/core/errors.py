@@ -50,6 +50,17 @@ class RobopolicyWarning(UserWarning):
     """Something that a figure's reader must know; the command line prints its text."""
 
 
+def in_one_line(value: object, length: int = 300) -> str:
+    """Return `value` as one line of at most so many characters; an error's text, with its type where that is needed."""
+    try:
+        text = " ".join(str(value).split())
+    except RecursionError:
+        text = f"a {type(value).__name__} nested without end"
+    if isinstance(value, Exception) and not isinstance(value, RobopolicyError | RuntimeError):
+        text = f"{type(value).__name__}: {text}"
+    return (text if len(text) <= length else f"{text[:length]} ...").removesuffix(".")
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return the one of `choices` that is most like `name`, "" where none is near."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), "")

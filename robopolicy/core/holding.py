@@ -84,6 +84,11 @@ def kind_of(names: str | Sequence[str], unit: str = "", *, shown: bool = False) 
     return Kind.TOGGLE if "toggle" in {*said, by_unit} else Kind.UNKNOWN
 
 
+def is_gripper(name: str) -> bool:
+    """Whether a name says that its element is a gripper, and nothing more of what it is."""
+    return _by_name(name) == "gripper"
+
+
 def _by_name(name: str) -> str:
     """Return what the last word of a name says that says anything: `left_arm.wristRoll2.vel` is a rate."""
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
@@ -151,7 +156,7 @@ def standstill(
     called = tuple(names) or ("",) * size
     keeps: list[bool] = []
     for name, kind in zip(called, kinds, strict=True):
-        if chosen and kind is Kind.POSITION and _by_name(name) == "gripper":  # by default alone
+        if chosen and kind is Kind.POSITION and is_gripper(name):  # by default alone
             kind = Kind.TOGGLE
         unsaid = kind is Kind.UNKNOWN and hold == "last"
         keeps.append(name not in others and ((chosen and name in positions) or kind is Kind.POSITION or unsaid))

@@ -15,15 +15,7 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError, did_you_mean
-from robopolicy.core.spec import (
-    ENVIRONMENT_STATE,
-    IMAGE_PREFIX,
-    STATE,
-    Field,
-    PolicySpec,
-    WorldSpec,
-    note_large_vectors,
-)
+from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec, WorldSpec
 
 
 @dataclass(frozen=True)
@@ -42,13 +34,6 @@ class StateVector:
         vectors = {key: field for key, field in given.items() if not key.startswith(IMAGE_PREFIX)}
         first = [key for key in (STATE, ENVIRONMENT_STATE) if key in vectors]
         return StateVector({key: vectors[key] for key in (*first, *(key for key in vectors if key not in first))})
-
-    @staticmethod
-    def learned(described: "WorldSpec | PolicySpec | Mapping[str, Field]") -> "StateVector":
-        """Return the vector of `of` for a network that learns from it; warns where a field has very many elements."""
-        vector = StateVector.of(described)
-        note_large_vectors(vector.fields)
-        return vector
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -6,14 +6,16 @@ A frame that is missing or stands twice moves states against images, which no lo
 import math
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from robopolicy.core.errors import DataError, RobopolicyWarning
-from robopolicy.core.spec import camera_key
+from robopolicy.core.errors import DataError, RobopolicyError, RobopolicyWarning, in_one_line
+from robopolicy.core.memory import free_memory, in_bytes
 
 TIMESTAMP_SLACK = 0.1
 """Share of a frame's duration by which a timestamp may miss step / fps."""
@@ -25,60 +27,21 @@ def check_information(information: Any, path: Path) -> None:
         raise DataError(f"{path} holds {type(information).__name__}, not a dictionary: restore it from a copy.")
     fps = information.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not (0 < fps < math.inf):
-        raise DataError(f"{path}: fps is {fps!r}, not a number of frames per second: correct it.")
+        raise DataError(f"{path}: fps is {in_one_line(fps, 60)}, not a number of frames per second: correct it.")
     for name in ("total_episodes", "total_frames"):
-        if not isinstance(information.get(name, 0), int):
-            raise DataError(f"{path}: {name} is {information[name]!r}, not a whole number.")
+        if not isinstance(information.get(name, 0), int) or information.get(name, 0) < 0:
+            raise DataError(f"{path}: {name} is {in_one_line(information[name], 60)}, not a count.")
     features = information.get("features")
     if not isinstance(features, dict) or not features:
-        raise DataError(f"{path}: features is {str(features)[:60]}, not a dictionary of columns.")
+        raise DataError(f"{path}: features is {in_one_line(features, 60)}, not a dictionary of columns.")
     absent = [key for key in ("episode_index", "frame_index", "task_index") if key not in features]
     if absent:
         raise DataError(f"{path}: there is no feature {absent[0]}, by which frames find their episode.")
     for key, feature in features.items():
         shape = feature.get("shape") if isinstance(feature, dict) else None
-        sizes = isinstance(shape, list | tuple) and all(isinstance(size, int) and size >= 0 for size in shape)
+        sizes = isinstance(shape, list | tuple) and all(isinstance(size, int) and 0 <= size < 2**31 for size in shape)
         if not (sizes and isinstance(feature.get("dtype"), str)):
-            raise DataError(f"{path}: feature '{key}' has no dtype and shape, but {str(feature)[:60]}.")
-
-
-def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return the columns of pictures by their cameras' keys, whatever they are called under `observation.`.
-
-    A picture is a column of images or videos, or of uint8 with three axes, one of them the channels. Depth is none.
-    Raises DataError where two columns of `meta/info.json`, at `path`, would be one camera.
-    """
-    found: dict[str, str] = {}
-    for name, feature in features.items():
-        if not name.startswith("observation.") or not is_picture(feature) or is_depth(feature):
-            continue
-        if other := found.get(camera_key(name)):
-            raise DataError(
-                f"{path}: '{other}' and '{name}' would both be the camera '{camera_key(name)}': rename one."
-            )
-        found[camera_key(name)] = name
-    return found
-
-
-def is_picture(feature: Mapping[str, Any]) -> bool:
-    """Whether a column holds pictures: by its type, not by its name."""
-    shape = feature["shape"]
-    return feature["dtype"] in ("image", "video") or (
-        feature["dtype"] == "uint8" and len(shape) == 3 and (shape[-1] in (1, 3, 4) or shape[0] in (1, 3))
-    )
-
-
-def is_depth(feature: Mapping[str, Any]) -> bool:
-    """Whether a column of pictures holds distances, as LeRobot marks them."""
-    notes = [feature.get(name) for name in ("info", "video_info")]
-    marks = ("is_depth_map", "video.is_depth_map")
-    return any(isinstance(note, Mapping) and note.get(mark) for note in notes for mark in marks)
-
-
-def kind_in_words(feature: Mapping[str, Any]) -> str:
-    """Return what a column holds: "float32 [8]", "pictures [256, 256, 3]", "depth [48, 64, 1]"."""
-    kind = "depth" if is_depth(feature) else "pictures" if is_picture(feature) else feature["dtype"]
-    return f"{kind} {list(feature['shape'])}"
+            raise DataError(f"{path}: feature '{key}' has no dtype and shape, but {in_one_line(feature, 60)}.")
 
 
 def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.ndarray, fps: float) -> None:
@@ -127,6 +90,109 @@ def file_within(folder: Path, path: str, what: str) -> Path:
     if not regular:
         raise DataError(f"{what} is said to lie at {path[:100]}, and there is no file in {folder}.")
     return found
+
+
+@contextmanager
+def reading(folder: Path, way_out: str = "Restore the dataset from a copy") -> Generator[None, None, None]:
+    """Let what fails while a dataset is read be a DataError that says so, in one line.
+
+    It comes from outside: a file may hold whatever a constructor or a library stumbles over.
+    """
+    try:
+        yield
+    except RobopolicyError:
+        raise
+    except MemoryError as error:
+        raise DataError(f"{folder} takes more memory than there is: read fewer cameras or episodes.") from error
+    except Exception as error:  # whatever a library does with values that nobody has checked
+        raise DataError(f"{folder} cannot be read ({in_one_line(error)}). {way_out}.") from error
+
+
+def require_room(folder: Path, what: str, needed: int) -> None:
+    """Raise DataError where `needed` bytes are more than the free memory."""
+    free = free_memory(torch.device("cpu"))
+    if free is not None and needed > free:
+        raise DataError(
+            f"{folder}: {what} takes {in_bytes(needed)} of memory, and {in_bytes(free)} are free: read fewer cameras "
+            "or episodes, or choose a larger machine."
+        )
+
+
+def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | None = None) -> Any:
+    """Return columns of a parquet file inside of `folder` as a table of pyarrow's; None: all.
+
+    Raises DataError where it is damaged, or has more than `most` rows or more in them than one number or a short text,
+    before much of it is read: equal values are stored once, so that a small file may hold any number.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found = file_within(folder, str(path.relative_to(folder)), "A table")
+    try:
+        with pq.ParquetFile(found) as file:
+            if file.metadata.num_rows > most:
+                raise DataError(f"{path} has {file.metadata.num_rows} rows, and meta/info.json promises {most}.")
+            chunks = [
+                group.column(index)
+                for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
+                for index in range(file.metadata.num_columns)
+            ]
+            chunks = [chunk for chunk in chunks if columns is None or chunk.path_in_schema.startswith(tuple(columns))]
+            if any(chunk.num_values > file.metadata.num_rows for chunk in chunks):
+                raise DataError(f"{path} has lists where a number or a text is expected.")
+            largest = max((chunk.total_uncompressed_size for chunk in chunks), default=1)
+            batches, size = [], 0
+            if largest <= LARGEST_TABLE:
+                rows = max(1, min(LARGEST_BATCH, LARGEST_TABLE // max(1, largest)))
+                for batch in file.iter_batches(rows, columns=columns):
+                    batches.append(batch)
+                    size += batch.nbytes
+                    if size > LARGEST_TABLE:
+                        break
+            if max(size, largest) > LARGEST_TABLE:
+                raise DataError(f"{path} holds more than {in_bytes(LARGEST_TABLE)}, which no table of its kind does.")
+            return pa.Table.from_batches(batches) if batches else file.read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is damaged ({in_one_line(error, 120)}). Restore the dataset from a copy.") from error
+
+
+LARGEST_TABLE, LARGEST_BATCH = 2**26, 2**16
+"""Bytes of what is read from a table of episodes or tasks, and rows that are read of it at once."""
+NUMBERS = ("BOOLEAN", "INT32", "INT64", "FLOAT", "DOUBLE")
+"""Parquet's types of numbers; a float16 is two bytes of a fixed length."""
+LARGEST_PIXEL, LARGEST_HEAD = 8, 2**16
+"""Bytes that an encoded image takes at most: a pixel of four colours in 16 bits, and what stands before the pixels."""
+
+
+def check_columns(file: Any, path: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise DataError unless a parquet file holds no more in its columns than the features promise for its rows.
+
+    file: of pyarrow's, of which the description alone is read: equal values are stored once, so that a small file may
+    hold any number; wanted: features by name.
+    """
+    metadata = file.metadata
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for index in range(metadata.num_columns):
+            column = group.column(index)
+            name = column.path_in_schema
+            owners = [key for key in wanted if name == key or name.startswith(f"{key}.")]
+            if not owners:
+                continue
+            key = max(owners, key=len)
+            feature = wanted[key]
+            count = max(1, math.prod(feature["shape"]))
+            if feature["dtype"] == "image":
+                size = group.num_rows * (count * LARGEST_PIXEL + LARGEST_HEAD)
+                fits = name in (f"{key}.bytes", f"{key}.path") and column.total_uncompressed_size <= size
+                fits = fits and column.num_values <= group.num_rows
+            else:
+                half = column.physical_type == "FIXED_LEN_BYTE_ARRAY" and metadata.schema.column(index).length == 2
+                fits = (column.physical_type in NUMBERS or half) and column.num_values <= group.num_rows * count
+            if not fits:
+                raise DataError(
+                    f"{path}: column '{key}' holds other or more values ({column.num_values} of {column.physical_type} "
+                    f"in {group.num_rows} rows) than meta/info.json promises: {feature['dtype']} {feature['shape']}."
+                )
 
 
 def one_task_each(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.ndarray:

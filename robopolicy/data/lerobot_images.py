@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.threads import usable_threads
+
 VIDEO_INFORMATION = {
     "video.codec": "h264",
     "video.pix_fmt": "yuv444p",
@@ -91,6 +93,7 @@ def _encoder(path: Path, height: int, width: int, fps: int) -> Iterator[Callable
         stream = container.add_stream(settings["video.codec"], fps, options=options)
         stream.pix_fmt, stream.width, stream.height = settings["video.pix_fmt"], width, height
         stream.time_base = Fraction(1, fps)
+        stream.codec_context.thread_count = usable_threads()
 
         def write(image: np.ndarray, number: int, key: bool) -> int:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")

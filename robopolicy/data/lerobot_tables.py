@@ -19,6 +19,7 @@ import torch
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.interventions import intervened
 from robopolicy.core.progress import Advance, progress
+from robopolicy.core.threads import usable_threads
 from robopolicy.data.lerobot_images import encode_png, quiet_encoder, video_information, write_videos
 from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABEL_STEPS, LABELS, SEGMENT
 from robopolicy.data.lerobot_statistics import Statistics, image_statistics, pooled, vector_statistics
@@ -81,7 +82,7 @@ def write_tables(
     quiet = quiet_encoder() if videos else nullcontext()
     with (
         quiet,
-        ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool,
+        ThreadPoolExecutor(usable_threads()) as pool,
         progress("writing episodes", len(episodes) * (1 + len(videos))) as advance,
     ):
         encoding = [pool.submit(_write_camera, folder, episodes, key, fps, advance) for key in videos]

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.special import ndtri
 from torch import Tensor
 
 from robopolicy.core.arrays import Array
@@ -275,6 +274,8 @@ class Disturbances:
 
     def start(self, rows: Rows = None) -> None:
         """Let `rows` [R], all of them for None, play the next episodes. Raises DataError where none is left."""
+        from scipy.special import ndtri  # who disturbs actions, pays for its import
+
         given = np.arange(len(self._episode)) if rows is None else np.asarray(rows)
         index = given[: len(self._plan) - self._next]  # a last wave has spare rows, which nobody looks at
         if not len(index):

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
@@ -180,6 +179,8 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
     normaliser says it is not). Shifts in time are left to the replay, because policies repeat the action they see in
     the velocities and so look late on sound data.
     """
+    from scipy.optimize import linear_sum_assignment
+
     correlation = _correlation(decided, wanted).numpy()
     own, places = np.diagonal(correlation), np.arange(len(correlation))
     _, match = linear_sum_assignment(-np.abs(correlation))

@@ -1,13 +1,14 @@
 """Small panels for benchmarks: learning curves and rankings of several methods or models beside one another."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
-from robopolicy.evaluation.plots import BASE, MUTED, STYLE, THIRD, TUNED, as_svg, new_axes
+from robopolicy.evaluation.plots import BASE, MUTED, STYLE, THIRD, TUNED, as_svg, drawing, new_axes, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#7a8799")
 
@@ -30,8 +31,8 @@ def method_curves(tasks: Mapping[str, Mapping[str, Sequence[Curve]]], bases: Map
     """Draw success against environment steps, a panel a task, one colour a method: mean over seeds, band from lowest
     to highest. bases: success after behaviour cloning, by task.
     """
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.6 + 4.3 * len(tasks), 3.8), layout="constrained")
+    with drawing():
+        figure = new_figure(1.6 + 4.3 * len(tasks), 3.8)
         panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
         for axes, (task, curves) in zip(panels, tasks.items(), strict=True):
             for (name, seeds), colour in zip(curves.items(), COLOURS * 3, strict=False):
@@ -51,7 +52,7 @@ def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]
 
     arms: title -> seeds -> records with env_steps, deterministic_success and deterministic_real_success.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, panels = _panels(len(arms), columns)
         for axes, (title, seeds) in zip(panels.flat, arms.items(), strict=False):
             for index, records in enumerate(seeds):
@@ -74,9 +75,9 @@ def imagined_beside_real(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
 
     tasks: task -> arm -> {"base", "imagined": {"success_rate", ...} over all seeds, "each": real success of each seed}.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         counts = [len(arms) for arms in tasks.values()]
-        figure = Figure(figsize=(7.2, 0.7 + 0.45 * len(tasks) + 0.3 * sum(counts)), layout="constrained")
+        figure = new_figure(7.2, 0.7 + 0.45 * len(tasks) + 0.3 * sum(counts))
         panels = figure.subplots(len(tasks), 1, sharex=True, squeeze=False, height_ratios=[n + 1 for n in counts])[:, 0]
         for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
             for row, arm in enumerate(arms.values()):
@@ -101,7 +102,7 @@ def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]
 
     rankings: title -> seeds -> policies' success in the simulator and in the model.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, panels = _panels(len(rankings), columns)
         for axes, (title, seeds) in zip(panels.flat, rankings.items(), strict=False):
             axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1)
@@ -114,11 +115,11 @@ def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]
         return as_svg(figure)
 
 
-def _panels(count: int, columns: int) -> tuple[Figure, np.ndarray]:
+def _panels(count: int, columns: int) -> "tuple[Figure, np.ndarray]":
     """Return a figure and its panels [down, across], as even rows as there can be, without those beyond `count`."""
     down = -(-count // columns)
     across = -(-count // down)
-    figure = Figure(figsize=(0.5 + 2.6 * across, 0.4 + 2.4 * down), layout="constrained")
+    figure = new_figure(0.5 + 2.6 * across, 0.4 + 2.4 * down)
     panels = figure.subplots(down, across, sharey=True, squeeze=False)
     for axes in panels.flat[count:]:
         axes.remove()
@@ -130,9 +131,9 @@ def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, f
 
     panels: title -> way -> (milliseconds, success, its lower and upper bound).
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         counts = [len(points) for points in panels.values()]
-        figure = Figure(figsize=(7.2, 0.7 + 0.45 * len(panels) + 0.24 * sum(counts)), layout="constrained")
+        figure = new_figure(7.2, 0.7 + 0.45 * len(panels) + 0.24 * sum(counts))
         grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", height_ratios=[n + 1 for n in counts])
         for (left, right), (title, points) in zip(grid, panels.items(), strict=True):
             rows = range(len(points))
@@ -156,7 +157,7 @@ def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float,
 
     panels: title -> way -> (delay, success, its lower and upper bound) in order of the delays.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, grid = _panels(len(panels), 3)
         for axes, (title, ways) in zip(grid.flat, panels.items(), strict=False):
             for place, ((name, points), colour) in enumerate(zip(ways.items(), COLOURS * len(ways), strict=False)):
@@ -187,7 +188,7 @@ def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) ->
 
     runs: arm -> seeds -> records with epoch, value and value_bound.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes(width=7.2, height=3.8)
         for (name, seeds), colour in zip(runs.items(), COLOURS, strict=False):
             for index, records in enumerate(seeds):

@@ -9,12 +9,12 @@ Sources: RL-100 (arXiv:2510.14830) and Uni-O4 (arXiv:2311.03351) for gated offli
 improvement, Thomas et al. 2015, for lower bounds.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from scipy import stats
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError, DataError
@@ -184,9 +184,11 @@ def judged(
         raise DataError(f"Values {list(candidate.shape)} and {list(incumbent.shape)} do not pair: score both alike.")
     if not (np.isfinite(candidate).all() and np.isfinite(incumbent).all()):
         raise DataError(f"{judge} returned values that are not finite: it cannot judge these policies.")
+    from scipy.special import stdtrit  # half a second to import: who judges, pays
+
     difference = candidate - incumbent
-    mean, error = float(difference.mean()), float(stats.sem(difference))
-    half = float(stats.t.ppf(0.5 + confidence / 2, len(difference) - 1)) * error
+    mean, error = float(difference.mean()), float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    half = float(stdtrit(len(difference) - 1, 0.5 + confidence / 2)) * error
     return Judgement(
         judge=judge,
         starts=len(difference),

@@ -2,19 +2,17 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.intervals import wilson
 
-matplotlib.use("Agg")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BASE, TUNED, THIRD, MUTED = "#7a8799", "#0072b2", "#d55e00", "#9aa5b1"
 STYLE: dict[Any, Any] = {
@@ -46,9 +44,16 @@ class Rate:
     high: float
 
 
+def drawing() -> AbstractContextManager[None]:
+    """Return the context in which a plot is drawn: our style. matplotlib takes a second to import: who draws, pays."""
+    from matplotlib import rc_context
+
+    return rc_context(STYLE)
+
+
 def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
     """Draw success against environment steps: validation in both modes, the collected episodes faintly, the base."""
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes()
         collected = [(record["env_steps"], record["success"]) for record in records if "success" in record]
         if collected:
@@ -74,7 +79,7 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
 
 def imagined_and_real(records: Sequence[Mapping]) -> str:
     """Draw success of the noise-free policy in imagination and for real, against the steps it has imagined."""
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes()
         rows = [record for record in records if "deterministic_real_success" in record]
         steps = [row["env_steps"] for row in rows]
@@ -99,7 +104,7 @@ def taught_curve(records: Sequence[Mapping]) -> str:
     records: of rounds in which the student played, with `steps`, `played_steps`, `student_episodes`,
     `student_successes`.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes()
         steps = [row["steps"] - row["played_steps"] for row in records]
         counts = [(row["student_successes"], row["student_episodes"]) for row in records]
@@ -112,7 +117,7 @@ def taught_curve(records: Sequence[Mapping]) -> str:
 
 def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
     """Draw every logged loss against the training step, on a logarithmic axis where all values are positive."""
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes()
         skip = {x, "learning_rate"}
         names = list(dict.fromkeys(key for record in records for key in record if key not in skip))
@@ -133,7 +138,7 @@ def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
 
     found: "running" and "shares" [E] of each.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes()
         for (name, each), colour in zip(found.items(), (TUNED, THIRD), strict=False):
             episodes = range(20, len(each["running"]) + 1)  # the first few say nothing
@@ -148,7 +153,7 @@ def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
 
 def success_bars(rates: Sequence[Rate]) -> str:
     """Draw success rates as points with their intervals, one row each."""
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes(height=0.5 * len(rates) + 0.9)
         for row, rate in enumerate(reversed(rates)):
             colour = BASE if any(name in rate.label for name in ("base", "trained", "teacher", "reference")) else TUNED
@@ -165,7 +170,9 @@ def success_bars(rates: Sequence[Rate]) -> str:
 
 def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
     """Draw the least milliseconds of every way, a row each, on a logarithmic axis; see `ways.way_rows`."""
-    with matplotlib.rc_context(STYLE):
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    with drawing():
         figure, axes = new_axes(height=0.32 * len(ways) + 0.9)
         for row, (name, found) in enumerate(reversed(list(ways.items()))):
             fill = TUNED if name == chosen else "none"
@@ -185,7 +192,7 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
 
     The numbers, in the order of real success, are explained on the right.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes(width=7.2, height=4.6)
         axes.plot([0, 1], [0, 1], color=MUTED, linestyle="--", linewidth=1)
         names = sorted(real, key=lambda name: (real[name].value, model[name].value))
@@ -220,7 +227,7 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
 
     figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR and its like for images, else errors.
     """
-    with matplotlib.rc_context(STYLE):
+    with drawing():
         figure, axes = new_axes()
         rows = [(int(horizon), found[key]) for horizon, found in figures.items() if key in found]
         steps, image = [horizon for horizon, _ in rows], key.startswith(IMAGE_PREFIX)
@@ -238,7 +245,7 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
         return as_svg(figure)
 
 
-def _place_labels(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+def _place_labels(axes: "Axes", points: Mapping[str, tuple[float, float]]) -> None:
     """Write short labels below and right of points, pushed aside where they would overlap."""
     taken: list[tuple[float, float]] = []
     for name, (x, y) in sorted(points.items(), key=lambda item: item[1]):
@@ -249,13 +256,20 @@ def _place_labels(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None
         axes.text(*place, name, ha="left", va="center", fontsize=8)
 
 
-def new_axes(width: float = 6.4, height: float = 3.4) -> tuple[Figure, Axes]:
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure of so many inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def new_axes(width: float = 6.4, height: float = 3.4) -> "tuple[Figure, Axes]":
     """Return a figure of so many inches with one set of axes."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = new_figure(width, height)
     return figure, figure.add_subplot()
 
 
-def as_svg(figure: Figure) -> str:
+def as_svg(figure: "Figure") -> str:
     """Return the figure as an <svg> element to embed."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from robopolicy.core.errors import DataError
 from robopolicy.evaluation.intervals import percentile_interval
@@ -20,6 +19,8 @@ from robopolicy.evaluation.success import EvaluationResult
 
 def pearson(real: np.ndarray, model: np.ndarray) -> np.ndarray:
     """Return the linear correlations [...] of scores [..., k]; NaN where either is constant. DataError: no pairs."""
+    from scipy import stats  # seconds to import: who ranks, pays
+
     real, model = _pair(real, model)
     defined = (np.ptp(real, axis=-1) > 0) & (np.ptp(model, axis=-1) > 0)
     found = np.full(defined.shape, np.nan)
@@ -33,6 +34,8 @@ def spearman(real: np.ndarray, model: np.ndarray) -> np.ndarray:
 
     scipy's own spearmanr takes one pair at a time, a hundred times as long for a bootstrap.
     """
+    from scipy import stats
+
     real, model = _pair(real, model)
     return pearson(stats.rankdata(real, axis=-1), stats.rankdata(model, axis=-1))
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-import jinja2
+from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.run import RunFolder
@@ -19,6 +17,9 @@ from robopolicy.evaluation.smoothness import Smoothness
 from robopolicy.evaluation.stages import STAGES, stage_rows
 from robopolicy.evaluation.told import control_table, instruction_table
 from robopolicy.evaluation.ways import way_rows, ways_header
+
+if TYPE_CHECKING:
+    import jinja2
 
 UNPLANNED = "without planning"
 """What a policy that does not look ahead is called beside itself."""
@@ -95,7 +96,9 @@ def render(report: Report) -> str:
 
 
 @cache
-def _template() -> jinja2.Template:
+def _template() -> "jinja2.Template":
+    import jinja2
+
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(TEMPLATE.read_text())
 

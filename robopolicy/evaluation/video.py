@@ -13,8 +13,6 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
-import imageio.v2 as imageio
-import matplotlib
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -23,6 +21,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
+from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Controller, Renders, Step, World
 from robopolicy.evaluation.waves import play_wave, waves
 
@@ -135,20 +134,22 @@ def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fp
             gapped[:] = BACKGROUND
             gapped[:, :, :height, GAP:] = cells
             bands.append(_titled(np.concatenate(list(gapped), axis=2), text))
-    width = max(band.shape[2] for band in bands)
-    frames = np.concatenate([_pad(band, bottom=0, right=width - band.shape[2]) for band in bands], axis=1)
+    frames = np.concatenate(bands, axis=1)
     return Clip(frames, fps, np.zeros(0, dtype=bool))
 
 
 def mp4_bytes(clip: Clip) -> bytes:
     """Encode as H.264 with 4:2:0 colour and the index in front: plays in every browser."""
+    import imageio.v2 as imageio
+
     _, height, width, _ = clip.frames.shape
     frames = _pad(clip.frames, bottom=height % 2, right=width % 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "clip.mp4"
         options = {"codec": "libx264", "quality": 7, "macro_block_size": 2, "pixelformat": "yuv420p"}
+        output = ["-movflags", "+faststart", "-threads", str(usable_threads())]
         with storage_errors(path):
-            imageio.mimwrite(path, list(frames), fps=clip.fps, output_params=["-movflags", "+faststart"], **options)
+            imageio.mimwrite(path, list(frames), fps=clip.fps, output_params=output, **options)
         return path.read_bytes()
 
 
@@ -263,4 +264,6 @@ def _titled(frames: np.ndarray, text: str) -> np.ndarray:
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
+    import matplotlib
+
     return ImageFont.truetype(str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"), size)

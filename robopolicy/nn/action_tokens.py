@@ -7,7 +7,6 @@ import math
 
 import torch
 from einops import rearrange
-from scipy.fft import dct
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
@@ -64,6 +63,8 @@ class FrequencyTokenizer(nn.Module):
         self.largest = math.ceil(resolution * math.sqrt(chunk))
         self.vocabulary = 2 * self.largest + 1
         self.length, self.steps_per_action = kept * action_size, 0
+        from scipy.fft import dct  # who makes these tokens, pays for its import
+
         basis = torch.tensor(dct(torch.eye(chunk).double().numpy(), axis=0, norm="ortho"))[:kept]
         self.register_buffer("transform", basis.float(), persistent=False)
 

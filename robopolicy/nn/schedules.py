@@ -10,7 +10,9 @@ so a schedule is a table of (a, b, c, d, std) with one row per step, and trainin
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -119,7 +121,7 @@ class NoiseSchedule(nn.Module):
 
 
 class DiffusionSchedule(NoiseSchedule):
-    """DDPM (Ho 2020) and DDIM (Song 2021) with alphas and timesteps from diffusers' DDIMScheduler.
+    """DDPM (Ho 2020) and DDIM (Song 2021) with the alphas and timesteps of diffusers' DDIMScheduler.
 
     training_steps T: the grid the denoiser is trained on; sampling_steps K <= T: the steps; eta 1 with K = T is DDPM's
     ancestral sampling, eta 0 is DDIM. The noise is re-derived from the clipped clean estimate (diffusers'
@@ -143,18 +145,14 @@ class DiffusionSchedule(NoiseSchedule):
         beta_schedule: str = "squaredcos_cap_v2",
         rederived: bool = True,
     ):
-        from diffusers.schedulers.scheduling_ddim import DDIMScheduler  # 4 s to import: only diffusion pays
-
         if not 1 <= sampling_steps <= training_steps:
             raise ConfigError(
                 f"{sampling_steps} sampling steps do not fit {training_steps} training steps: choose 1 to that many."
             )
         if not 0.0 <= eta <= 1.0:
             raise ConfigError(f"eta is {eta}; it goes from 0 (DDIM) to 1 (DDPM).")
-        scheduler = DDIMScheduler(training_steps, beta_schedule=beta_schedule, timestep_spacing=spacing.value)
-        scheduler.set_timesteps(sampling_steps)
-        alphas = scheduler.alphas_cumprod.double()
-        steps = scheduler.timesteps.long()
+        alphas = cumulative_alphas(training_steps, beta_schedule).double()
+        steps = sampled_steps(training_steps, sampling_steps, spacing)
         tables = [_diffusion_table(alphas, steps, prediction, value) for value in (eta, 0.0)]
         tables[0][:, 4] = tables[0][:, 4].clamp_min(min_std)
         super().__init__((steps + 1).double() / training_steps, tables[0], tables[1], clip)
@@ -185,6 +183,36 @@ class DiffusionSchedule(NoiseSchedule):
             return clean
         alpha = self.alphas[level][:, None, None]
         return alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+
+
+def cumulative_alphas(training_steps: int, beta_schedule: str) -> Tensor:
+    """Return the products of 1 - beta [T] float32 of a schedule that diffusers names, to the bit what it computes.
+
+    squaredcos_cap_v2: the cosine of Nichol 2021 (arXiv:2102.09672, eq. 17); linear: Ho 2020; scaled_linear: linear in
+    the square root (Rombach 2022). By hand because importing diffusers takes seconds. Raises ConfigError for others.
+    """
+    low, high = 1e-4, 2e-2
+    if beta_schedule == "squaredcos_cap_v2":
+        signal = [
+            math.cos((step / training_steps + 0.008) / 1.008 * math.pi / 2) ** 2 for step in range(training_steps + 1)
+        ]
+        betas = torch.tensor([min(1 - after / before, 0.999) for before, after in pairwise(signal)])
+    elif beta_schedule == "linear":
+        betas = torch.linspace(low, high, training_steps)
+    elif beta_schedule == "scaled_linear":
+        betas = torch.linspace(low**0.5, high**0.5, training_steps).square()
+    else:
+        known = "squaredcos_cap_v2, linear or scaled_linear"
+        raise ConfigError(f"The noise schedule '{beta_schedule}' is not known: choose {known}.")
+    return torch.cumprod(1 - betas, 0)
+
+
+def sampled_steps(training_steps: int, sampling_steps: int, spacing: Spacing) -> Tensor:
+    """Return which training steps [K] int64 are sampled, the noisiest first (arXiv:2305.08891, table 2)."""
+    if spacing is Spacing.LEADING:
+        return torch.arange(sampling_steps).flip(0) * (training_steps // sampling_steps)
+    grid = np.arange(training_steps, 0, -training_steps / sampling_steps)
+    return torch.from_numpy(np.round(grid).astype(np.int64) - 1)
 
 
 def _diffusion_table(alphas: Tensor, steps: Tensor, prediction: Prediction, eta: float) -> Tensor:

@@ -1,14 +1,17 @@
 """One inference thread: requests that wait at the same time are answered in one batch, off the event loop.
 
+Addresses take turns, and so do the connections of one address: who sends many requests makes nobody else wait for them.
 What waits is bounded in number and in time. A pass that hangs, or a policy that answers nonsense, is an error of the
 requests that it concerns, shows in `trouble`, and never keeps the process from ending.
 """
 
 import asyncio
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -27,6 +30,15 @@ class BusyError(ServingError):
     """The server has more to do than it can: ask again later."""
 
 
+Asker = tuple[str, int]
+"""The address that a request comes from, and the number of its connection."""
+
+NOBODY: Asker = ("", 0)
+
+REMEMBERED_TURNS = 4096
+"""Addresses and connections of which it is known when they were served last."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """actions: [C, A], or a whole plan [P, A]; seconds: the inference itself, shared by the batch."""
@@ -38,13 +50,14 @@ class Answer:
 @dataclass(frozen=True, eq=False)
 class Waiting:
     """A request: what was observed [1, H, ...], where its answer goes, its own noise and what is left of its robot's
-    plan, if it has some.
+    plan, if it has some, and who asks.
     """
 
     observation: Observation
     answer: asyncio.Future[Answer]
-    generator: torch.Generator | None
-    left: Left | None
+    generator: torch.Generator | None = None
+    left: Left | None = None
+    asker: Asker = NOBODY
 
     def goes_with(self, other: "Waiting") -> bool:
         """Whether both can be answered in one batch."""
@@ -52,6 +65,62 @@ class Waiting:
             return self is other
         mine, theirs = self.left, other.left
         return mine is theirs if mine is None or theirs is None else mine.shape == theirs.shape
+
+
+class Turns:
+    """Whose requests are next: of the address that was served longest ago, and of its connections likewise."""
+
+    def __init__(self) -> None:
+        self._served: dict[str | Asker, int] = {}
+        self._count = itertools.count(1)
+
+    def take(self, waiting: Sequence[Waiting], most: int) -> list[Waiting]:
+        """Return whose turn it is, and up to `most` in all that go with that one, every connection's in their order."""
+        rows = _rows(waiting)
+        address, asker = self._next(rows)
+        first = rows[address][asker][0]
+        rows = _rows([request for request in waiting if request.goes_with(first)])
+        chosen: list[Waiting] = []
+        while rows and len(chosen) < most:
+            address, asker = self._next(rows)
+            self._served[address] = self._served[asker] = next(self._count)
+            chosen.append(rows[address][asker].popleft())
+            if not rows[address][asker]:
+                del rows[address][asker]
+            if not rows[address]:
+                del rows[address]
+        if len(self._served) > REMEMBERED_TURNS:  # who is forgotten was served longest ago, and stays the next
+            newest = sorted(self._served, key=self._served.__getitem__)[-REMEMBERED_TURNS // 2 :]
+            self._served = {who: self._served[who] for who in newest}
+        return chosen
+
+    def _next(self, rows: Mapping[str, Mapping[Asker, deque[Waiting]]]) -> tuple[str, Asker]:
+        address = min(rows, key=lambda each: self._served.get(each, 0))
+        return address, min(rows[address], key=lambda each: self._served.get(each, 0))
+
+
+def _rows(waiting: Sequence[Waiting]) -> dict[str, dict[Asker, deque[Waiting]]]:
+    """Return what waits by address and connection, in the order in which it came."""
+    rows: dict[str, dict[Asker, deque[Waiting]]] = {}
+    for request in waiting:
+        rows.setdefault(request.asker[0], {}).setdefault(request.asker, deque()).append(request)
+    return rows
+
+
+def gives_way(waiting: Sequence[Waiting], asker: Asker) -> Waiting | None:
+    """Return which of the requests makes room for one of `asker` where no more may wait, None where that one has to go.
+
+    It is the newest one of the address that has most of them, if that has more than the asker's will have; else of the
+    connection of the asker's own address that has.
+    """
+    rows = _rows(waiting)
+    count = {address: sum(map(len, askers.values())) for address, askers in rows.items()}
+    address, own = max(count, key=count.__getitem__), asker[0]
+    if count[address] <= count.get(own, 0) + 1:
+        address = own
+    askers = rows.get(address, {})
+    heaviest = max(reversed(askers.values()), key=len, default=deque())  # of equal ones the one that came last
+    return heaviest[-1] if address != own or len(heaviest) > len(askers.get(asker, ())) + 1 else None
 
 
 class InferenceQueue:
@@ -82,6 +151,7 @@ class InferenceQueue:
         self.deterministic, self.on_batch = deterministic, on_batch
         self.pass_began: float | None = None
         self._waiting: list[Waiting] = []
+        self._turns = Turns()
         self._wake = asyncio.Event()
         self._thread = _Thread()
         self._task: asyncio.Task[None] | None = None
@@ -119,26 +189,36 @@ class InferenceQueue:
             return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
         return None
 
-    async def first(self, observation: Observation, rows: int) -> None:
+    async def first(self, observation: Observation, rows: int, left: Left | None = None) -> None:
         """Answer one observation [1, H, ...] in a batch of so many rows, however long that takes; raises as `infer`."""
         nobody: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        batch = [Waiting(observation, nobody, None, None)] * rows
+        batch = [Waiting(observation, nobody, None, left)] * rows
         await self._thread.call(lambda: self._act(batch))
 
     async def infer(
-        self, observation: Observation, generator: torch.Generator | None = None, left: Left | None = None
+        self,
+        observation: Observation,
+        generator: torch.Generator | None = None,
+        left: Left | None = None,
+        asker: Asker = NOBODY,
     ) -> Answer:
         """Return the answer to one observation, computed with `generator` and alone where one is given.
 
-        left: what is left of the robot's plan [n, A], which the answer then follows on from. Raises what the policy
-        raises for it, and BusyError when too many wait or the deadline passes.
+        left: what is left of the robot's plan [n, A], which the answer then follows on from; asker: who takes turns
+        with others. Raises what the policy raises for it, and BusyError when too many wait or the deadline passes.
         """
         if self.trouble is not None:
             raise BusyError(self.trouble)
         if len(self._waiting) >= self.maximum_waiting:
-            raise BusyError(f"{self.maximum_waiting} requests wait already: ask again later, or less often.")
+            busy = BusyError(f"{self.maximum_waiting} requests wait already: ask again later, or less often.")
+            other = gives_way(self._waiting, asker)
+            if other is None:
+                raise busy
+            self._waiting.remove(other)
+            if not other.answer.done():
+                other.answer.set_exception(busy)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        request = Waiting(observation, future, generator, left)
+        request = Waiting(observation, future, generator, left, asker)
         self._waiting.append(request)
         self._wake.set()
         try:
@@ -172,12 +252,11 @@ class InferenceQueue:
                     request.answer.set_exception(answer)
 
     def _next_batch(self) -> list[Waiting]:
-        """Take the oldest request that still waits, and those that go with it."""
+        """Take what is answered next of what still waits."""
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if not self._waiting:
             return []
-        oldest = self._waiting[0]
-        chosen = [request for request in self._waiting if request.goes_with(oldest)][: self.maximum_batch]
+        chosen = self._turns.take(self._waiting, self.maximum_batch)
         taken = set(chosen)
         self._waiting = [request for request in self._waiting if request not in taken]
         return chosen
@@ -196,8 +275,14 @@ class InferenceQueue:
         observations, generator = [request.observation for request in batch], batch[0].generator or self.generator
         joined = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
         joined[TASK] = np.array([str(item[TASK][0]) for item in observations])
-        with torch.no_grad():
-            actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
+        try:
+            with torch.no_grad():
+                actions = self._decided(to_tensors(joined, generator.device), generator, [item.left for item in batch])
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            # SystemExit and its like end a program, and StopIteration the task that waits for it: neither is a policy's
+            raise RuntimeError(f"The policy raised {type(error).__name__} ({error}).") from error
         if len(actions) != len(batch):
             raise ServingError(f"The policy answered {len(actions)} action chunk(s) to {len(batch)} observation(s).")
         if not all_finite(actions):

@@ -210,8 +210,8 @@ class PolicyClient:
         if status == 429:
             seconds = headers.get("Retry-After", "10")
             return ServingError(
-                f"{self.address}: too many wrong keys came from this machine, wait {seconds} s before you try again "
-                f"with the right one ({KEYS})."
+                f"{self.address} wants another API key than the one given, and too many wrong ones came from this "
+                f"machine: it looks at others in {seconds} s, and at the right one at once ({KEYS})."
             )
         if proxy is not None:
             return ServingError(

@@ -57,6 +57,13 @@ class ServerConfig:
         for name, value in (counts | seconds).items():
             if not value > 0:
                 raise ConfigError(f"{name} is {value}: it is more than 0.")
+        if self.certificate_key is not None and self.certificate is None:
+            raise ConfigError(
+                f"certificate_key is {self.certificate_key}, and without its certificate nothing is encrypted: set "
+                "serve.certificate=FILE too."
+            )
+        if not self.api_key.isprintable():
+            raise ConfigError("api_key holds a line break or the like: no client could send it in a header.")
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,15 @@ class RobotSettings:
     max_age: float | None = None
     """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""
     change: float | None = None
-    """Most by which an action may differ from the one before, in the world's units."""
+    """Most by which an action may differ from the one before, in the policy's units; an episode's first from where the
+    robot is.
+    """
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Least and most of elements of the action, in the policy's units: {x.vel: [-0.2, 0.2]}. An attached robot needs
+    them, or change, where the policy has no bounds of its own (LeRobot's have none).
+    """
+    unbounded: bool = False
+    """Whether an attached robot may be sent any action where nothing bounds it."""
     patience: float = 5.0
     """Seconds that a server may fail, or be silent, before the drive ends; the robot holds still meanwhile."""
 
@@ -107,6 +122,9 @@ class RobotSettings:
             raise ConfigError(f"change is {self.change}: an action may differ from the last by more than 0, or null.")
         if not all(math.isfinite(value) for value in self.neutral.values()):
             raise ConfigError(f"neutral is {self.neutral}: each is a finite number, in the policy's units.")
+        for name, bound in self.bounds.items():
+            if len(bound) != 2 or not all(map(math.isfinite, bound)) or bound[0] > bound[1]:
+                raise ConfigError(f"bounds has {name}: {list(bound)}: it is [LOW, HIGH], finite, and low at most high.")
         if self.max_age is not None and not self.max_age > 0:
             raise ConfigError(f"max_age is {self.max_age}: more than 0 seconds, or null.")
         if min(self.prefetch, self.latency_steps, self.blend) < 0:
@@ -114,5 +132,5 @@ class RobotSettings:
                 f"prefetch is {self.prefetch}, latency_steps {self.latency_steps} and blend {self.blend}: choose 0 "
                 "control steps or more."
             )
-        if not self.patience > 0:
+        if not 0 < self.patience < math.inf:
             raise ConfigError(f"patience is {self.patience}: more than 0 seconds, for an answer takes some time.")

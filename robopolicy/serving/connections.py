@@ -22,6 +22,7 @@ class Door:
     def __init__(self, limits: Limits):
         self.limits = limits
         self.open: Counter[str] = Counter()
+        self._lanes: dict[str, asyncio.Semaphore] = {}
         self._wrong: dict[str, tuple[float, int]] = {}
 
     def enter(self, address: str) -> bool:
@@ -34,6 +35,11 @@ class Door:
         self.open[address] -= 1
         if self.open[address] <= 0:
             del self.open[address]
+            self._lanes.pop(address, None)
+
+    def lane(self, address: str) -> asyncio.Semaphore:
+        """Return what the messages of one address pass to be read, some at a time: others' are not behind them."""
+        return self._lanes.setdefault(address, asyncio.Semaphore(self.limits.reading))
 
     def locked_out(self, address: str) -> bool:
         """Whether too many wrong keys came from there of late."""
@@ -49,7 +55,7 @@ class Door:
         return max(math.ceil(began + self.limits.lockout - time.monotonic()), 0)
 
     def wrong_key(self, address: str) -> None:
-        """Count a wrong key."""
+        """Count a wrong key; none at all is no guess, and is not counted."""
         now = time.monotonic()
         began, count = self._wrong.get(address, (now, 0))
         if len(self._wrong) > 10_000:  # many addresses: forget those whose time is over

@@ -1,12 +1,13 @@
 """A served policy, as its server describes it. Axes: H history, A action dimension (any shape)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from robopolicy.core.errors import ServingError, SpecError
+from robopolicy.core.holding import Kind, kind_of, kinds_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 
 LONGEST_HISTORY = 1000
@@ -19,7 +20,8 @@ class DescribedPolicy:
 
     fields: what it reads of the robot -> shape of a frame; ahead: steps after which its decisions are executed, 0 for
     at once; overlap: steps by which its plans reach beyond a chunk where the server offers a chunking that follows on
-    from the plan underway, else 0; shape, low, high: of an action [A].
+    from the plan underway, else 0; shape, low, high: of an action [A]; names, unit: of its elements, () and "" where it
+    does not say; elements: field -> names of its elements.
     """
 
     fields: Mapping[str, tuple[int, ...]]
@@ -31,6 +33,20 @@ class DescribedPolicy:
     shape: tuple[int, ...]
     low: np.ndarray
     high: np.ndarray
+    names: tuple[str, ...] = ()
+    unit: str = ""
+    elements: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """What the elements of an action are by their names and unit, [A] in order."""
+        size = int(np.prod(self.shape))
+        return kinds_of(self.names, self.unit) if self.names else [kind_of("", self.unit)] * size
+
+    def called(self, chosen: np.ndarray) -> str:
+        """Return the names of the elements of an action that are chosen [A] bool, their places where they have none."""
+        places = np.flatnonzero(chosen)
+        return ", ".join(self.names[place] if self.names else f"element {place}" for place in places)
 
     def frames(self, shown: Mapping[str, Any], before: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what a robot shows of the fields, one frame each [*shape]; images may have any size.
@@ -81,6 +97,8 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
         shapes = {key: tuple(int(size) for size in read["shape"]) for key, read in metadata["observation"].items()}
         queue = shapes.pop(QUEUE, None)
         ahead = 0 if queue is None else int(np.prod(queue)) // max(int(np.prod(shape)), 1)
+        names = _names(action)
+        elements = {key: _names(read) for key, read in metadata["observation"].items()}
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
     sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
@@ -88,4 +106,13 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
         raise ServingError('The served policy does not say its control rate: write "fps": N into its robopolicy.json.')
     if not (sizes and 0 < fps < 1e4):
         raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
-    return DescribedPolicy(shapes, ahead, history, chunk, overlap, fps, shape, bounds[0], bounds[1])
+    unit = str(action.get("unit") or "")
+    return DescribedPolicy(
+        shapes, ahead, history, chunk, overlap, fps, shape, bounds[0], bounds[1], names, unit, elements
+    )
+
+
+def _names(described: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a vector's elements, () where they are not one for each."""
+    names = tuple(map(str, described.get("names") or ()))
+    return names if len(names) == int(np.prod([int(size) for size in described["shape"]])) else ()

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
+from robopolicy.serving.action_limits import limits_of
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server, described_policy
+from robopolicy.serving.driver import Driver, Requests, Server, described_policy
 from robopolicy.serving.holding import as_served, holding
 
 STANDARD = RobotSettings()
@@ -76,7 +78,7 @@ class _Robots:
 
     def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock):
         self.world, self.clock = world, clock
-        self.requests = Requests(client)
+        self.requests, policy = Requests(client), described_policy(client.metadata)
         self.drivers = [
             Driver(
                 client,
@@ -87,7 +89,7 @@ class _Robots:
                     world.spec.action.unit,
                     {key: field.names for key, field in world.spec.observation.items()},
                 ),
-                limits=ActionLimits(change=settings.change),
+                limits=limits_of(replace(settings, unbounded=True), policy, world.spec.action.names),
                 prefetch=settings.prefetch,
                 latency_steps=settings.latency_steps,
                 blend=settings.blend,

@@ -8,10 +8,11 @@ import numpy as np
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import TASK
+from robopolicy.serving.action_limits import limits_of
 from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.driver import ActionLimits, Driver, Requests, Server
+from robopolicy.serving.driver import Driver, Requests, Server, described_policy
 from robopolicy.serving.lerobot_robot import AttachedLeRobot
 
 
@@ -32,17 +33,11 @@ def drive_robot(
     than patience; the robot is the caller's to stop.
     """
     requests = Requests(client)
-    begin: list[np.ndarray] = []  # where the robot was when its episode began: it is not to jump from there
-
-    def near(action: np.ndarray) -> np.ndarray:
-        if settings.change is None or not begin:
-            return action
-        return np.clip(action, begin[0] - settings.change, begin[0] + settings.change)
-
     driver = Driver(
         client,
         hold=lambda frames, last: robot.still(),
-        limits=ActionLimits(change=settings.change, workspace=near),
+        start=lambda frames, last: np.where(robot.placed, robot.still(), np.nan),
+        limits=limits_of(settings, described_policy(client.metadata), robot.wiring.action, robot.limits_itself),
         prefetch=settings.prefetch,
         latency_steps=settings.latency_steps,
         blend=settings.blend,
@@ -61,9 +56,8 @@ def drive_robot(
             for _ in range(episodes):
                 driver.reset()
                 clock.start()
-                for step in range(steps):
+                for _ in range(steps):
                     frames = robot.observe()
-                    begin[:] = [] if step else [robot.still()]
                     before = driver.counts["held"]
                     action = driver.step({**frames, **task})
                     if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself

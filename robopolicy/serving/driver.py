@@ -1,6 +1,6 @@
 """`Driver`: what stands between a robot and a policy server, and gives the robot an action at every control step.
 
-    with PolicyClient(host, api_key=KEY) as client, Driver(client, hold=np.zeros(7)) as driver:
+    with PolicyClient(host, api_key=KEY) as client, Driver(client, limits=ActionLimits(change=0.05)) as driver:
         driver.reset()                                  # at the beginning of every episode
         while running:                                  # at driver.fps, by the robot's own clock
             robot.send(driver.step(robot.observe()))    # {field: frame} -> action [A]
@@ -32,7 +32,7 @@ from robopolicy.core.spec import QUEUE, TASK
 from robopolicy.serving.action_limits import ActionLimits
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.described import described_policy
-from robopolicy.serving.holding import Hold, stillness
+from robopolicy.serving.holding import Hold, Stillness
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
@@ -90,18 +90,20 @@ class Driver:
     """The next action of one robot, at every control step; see the module.
 
     hold: the action that keeps the robot still, [A], or a function (newest frames by field, last action or None) that
-    returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`). limits: the
-    robot's own. prefetch: the next chunk is asked for when so many steps are left (a policy then acts on what was seen
-    so many steps ago, which costs success: only where the server is slower than `grace`); of a server that offers
-    chunking it is asked for as soon as a chunk has been executed of the plan, which reaches further, and of one that
-    decides ahead when as many steps are left as it was trained for. grace: seconds
-    that a step may wait for its action, half a control step for None. latency_steps: control steps that an answer is
-    held back after its observation, to simulate a slow one; an episode's first is not. blend: over so many steps a new
-    chunk takes over from the old one. max_age: seconds after which an observation is too old to act on (None: as long
-    as two chunks take). patience: seconds that an episode's first chunk is waited for, and after which a server that
-    has not answered counts as away (`require_server`). wait: wait for every chunk, in a simulator that stands still
-    meanwhile. requests: shared with other drivers of the same connection, each of which
-    then has a `session` of its own, by which the server tells them apart. counts: how many
+    returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`); None:
+    velocities and forces go to zero and positions stay, by the names and units of the policy's actions (see `holding`).
+    start: where the robot is before its first action [A], from which `limits.change` counts, NaN where nobody knows it;
+    what holds it still unless given. limits: the robot's own, which must bound what the policy does not. prefetch: the
+    next chunk is asked for when so many steps are left (a policy then acts on what was seen so many steps ago, which
+    costs success: only where the server is slower than `grace`); of a server that offers chunking it is asked for as
+    soon as a chunk has been executed of the plan, which reaches further, and of one that decides ahead when as many
+    steps are left as it was trained for. grace: seconds that a step may wait for its action, half a control step for
+    None. latency_steps: control steps that an answer is held back after its observation, to simulate a slow one; an
+    episode's first is not. blend: over so many steps a new chunk takes over from the old one. max_age: seconds after
+    which an observation is too old to act on (None: as long as two chunks take). patience: seconds that an episode's
+    first chunk is waited for, and after which a server that has not answered counts as away (`require_server`). wait:
+    wait for every chunk, in a simulator that stands still meanwhile. requests: shared with other drivers of the same
+    connection, each of which then has a `session` of its own, by which the server tells them apart. counts: how many
     steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
     ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
     still meanwhile, which the policy had not foreseen. error: what the server did wrong last, silence included, None
@@ -115,7 +117,8 @@ class Driver:
         self,
         client: Server,
         *,
-        hold: np.ndarray | Hold,
+        hold: np.ndarray | Hold | None = None,
+        start: Hold | None = None,
         limits: ActionLimits | None = None,
         prefetch: int = 0,
         grace: float | None = None,
@@ -129,7 +132,9 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
     ):
         described = described_policy(client.metadata)
-        self.policy, self.hold, self.limits = described, hold, limits or ActionLimits()
+        self.policy, self.limits = described, limits or ActionLimits()
+        self.hold = Stillness(hold, described)
+        self.start = self.hold if start is None else start
         self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
         self.latency_steps, self.session = latency_steps, session
         self.grace = 0.5 / described.fps if grace is None else grace
@@ -143,12 +148,23 @@ class Driver:
         self._requests, self._owned = requests or Requests(client), requests is None
         self._clock = clock
         self._unanswered: float | None = None
-        self._back_off, self._ask_after = BACK_OFF[0], 0.0
+        self._back_off, self._ask_after, self._late = BACK_OFF[0], 0.0, False
         self.reset()
 
     def _require_possible(self) -> None:
         """Raise ConfigError for what this policy cannot be driven with."""
         policy, steps = self.policy, self.latency_steps
+        for name in ("prefetch", "latency_steps", "blend"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise ConfigError(f"{name} is {value!r}: it is a whole number of control steps.")
+        for name in ("grace", "max_age", "patience"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+            if not number or not value >= 0 or (name == "max_age" and not value > 0):
+                raise ConfigError(
+                    f"{name} is {value!r}: seconds, {'more than 0' if name == 'max_age' else '0 or more'}."
+                )
         if not 0 <= self.prefetch < policy.chunk:
             raise ConfigError(f"prefetch is between 0 and {policy.chunk - 1}, chunks have {policy.chunk} steps.")
         if steps < 0 or self.blend < 0:
@@ -170,8 +186,6 @@ class Driver:
                 f"max_age ({self.max_age:g} s) and none would be executed. Choose fewer, or a longer max_age."
             )
         self.limits.require_fit(policy)
-        if not callable(self.hold) and not np.isfinite(stillness(self.hold, {}, None, policy.shape)).all():
-            raise ConfigError(f"hold is {self.hold}: what keeps the robot still is a number in every element.")
 
     def reset(self) -> None:
         """Begin an episode: nothing is remembered, and an answer under way is not used."""
@@ -237,18 +251,24 @@ class Driver:
         if action is None:
             action = self._waited(self.patience if self.wait or self._first else self.grace)
         self.counts["steps"] += 1
+        held = action is None
         if action is None:
             self.counts["held"] += 1
             self._held += not self._foreseen
             action = self._still(self._last)
+        action = self._limited(np.asarray(action, dtype=np.float64), held)
         self._step, self._first = self._step + 1, False
-        self._last = self._limited(np.asarray(action, dtype=np.float64))
-        return self._last
+        self._last = action
+        return action
 
     def _still(self, last: np.ndarray | None) -> np.ndarray:
         """Return the action that holds the robot still [A] after its `last` one."""
-        frames = {key: value[0, -1] for key, value in self._frames.items()}
-        return stillness(self.hold, frames, last, self.policy.shape)
+        return self.hold(self._newest, last)
+
+    @property
+    def _newest(self) -> dict[str, np.ndarray]:
+        """Newest frames by field, [*shape]."""
+        return {key: value[0, -1] for key, value in self._frames.items()}
 
     def _queue(self) -> np.ndarray:
         """Return what is decided and not yet done, [d * A], as `DelayedWorld` shows it; at first all is still."""
@@ -316,18 +336,26 @@ class Driver:
         except Exception as error:  # whatever it was: the robot must go on
             self.counts["failures"] += 1
             self.error = error
-            self._ask_after = self._clock() + self._back_off
-            self._back_off = min(2 * self._back_off, BACK_OFF[1])
+            self._later()
             return
-        self.error, self._unanswered, self._back_off = None, None, BACK_OFF[0]
+        self.error, self._unanswered = None, None
         self._delays.append(self._step - asked.step)
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
+            if self._late:  # the one before was too late, too: what is asked at once again only adds to the load
+                self._later()
+            self._late = True
             return
+        self._back_off, self._late = BACK_OFF[0], False
         chunk = self._blended(chunk, begins)
         if self.policy.ahead:
             chunk, begins = self._after_queue(chunk, begins)
         self._chunk, self._begins, self._seen, self.late = chunk, begins, seen, late
+
+    def _later(self) -> None:
+        """Ask no sooner than after a while, and after a longer one the next time."""
+        self._ask_after = self._clock() + self._back_off
+        self._back_off = min(2 * self._back_off, BACK_OFF[1])
 
     def _blended(self, chunk: np.ndarray, begins: int) -> np.ndarray:
         """Return a new chunk whose first steps from now on lead over from those of the old one."""
@@ -376,8 +404,11 @@ class Driver:
         if self.error is not None and (self.hopeless or self.away > self.patience):
             raise self.error
 
-    def _limited(self, wanted: np.ndarray) -> np.ndarray:
-        action = self.limits.limited(wanted, self._last, self.policy)
+    def _limited(self, wanted: np.ndarray, held: bool = False) -> np.ndarray:
+        last = self._last
+        if last is None and self.limits.change is not None:  # an episode's first action is no jump either
+            last = np.asarray(self.start(self._newest, None), dtype=np.float64)
+        action = self.limits.limited(wanted, last, self.policy, held=held)
         self.counts["clipped"] += not np.allclose(action, wanted, rtol=1e-5, atol=1e-7)  # float32 rounds bounds
         return action
 

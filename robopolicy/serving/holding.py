@@ -1,16 +1,20 @@
 """What a robot does that has nothing to do. Axes: A action element."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError
-from robopolicy.core.holding import kind_of, kinds_of, standstill
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.holding import Kind, is_gripper, kind_of, kinds_of, standstill
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.described import DescribedPolicy
+
+STANDARD = RobotSettings()
 
 type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 """(newest frames by field, last action [A] or None) -> the action [A] that keeps the robot still."""
@@ -67,17 +71,61 @@ def holding(
     return hold
 
 
-def stillness(
-    hold: np.ndarray | Hold, frames: Mapping[str, np.ndarray], last: np.ndarray | None, shape: tuple[int, ...]
-) -> np.ndarray:
-    """Return the action that keeps a robot still [A], of `shape`, after its `last` one.
+class Stillness:
+    """What holds a robot still: what its user says, or what the names and units of its actions say.
 
-    hold: that action, or what returns it. Raises ConfigError where it has another shape.
+    hold: the action [A], what returns it, or None for `holding`. Warns where the user's keeps a velocity or force
+    going, or sends a position somewhere. Raises ConfigError where None leaves an element open, or an array is no action
+    of the policy's.
     """
-    action = np.asarray(hold(frames, last) if callable(hold) else hold, dtype=np.float64)
-    if action.shape != shape:
-        raise ConfigError(
-            f"hold has shape {list(action.shape)}, and the policy's actions have {list(shape)}: it is the action that "
-            "keeps the robot still."
-        )
-    return action
+
+    def __init__(self, hold: np.ndarray | Hold | None, policy: DescribedPolicy):
+        self._policy, self._warned = policy, hold is None
+        self._kinds = np.array(policy.kinds, dtype=object).reshape(policy.shape)
+        if hold is None:
+            unknown = self._kinds == Kind.UNKNOWN
+            if unknown.any():
+                raise ConfigError(
+                    f"Neither name nor unit says how {policy.called(unknown)} stands still: say hold, the action that "
+                    "keeps the robot still: zeros where actions are velocities or differences, lambda frames, last: "
+                    'frames["observation.state"] where they are positions.'
+                )
+            flat = holding(STANDARD, policy.names, len(policy.kinds), policy.unit, policy.elements)
+            hold = lambda frames, last: flat(frames, None if last is None else last.reshape(-1)).reshape(policy.shape)  # noqa: E731
+        self._hold = hold
+        if callable(hold):
+            return
+        if not np.isfinite(self({}, None)).all():
+            raise ConfigError(f"hold is {hold}: what keeps the robot still is a number in every element.")
+        grippers = np.array([is_gripper(name) for name in policy.names or ("",) * self._kinds.size], dtype=bool)
+        places = (self._kinds == Kind.POSITION) & ~grippers.reshape(policy.shape)
+        if places.any() and not self._warned:
+            self._warn(
+                f"hold sends {policy.called(places)} to a place of its own whenever the robot is held still: by name "
+                'or unit these are positions. Leave hold out, or return where they are: frames["observation.state"].'
+            )
+
+    def __call__(self, frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
+        """Return the action that keeps the robot still [A], after its `last` one; see `Hold`.
+
+        Raises ConfigError where it has another shape than the policy's.
+        """
+        hold = self._hold
+        action = np.asarray(hold(frames, last) if callable(hold) else hold, dtype=np.float64)
+        if action.shape != self._policy.shape:
+            raise ConfigError(
+                f"hold has shape {list(action.shape)}, and the policy's actions have {list(self._policy.shape)}: it is "
+                "the action that keeps the robot still."
+            )
+        moving = (self._kinds == Kind.RATE) & (action != 0)
+        if moving.any() and not self._warned:
+            self._warn(
+                f"hold keeps {self._policy.called(moving)} at {action[moving].tolist()} while the robot is held still: "
+                "by name or unit these are velocities, forces or differences, and the robot moves on. Return 0 for "
+                "them, or leave hold out."
+            )
+        return action
+
+    def _warn(self, text: str) -> None:
+        self._warned = True
+        warnings.warn(text, RobopolicyWarning, stacklevel=4)

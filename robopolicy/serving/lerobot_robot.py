@@ -159,6 +159,12 @@ class AttachedLeRobot:
         return self.wiring.placed(self._shown) | (self._sent is not None)
 
     @property
+    def limits_itself(self) -> np.ndarray:
+        """Which elements of an action [A] bool the robot keeps from jumping: positions, by its max_relative_target."""
+        limited = getattr(getattr(self.robot, "config", None), "max_relative_target", None) is not None
+        return ~self._stops & limited
+
+    @property
     def _last(self) -> np.ndarray:
         return np.zeros(len(self.wiring.action)) if self._sent is None else self._sent
 

@@ -22,10 +22,11 @@ class Limits:
 
     message: bytes of one message; text: characters of an instruction; names: fields of one mapping; name: characters of
     a field's or a session's name; length: elements of one list; elements: of all lists and mappings of a message
-    together; depth: of nested mappings; image: bytes of one frame of a camera; sessions: robots behind one connection;
-    all_sessions: robots in all; connections, address_connections: open sockets in all, and from one address;
-    pipelined: requests of one connection that are under way at once; pings: a second and connection; wrong_keys: from
-    one address within `lockout` seconds, after which it has to wait as long.
+    together; depth: of nested mappings; image: bytes of one frame of a camera; sessions, address_sessions,
+    all_sessions: robots behind one connection, behind one address, and in all; connections, address_connections: open
+    sockets in all, and from one address; pipelined: requests of one connection that are under way at once; reading:
+    messages of one address that are decoded at once; pings: a second and connection; wrong_keys: from one address
+    within `lockout` seconds, after which its other ones are not looked at for as long.
     """
 
     message: int = 64 * 2**20
@@ -37,10 +38,12 @@ class Limits:
     depth: int = 8
     image: int = IMAGE_BYTES
     sessions: int = 256
+    address_sessions: int = 768
     all_sessions: int = 1024
     connections: int = 512
     address_connections: int = 128
     pipelined: int = 16
+    reading: int = 2
     pings: int = 50
     wrong_keys: int = 10
     lockout: float = 10.0

@@ -38,6 +38,9 @@ the first in the step of this observation, none of them ([0, A]) as an episode b
 DELAY = "robopolicy.delay"
 """Integer beside a plan, 0 to n: how many of its actions will have been executed when the answer is there."""
 
+OURS = (RESET, SESSION, SEED, REQUEST, PLAN, DELAY)
+"""What a request may say beside an observation; one that says something else like it is refused, not half read."""
+
 CHECK = "robopolicy.check"
 """Last key of a sealed message: the CRC-32 of all bytes before the value, which has four."""
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
 
+import numpy as np
 import torch
 from websockets.asyncio.server import Server, ServerConnection
 from websockets.asyncio.server import serve as listen
@@ -36,7 +37,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import Observation
 from robopolicy.inference.chunking import Plans, plans_of
-from robopolicy.serving.batching import Answer, BusyError, InferenceQueue
+from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
 from robopolicy.serving.limits import Limits
@@ -52,6 +53,9 @@ LARGE = 64 * 1024
 
 ACCEPTED = 8
 """Connections that are accepted in one turn of the event loop; a hundred handshakes at once would hold up robots."""
+
+SHORT_KEY = 16
+"""Characters below which an API key can be guessed by whoever tries a thousand a second for long enough."""
 
 SHUTDOWN = 3.0
 """Seconds that a stopping server waits for its clients and for the pass in progress, together."""
@@ -154,6 +158,8 @@ class PolicyServer:
             server = await self._listen()
             port = next(iter(server.sockets)).getsockname()[1]
             self.log("listening", host=self.settings.host, port=port)
+            if 0 < len(self.settings.api_key) < SHORT_KEY:  # wrong ones are answered, not held back
+                self.log("short key", logging.WARNING, text=f"Take {SHORT_KEY} random characters: openssl rand -hex 16")
             on_ready(port)
             await stop.wait()
             self.log("stopping", connections=self.metrics.connections)
@@ -194,24 +200,31 @@ class PolicyServer:
             trouble = self.queue.trouble if request.path == "/livez" else self._unready()
             status = HTTPStatus.OK if trouble is None else HTTPStatus.SERVICE_UNAVAILABLE
             return connection.respond(status, f"{trouble or 'OK'}\n")
-        address = address_of(connection.transport)
-        if self.settings.api_key and self.door.locked_out(address):
+        refusal = self._key_refused(connection, request) if self.settings.api_key else None
+        if refusal is not None:
             self.metrics.refused["key"] += 1
-            seconds = self.door.lockout_left(address)
-            refusal = connection.respond(HTTPStatus.TOO_MANY_REQUESTS, f"Too many wrong keys: wait {seconds} s.\n")
-            refusal.headers["Retry-After"] = str(seconds)
             return refusal
-        given = request.headers.get("Authorization", "")
-        if self.settings.api_key and not hmac.compare_digest(
-            given.encode(), f"Api-Key {self.settings.api_key}".encode()
-        ):
-            self.metrics.refused["key"] += 1
-            self.door.wrong_key(address)
-            self.log("wrong key", logging.WARNING, address=address)
-            return connection.respond(HTTPStatus.UNAUTHORIZED, "Send the header 'Authorization: Api-Key KEY'.\n")
         if request.path == "/metrics":
             return connection.respond(HTTPStatus.OK, self._metrics())
         return None
+
+    def _key_refused(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Return what is answered to a request without the right key, None with it: that passes even where others of
+        its address (behind one router, on one machine) have tried wrong ones.
+        """
+        address = address_of(connection.transport)
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape").strip()
+        if hmac.compare_digest(given, f"Api-Key {self.settings.api_key}".encode()):
+            return None
+        if given not in (b"", b"Api-Key"):
+            if self.door.locked_out(address):
+                seconds = self.door.lockout_left(address)
+                refusal = connection.respond(HTTPStatus.TOO_MANY_REQUESTS, f"Too many wrong keys: wait {seconds} s.\n")
+                refusal.headers["Retry-After"] = str(seconds)
+                return refusal
+            self.door.wrong_key(address)
+            self.log("wrong key", logging.WARNING, address=address)
+        return connection.respond(HTTPStatus.UNAUTHORIZED, "Send the header 'Authorization: Api-Key KEY'.\n")
 
     def _unready(self) -> str | None:
         """Return why the next request would be refused, None if it would not."""
@@ -228,7 +241,7 @@ class PolicyServer:
 
     async def _handle(self, connection: ServerConnection) -> None:
         number, address = next(self._numbers), address_of(connection.transport)
-        conversation = _Conversation(self, connection, number)
+        conversation = _Conversation(self, connection, (address, number))
         self.metrics.connections += 1
         self.log("connected", connection=number, address=address)
         try:
@@ -247,15 +260,17 @@ class PolicyServer:
 
     async def _refuse(self, connection: ServerConnection, number: int, error: Exception) -> None:
         """Send the error as text and close, as openpi's server does; the trace of a foreign one goes to the log."""
-        text, code, kind = str(error), 1011, "wrong observation"
+        code, kind = 1011, "wrong observation"
         if isinstance(error, BusyError):
             code, kind = 1013, "busy"
         elif not isinstance(error, SpecError | NonFiniteError):
             kind = "internal error"
-            if not isinstance(error, RobopolicyError):
-                mark = secrets.token_hex(4)
-                text = f"The policy failed ({type(error).__name__}); the server's log says why under error {mark}."
-                self.log("error", logging.ERROR, connection=number, error=mark, trace=_trace(error))
+        if isinstance(error, RobopolicyError):
+            text = str(error)
+        else:  # foreign code: even its text may raise
+            mark = secrets.token_hex(4)
+            text = f"The policy failed ({type(error).__name__}); the server's log says why under error {mark}."
+            self.log("error", logging.ERROR, connection=number, error=mark, trace=_trace(error))
         reason = {"wrong observation": "observation", "busy": "busy"}.get(kind, "policy")
         self.metrics.refused[reason] += 1
         self.log("refused", logging.WARNING, connection=number, reason=reason, text=text[:500])
@@ -291,8 +306,8 @@ class PolicyServer:
 class _Conversation:
     """One connection: requests are read in order, computed together where they may be, answered in order."""
 
-    def __init__(self, server: PolicyServer, connection: ServerConnection, number: int):
-        self.server, self.connection, self.number = server, connection, number
+    def __init__(self, server: PolicyServer, connection: ServerConnection, asker: Asker):
+        self.server, self.connection, self.asker = server, connection, asker
         self.requests, self.large = 0, False
         self._replies: asyncio.Queue[asyncio.Future[bytes]] = asyncio.Queue(server.limits.pipelined)
         self._previous: float | None = None
@@ -315,7 +330,9 @@ class _Conversation:
         async for message in self.connection:
             self.requests += 1
             self.server.metrics.requests += 1
-            reply = await self._begin(message)
+            async with self.server.door.lane(self.asker[0]):
+                await asyncio.sleep(0)  # others' messages come first where many of this address wait
+                reply = await self._begin(message)
             await self._replies.put(reply)
             if reply.done() and reply.exception() is not None:
                 return True
@@ -338,11 +355,11 @@ class _Conversation:
             large = len(message) > LARGE
             self.large |= large
             request = await asyncio.to_thread(self._unpacked, message) if large else self._unpacked(message)
-            session = self.server.sessions.take(self.number, request)
+            session = self.server.sessions.take(self.asker[1], request, self.asker[0])
             asked = request.pop(REQUEST, None)
             if SEED in request:
                 session.seed(request.pop(SEED), self.server.device)
-            if request.pop(RESET, False):
+            if _said(request.pop(RESET, False)):
                 session.reset()
                 if not request:
                     return _settled(_packed({RESET: True}, asked))
@@ -359,6 +376,7 @@ class _Conversation:
         request = unpack(message, self.server.limits)
         if not isinstance(request, dict):
             raise SpecError(f"An observation is a mapping from names to arrays, not {type(request).__name__}.")
+        request = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: request[key] for key in request}
         if REQUEST in request:
             request[REQUEST] = fingerprint(message)
         return request
@@ -372,7 +390,7 @@ class _Conversation:
         request: int | None,
     ) -> bytes:
         asked = time.perf_counter()
-        answer: Answer = await self.server.queue.infer(observation, generator, left)
+        answer: Answer = await self.server.queue.infer(observation, generator, left, self.asker)
         timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - asked)}
         if self._previous is not None:
             timing["prev_total_ms"] = 1e3 * self._previous
@@ -384,6 +402,13 @@ class _Conversation:
             "server_timing": timing,
         }
         return _packed(found, request)
+
+
+def _said(value: Any) -> bool:
+    """Return what a request says under RESET. Raises SpecError where that is neither true nor false."""
+    if value is not None and (not isinstance(value, bool | int | np.bool_ | np.integer) or value not in (0, 1)):
+        raise SpecError(f"'{RESET}' is true or false, not {type(value).__name__}.")
+    return bool(value)
 
 
 def _packed(answer: dict[str, Any], request: int | None) -> bytes:

@@ -16,11 +16,12 @@ from robopolicy.serving.underway import Left, taken
 
 class RobotSession(Session):
     """One robot's history; generator: its own noise where it asked for a seed, else None; used: when it asked last;
-    plans: how many plans its episode has had.
+    address: where it asks from; plans: how many plans its episode has had.
     """
 
     generator: torch.Generator | None = None
     used: float = 0.0
+    address: str = ""
     plans: int = 0
 
     def reset(self) -> None:
@@ -66,10 +67,11 @@ class Sessions:
         """How many there are."""
         return len(self._known)
 
-    def take(self, connection: int, request: dict[Any, Any]) -> RobotSession:
+    def take(self, connection: int, request: dict[Any, Any], address: str = "") -> RobotSession:
         """Return the session that `request` of a connection names, begun where it is new; the name is taken out.
 
-        Raises SpecError where the name is no short text, and where there are too many.
+        address: where the connection comes from. Raises SpecError where the name is no short text, and where there are
+        too many.
         """
         name = request.pop(SESSION, "")
         if not isinstance(name, str) or len(name) > self.limits.name:
@@ -80,9 +82,13 @@ class Sessions:
             self._forget_idle(now)
             if sum(owner == connection for owner, _ in self._known) >= self.limits.sessions:
                 raise SpecError(f"One connection serves at most {self.limits.sessions} sessions: open another.")
+            most = self.limits.address_sessions
+            if sum(session.address == address for session in self._known.values()) >= most:
+                raise SpecError(f"One address has at most {most} sessions: close connections that are not needed.")
             if len(self._known) >= self.limits.all_sessions:
                 raise SpecError(f"The server keeps {self.limits.all_sessions} sessions, and all are in use: try later.")
             session = self._known[connection, name] = RobotSession(self.spec, self.rename, self.limits)
+            session.address = address
         session.used = now
         return session
 

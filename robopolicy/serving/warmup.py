@@ -9,14 +9,15 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.inference.engine import CompilesForRows
 from robopolicy.serving.batching import InferenceQueue
 from robopolicy.serving.log import Log
+from robopolicy.serving.underway import Left
 
 
 async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> bool:
     """Let the policy decide before anybody asks, and return whether it was not stopped meanwhile.
 
     Where code is made for numbers of rows, by the policy or by what it decides by means of, it is made for all that may
-    ask together, however long that takes. Raises what the policy raises, and BusyError where a decision takes longer
-    than a request may.
+    ask together, however long that takes; plans that follow on from others are made too, where the server offers them.
+    Raises what the policy raises, and BusyError where a decision takes longer than a request may.
     """
     deciding, stopping = asyncio.ensure_future(_decide(queue, log)), asyncio.ensure_future(stop.wait())
     await asyncio.wait([deciding, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -37,6 +38,10 @@ async def _decide(queue: InferenceQueue, log: Log) -> None:
         for rows in deciding.sizes(queue.maximum_batch):
             log("compiling", rows=rows)
             await queue.first(seen, rows)
+    if queue.plans is not None:  # guided plans load code that nothing else does, for ten seconds on a busy machine
+        spec = policy.spec
+        for steps in (0, spec.prediction - spec.chunk):
+            await queue.first(seen, 1, Left(np.zeros((steps, *spec.action.shape), np.float32), 0, 1))
     await queue.infer(seen)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.frames import PackedFrames
@@ -149,6 +148,8 @@ def plan_memory(
     where the policy is, None for that of its weights; images: whether decisions keep what cameras showed; packed: what
     is left of that where it is compressed, as a share, 0 where it is kept elsewhere; optimiser: what takes the steps.
     """
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton: who fine-tunes, pays
+
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
     at_once = min(micro_batch or rows, rows)
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)

@@ -252,8 +252,7 @@ def world_lines(config: Config, name: str) -> list[str]:
     """Check a world: the protocols that it claims, and whether equal seeds repeat bit by bit."""
     options: dict[str, Any] = {"seed": config.run.seed, "history": 2, **config.world.options}
     if config.world.cameras:
-        size = config.world.image_size
-        options |= {"cameras": config.world.cameras, **({} if size is None else {"image_size": size})}
+        options |= {"cameras": config.world.cameras, "image_size": config.world.image_size}
     opened: list[World] = []
 
     def make(rows: int) -> World:

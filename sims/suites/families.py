@@ -65,7 +65,7 @@ FAMILIES = (
         ("gym_aloha/",),
         "gym_aloha",
         "aloha",
-        options={"reward": "increase", "reward_scale": 0.5, "cameras": ("top",), "image_size": 64},
+        options={"reward": "increase", "reward_scale": 0.5, "cameras": ("top",)},
         env_options={"obs_type": "pixels_agent_pos"},
     ),
     # Its time limit, 1,000 control steps for all but a few tasks, is not registered.

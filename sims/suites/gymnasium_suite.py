@@ -13,27 +13,10 @@ from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import (
-    IMAGE_PREFIX,
-    Field,
-    ImageSize,
-    Observation,
-    WorldSpec,
-    image_fields,
-    image_sizes,
-    least_return,
-    validate_actions,
-)
+from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, least_return, validate_actions
+from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
-from sims.engine import usable_threads
-from sims.suites.environment import (
-    Description,
-    MakeEnvironment,
-    RowEnvironment,
-    entry_of,
-    open_gymnasium,
-    registered,
-)
+from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
 from sims.suites.families import family_of
 from sims.suites.rewards import INCREASE, Reward, choose_reward
 from sims.suites.success import TERMINATED, UNEXPECTED
@@ -49,17 +32,17 @@ class GymnasiumWorld:
     name: of the world; make_environment: makes one environment without a time limit (importable in a fresh process when
     there are workers); batch_size: rows B; horizon: control steps until the time limit; instruction: the task in words;
     seed: of the generator that draws episode seeds when `reset` is given none; history: H frames; cameras: whose images
-    are part of the observation: entries of the observation that are images, cameras of the MuJoCo model, or "default",
-    the environment's own view; image_size: of them, see `core.spec.image_sizes`, None for entries as they are; workers:
-    processes that share the rows, 0 for this process, None for one per usable core; terminate_on_success: False lets an
-    episode run on; fps: control steps per second, default what the environment says; reward: None or "progress"
-    (environments with goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment"
-    (its own reward), "increase" (the increase of its own reward times reward_scale, plus 1 at success), or
-    "package.module:function", a potential (see `choose_reward`); success: "package.module:function", observation arrays
-    [n] by key -> whether the task is done, "return >= NUMBER" or "return so far >= NUMBER", of the environment's own
-    rewards, or "terminated"; without it success_key: entry of `info` (default is_success, else success), see
-    `SuccessRule`; seed_globals: seed Python's and numpy's global generators with every episode; state_keys: entries of
-    a dictionary observation that are the robot's own.
+    (image_size x image_size) are part of the observation: entries of the observation that are images, cameras of the
+    MuJoCo model, or "default", the environment's own view; workers: processes that share the rows, 0 for this process,
+    None for one per usable core; terminate_on_success: False lets an episode run on;
+    fps: control steps per second, default what the environment says; reward: None or "progress" (environments with
+    goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward),
+    "increase" (the increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a
+    potential (see `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the
+    task is done, "return >= NUMBER" or "return so far >= NUMBER", of the environment's own rewards, or "terminated";
+    without it success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed
+    Python's and numpy's global generators with every episode; state_keys: entries of a dictionary observation that are
+    the robot's own.
     repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
     nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
     started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
@@ -77,7 +60,7 @@ class GymnasiumWorld:
         seed: int = 0,
         history: int = 1,
         cameras: Sequence[str] = (),
-        image_size: ImageSize | None = None,
+        image_size: int = 64,
         workers: int | None = 0,
         terminate_on_success: bool = True,
         fps: float | None = None,
@@ -272,17 +255,15 @@ def criterion(success: str | None, text: str) -> str:
     return "the environment terminates the episode" if success == TERMINATED else success or text
 
 
-def observation_fields(
-    description: Description, cameras: Sequence[str], image_size: ImageSize | None
-) -> dict[str, Field]:
+def observation_fields(description: Description, cameras: Sequence[str], image_size: int) -> dict[str, Field]:
     """Return the world's observation fields. Raises CameraError on an unknown camera."""
     for camera in cameras:
-        if entry_of(camera, description.cameras) not in description.cameras:
+        if camera not in description.cameras:
             nearest = did_you_mean(camera, description.cameras)
             raise CameraError(f"The environment has no camera '{camera}'.{nearest}", description.cameras)
-    layout = description.layout
+    layout, image = description.layout, Field((image_size, image_size, 3), "uint8", 0, 255)
     vectors = {key: Field((part.stop - part.start,), names=layout.names[key]) for key, part in layout.fields.items()}
-    return {**vectors, **image_fields(image_sizes(cameras, image_size, layout.sizes))}
+    return {**vectors, **{IMAGE_PREFIX + camera: image for camera in cameras}}
 
 
 def make_gymnasium_world(

@@ -1,7 +1,9 @@
 """Datasets that lie, miss something or reach outside: each is refused in one sentence that names the place."""
 
+import io
 import json
 import os
+import resource
 import shutil
 
 import numpy as np
@@ -9,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from moving_episodes import FRONT, moving_episodes
+from PIL import Image
 
 from robopolicy.core.errors import DataError
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
@@ -142,7 +145,7 @@ def test_images_of_several_sizes_are_named(copy):
         return put(table, FRONT, images)
 
     edit(copy, shrunk)
-    refused(copy, r"frame 1 of episode 1.*\[4, 5, 3\]")
+    refused(copy, r"frame 1 of episode 1.*4 x 5 pixels.*promises 64 x 64")
 
 
 def test_missing_episode_tables_are_named(filmed, tmp_path):
@@ -163,3 +166,144 @@ def test_a_video_path_that_leads_outside_is_refused(filmed, tmp_path):
 def test_a_task_that_no_table_names_is_refused(copy):
     edit(copy, lambda table: put(table, "task_index", [9] * table.num_rows))
     refused(copy, r"tasks\.parquet.*9")
+
+
+def picture(size=(64, 64), form="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", size).save(file, format=form)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("form", ["EPS", "TIFF", "PDF", "GIF", "WEBP"])
+def test_an_image_is_decoded_as_png_or_jpeg_whatever_its_bytes_say(copy, form, tmp_path, monkeypatch):
+    """PIL starts Ghostscript on PostScript: a program of that name must not be started."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    images = [{"bytes": picture(form=form), "path": "frame.png"}]
+    edit(copy, lambda table: put(table, FRONT, images * table.num_rows))
+    refused(copy, r"frame 0 of episode 0.*damaged, or no PNG or JPEG")
+    assert not (tmp_path / "started").exists()
+    edit(copy, lambda table: put(table, FRONT, [{"bytes": picture(form="JPEG"), "path": None}] * table.num_rows))
+    assert len(read_dataset(copy)) == 3
+
+
+@pytest.mark.parametrize("playlist", ["ffconcat version 1.0\nfile {}\n", "#EXTM3U\n#EXTINF:1,\n{}\n", "v=0\n"])
+def test_a_video_that_names_other_files_is_refused(filmed, tmp_path, playlist):
+    copy = shutil.copytree(filmed, tmp_path / "copy")
+    video = next((copy / "videos").rglob("*.mp4"))
+    shutil.move(video, video.with_name("other.mp4"))
+    video.write_text(playlist.format("other.mp4"))
+    refused(copy, r"damaged or no MP4")
+
+
+def film(path, size, frames=19, codec="libx264"):
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, 10, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        for _ in range(frames):
+            container.mux(stream.encode(av.VideoFrame(*size, "yuv420p")))
+        container.mux(stream.encode(None))
+
+
+def memory():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def test_videos_of_another_size_or_codec_are_refused_before_they_are_decoded(filmed, tmp_path):
+    copy = shutil.copytree(filmed, tmp_path / "copy")
+    video = next((copy / "videos").rglob("*.mp4"))
+    film(video, (1024, 1024))
+    before = memory()
+    refused(copy, r"1024 x 1024 pixels.*promises 64 x 64")
+    assert memory() - before < 40  # MB, and the frames take 60
+    film(video, (64, 64), codec="mpeg4")
+    refused(copy, r"no video in h264, hevc, av1, vp9")
+
+
+def test_images_of_another_size_are_refused_before_they_are_decoded(copy):
+    large = {"bytes": picture((4000, 4000)), "path": None}
+    edit(copy, lambda table: put(table, FRONT, [large] * table.num_rows))
+    before = memory()
+    refused(copy, r"4000 x 4000 pixels.*promises 64 x 64")
+    assert memory() - before < 40  # MB, and one takes 48
+
+
+@pytest.mark.parametrize("column", ["action", FRONT])
+def test_more_rows_or_values_than_promised_are_refused_before_they_are_read(copy, column):
+    path = next((copy / "data").glob("*/*.parquet"))
+    table = pq.read_table(path)
+    pq.write_table(pa.concat_tables([table] * 3), path)
+    refused(copy, r"promises 19 frames but its data files hold 57")
+    kind = table.schema.field(column).type
+    value = {"bytes": b"\0" * 10**7, "path": None} if column == FRONT else [0.5] * 10**6
+    values = pa.array([value] + [None] * 18, kind if column == FRONT else pa.list_(pa.float32()))
+    pq.write_table(table.set_column(table.column_names.index(column), column, values), path)
+    refused(copy, rf"column '{column}' holds other or more values")
+
+
+def test_a_text_where_numbers_are_promised_is_refused(copy):
+    def texts(table):
+        place = table.column_names.index("action")
+        return table.set_column(place, "action", pa.array(["1.0"] * table.num_rows))
+
+    edit(copy, texts)
+    refused(copy, r"column 'action' holds other or more values")
+
+
+def test_tables_of_tasks_and_episodes_are_no_larger_than_promised(copy, filmed, tmp_path):
+    tasks = copy / "meta" / "tasks.parquet"
+    for table, text in (
+        (pa.table({"task_index": range(50_000), "task": ["x"] * 50_000}), "50000 rows"),
+        (pa.table({"task_index": range(1000), "task": ["x" * 70_000] * 1000}), "holds more than"),
+        (pa.table({"task_index": [[0] * 9000], "task": ["x"]}), "lists"),
+        (pa.table({"task_index": [0]}), "no column 'task'"),
+    ):
+        pq.write_table(table, tasks)
+        refused(copy, text)
+    filmed = shutil.copytree(filmed, tmp_path / "filmed")
+    path = next((filmed / "meta" / "episodes").rglob("*.parquet"))
+    table = pq.read_table(path)
+    pq.write_table(pa.concat_tables([table] * 40), path)
+    refused(filmed, "120 rows")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "{video_key:>30000000}",
+        "{video_key.__class__}",
+        "{video_key[0]}",
+        "{video_key!r}",
+        "{}",
+        "{0}",
+        "{chunk_index:999d}",
+    ],
+)
+def test_a_video_path_holds_three_plain_fields(filmed, tmp_path, field):
+    copy = shutil.copytree(filmed, tmp_path / "copy")
+    inform(copy, video_path=f"videos/{field}.mp4")
+    refused(copy, r"video_path cannot be filled in.*video_key")
+
+
+@pytest.mark.parametrize("start", [float("nan"), float("inf"), -1.0, None])
+def test_a_video_that_begins_at_no_time_is_refused(filmed, tmp_path, start):
+    copy = shutil.copytree(filmed, tmp_path / "copy")
+    path = next((copy / "meta" / "episodes").rglob("*.parquet"))
+    table = pq.read_table(path)
+    pq.write_table(put(table, f"videos/{FRONT}/from_timestamp", [start] * table.num_rows), path)
+    refused(copy, r"meta/episodes has episode 0")
+
+
+def test_a_promise_that_no_memory_holds_is_refused(copy, monkeypatch):
+    monkeypatch.setattr("robopolicy.data.lerobot_checks.free_memory", lambda device: 100_000)
+    refused(copy, r"takes .* MB of memory, and 0.1 MB are free")
+    assert len(read_dataset(copy, cameras=())) == 3
+
+
+@pytest.mark.parametrize("name", ["meta/info.json", "meta/tasks.parquet", "data", "meta/robopolicy"])
+def test_links_that_lead_outside_are_not_followed(copy, tmp_path, name):
+    shutil.move(copy / name, tmp_path / "outside")
+    (copy / name).symlink_to(tmp_path / "outside")
+    refused(copy, "outside of")

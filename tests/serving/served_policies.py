@@ -51,7 +51,9 @@ class Echo:
 
 
 class Odd(Echo):
-    """Answers two chunks to whoever sends state -3, hangs at state -4; noise: whether answers are drawn."""
+    """Answers two chunks to whoever sends state -3, hangs at state -4, raises SystemExit at -5 and StopIteration at -6;
+    noise: whether answers are drawn.
+    """
 
     def __init__(self, noise: bool = False):
         super().__init__()
@@ -61,6 +63,10 @@ class Odd(Echo):
         state = observation[STATE][:, -1, 0]
         if (state == -4).any():
             time.sleep(1000)
+        if (state == -5).any():
+            raise SystemExit(3)
+        if (state == -6).any():
+            raise StopIteration
         decision = super().act(observation, generator)
         if (state == -3).any():
             decision = Decision(decision.actions.repeat(2, 1, 1), {}, decision.logp, decision.mask)

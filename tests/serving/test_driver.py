@@ -6,8 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
+from robopolicy.serving.action_limits import limits_of
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, described_policy
@@ -108,10 +109,120 @@ def test_actions_are_clipped_to_the_policys_bounds_and_the_robots_own():
     assert wide._limited(np.array([3.0])) == 1.0
 
 
-@pytest.mark.parametrize("wrong", [{"change": -0.05}, {"change": np.nan}, {"low": np.nan}, {"high": [1.0, np.nan]}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"change": -0.05},
+        {"change": np.nan},
+        {"low": np.nan},
+        {"high": [1.0, np.nan]},
+        {"change": np.inf},
+        {"low": -np.inf},
+        {"high": [1.0, np.inf]},
+    ],
+)
 def test_limits_that_would_drive_a_robot_away_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"NaN|0 or more"):
+    with pytest.raises(ConfigError, match=r"NaN|0 or more|infinity bounds nothing"):
         ActionLimits(**{name: np.asarray(value) for name, value in wrong.items()})
+
+
+def test_the_first_action_of_an_episode_is_no_jump():
+    """Nor is the first after a reset, after it was held, or after a gap; a robot outside its bounds is led back."""
+    server = Scripted(low=-np.inf, high=np.inf)
+    driver, clock = make(server, limits=ActionLimits(change=0.1), hold=np.array([0.0]), prefetch=0)
+    for _ in range(2):
+        driver._first = False
+        driver.look(see())
+        server.say(driver, [1e30] * 4)
+        assert [float(driver.step(see())[0]) for _ in range(2)] == pytest.approx([0.1, 0.2])
+        clock.now += 100.0
+        assert driver.step(see()) == pytest.approx(0.1)  # it comes to rest as slowly
+        driver.reset()
+    shown, _ = make(
+        Scripted(low=-1.0, high=1.0), limits=ActionLimits(change=0.5), hold=lambda frames, last: frames[STATE]
+    )
+    shown.look(see(3.0))
+    assert shown._limited(np.array([0.0])) == 2.5  # not 1.0, a jump to the nearest bound
+    assert shown._limited(np.array([3.0]), held=True) == 3.0
+    unknown, _ = make(Scripted(), limits=ActionLimits(change=0.1), start=lambda frames, last: np.array([np.nan]))
+    assert unknown._limited(np.array([0.7])) == 0.7
+
+
+def test_a_policy_without_bounds_needs_some():
+    action = {"shape": [2], "names": ["lift", "x.vel"], "high": [np.inf, 1.0], "low": [-1.0, -1.0]}
+    server = Scripted(action=action)
+    for wrong in (None, ActionLimits(low=-1.0)):
+        with pytest.raises(ConfigError, match=r"Nothing bounds lift: .*drive\.bounds={lift: .*unbounded=True"):
+            make(server, hold=np.zeros(2), limits=wrong)
+    for given in (ActionLimits(high=1.0), ActionLimits(change=0.1), ActionLimits(unbounded=True)):
+        make(server, hold=np.zeros(2), limits=given)
+    policy, bounded = described_policy(server.metadata), RobotSettings(bounds={"lift": (-0.5, 0.5)})
+    assert np.array_equal(limits_of(bounded, policy, policy.names).low, [-0.5, -1.0])
+    with pytest.raises(ConfigError, match="Nothing bounds lift"):
+        limits_of(RobotSettings(), policy, policy.names)
+    limits_of(RobotSettings(), policy, policy.names, np.array([True, False]))  # the robot's own max_relative_target
+    with pytest.raises(ConfigError, match="bounds names 'lft'"):
+        limits_of(RobotSettings(bounds={"lft": (-0.5, 0.5)}), policy, policy.names)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_age": -1.0},
+        {"max_age": 0.0},
+        {"max_age": np.nan},
+        {"max_age": "1"},
+        {"grace": -0.1},
+        {"grace": np.nan},
+        {"patience": -1.0},
+        {"patience": np.nan},
+        {"prefetch": 1.5},
+        {"prefetch": True},
+        {"latency_steps": 0.5},
+        {"blend": 1.0},
+        {"blend": -1},
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        make(Scripted(), **wrong)
+
+
+def test_answers_that_all_come_too_late_are_asked_for_ever_later():
+    server = Scripted()
+    driver, clock = make(server, max_age=0.1, prefetch=0)
+    asked = []
+    for step in range(40):
+        clock.now = 0.2 * step
+        driver.step(see())
+        if driver._request is not None:
+            asked.append(clock.now)
+            clock.now += 0.15
+            server.say(driver, [0.1] * 4)
+    assert driver.counts["stale"] > 3 and len(asked) < 12, asked
+
+
+def test_without_a_hold_names_and_units_say_how_a_robot_stands_still():
+    names = ["arm.pos", "x.vel", "gripper"]
+    action = {"shape": [3], "names": names, "low": -9.0, "high": 9.0}
+    fields = {STATE: {"shape": [2], "names": ["x.vel", "arm.pos"]}}
+    driver, _ = make(Scripted(action=action, observation=fields), hold=None)
+    assert driver.step({STATE: np.array([0.3, 5.0])}).tolist() == [5.0, 0.0, 0.0]
+    driver._last = np.array([4.0, 0.3, 1.0])
+    assert driver.step({STATE: np.array([0.3, 5.0])}).tolist() == [4.0, 0.0, 1.0]
+    with pytest.raises(ConfigError, match="says how element 0 stands still: say hold"):
+        make(Scripted(), hold=None)
+
+
+def test_a_hold_that_moves_the_robot_is_named():
+    action = {"shape": [2], "names": ["arm.pos", "x.vel"], "low": -9.0, "high": 9.0}
+    server = Scripted(action=action, observation={STATE: {"shape": [2]}})
+    driver, _ = make(server, hold=lambda frames, last: frames[STATE])
+    with pytest.warns(RobopolicyWarning, match=r"hold keeps x\.vel at \[0\.3\] .* the robot moves on"):
+        driver.step({STATE: np.array([5.0, 0.3])})
+    driver.step({STATE: np.array([5.0, 0.3])})  # said once
+    with pytest.warns(RobopolicyWarning, match=r"hold sends arm\.pos to a place of its own"):
+        make(server, hold=np.zeros(2))
 
 
 def test_a_silent_server_is_away_since_the_oldest_question_that_it_has_not_answered():

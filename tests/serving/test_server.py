@@ -20,7 +20,7 @@ from served_policies import FRONT, KEEPALIVE, KEY, PLAIN, Echo, run_serve, run_s
 from websockets.exceptions import ConnectionClosedError
 
 import robopolicy.serving
-from robopolicy.core.errors import ServingError
+from robopolicy.core.errors import ConfigError, ServingError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, pack, unpack
@@ -276,6 +276,13 @@ def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed()
         return False
 
     wait_for(gone, 30)
+
+
+def test_a_certificates_key_without_the_certificate_is_refused():
+    with pytest.raises(ConfigError, match=r"certificate_key is key\.pem.*serve\.certificate=FILE"):
+        ServerSettings(certificate_key=Path("key.pem"))
+    with pytest.raises(ConfigError, match="line break"):
+        ServerSettings(api_key="secret\n")
 
 
 def test_taken_port_and_open_address_are_refused(ports):

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from misbehaving import POLICY_FAULTS, Base, run_moody
 
-from robopolicy.core.errors import ConfigError, RobopolicyError
+from robopolicy.configuration.drive import DriveSection
+from robopolicy.core.errors import ConfigError, RobopolicyError, ServingError
 from robopolicy.core.holding import Kind, keeps_value, kind_of, unit_of
 from robopolicy.core.spec import STATE
+from robopolicy.core.structured import from_plain
 from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import RobotSettings
@@ -148,6 +150,54 @@ def test_simulated_robots_stand_still_by_the_same_rule():
     still = holding(RobotSettings(), names, 3, "", {STATE: ("x.vel", "shoulder.pos")})
     assert still({STATE: np.array([0.3, 10.0])}, None).tolist() == [10.0, 0.0, 0.0]
     assert still({STATE: np.array([0.3, 10.0])}, np.array([11.0, 0.3, 1.0])).tolist() == [11.0, 0.0, 0.0]
+
+
+def test_a_position_that_was_neither_shown_nor_sent_is_not_commanded():
+    """Its place is not known: a stop, or waiting for the first answer, must not send it to zero."""
+    rover = Rover()
+    rover.observation_features = {"x.vel": float}
+    rover.get_observation = lambda: {"x.vel": rover.speed}
+    server = Silent(("x.vel",), Base.NAMES)
+    wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
+    with pytest.raises(RobopolicyError), AttachedLeRobot(cast(Any, rover), wire) as robot:
+        drive_robot(robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings(patience=0.05))
+    assert rover.commands == []
+
+
+def test_a_robot_without_limits_is_not_driven():
+    server, rover = Silent(Base.NAMES, Base.NAMES, low=-np.inf), Rover()
+    wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
+    with (
+        pytest.raises(ConfigError, match=r"Nothing bounds shoulder\.pos, x\.vel.*drive\.unbounded=true"),
+        AttachedLeRobot(cast(Any, rover), wire) as robot,
+    ):
+        drive_robot(robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings())
+    assert rover.commands == []
+    bounds = from_plain(DriveSection, {"robot": "rover", "bounds": {"x.vel": [-0.2, 0.2]}}).bounds
+    assert bounds == {"x.vel": (-0.2, 0.2)}
+    for wrong in ([0.2, -0.2], [0.0, float("nan")], [float("-inf"), 0.0]):
+        with pytest.raises(ConfigError, match=r"bounds has x\.vel"):
+            RobotSettings(bounds={"x.vel": tuple(wrong)})
+
+
+STEPS = AttachedRobot(seconds=0.1)
+
+
+class Silent:
+    """A server that fails every time."""
+
+    def __init__(self, reads, gives, **bounds):
+        field = {"shape": [len(gives)], "names": list(gives), "low": -50.0, "high": 50.0, **bounds}
+        self.metadata = {
+            "observation": {STATE: {"shape": [len(reads)], "names": list(reads)}},
+            "action": field,
+            "history": 1,
+            "chunk": 2,
+            "fps": 50.0,
+        }
+
+    def infer(self, observation):
+        raise ServingError("nobody listens")
 
 
 class Rover:

@@ -124,3 +124,17 @@ def test_what_makes_no_code_may_take_as_long_as_a_request():
 def test_the_compiled_engine_says_which_code_it_makes():
     made = compiled(ahead(), InferenceConfig("compiled"))
     assert made.sizes(1) == (1,) and made.sizes(3) == (1, 4) and made.sizes(16) == (1, 4, 16)
+
+
+def test_plans_that_follow_on_from_others_are_made_before_a_robot_waits_for_one():
+    made = []
+
+    async def nothing(stop):
+        pass
+
+    def plans(policy, observation, generator, now, *, deterministic):
+        made.append(tuple(now.rest.shape))
+        return torch.zeros(1, 8, 2)
+
+    done, _ = _run(ahead(), nothing, plans=plans)
+    assert done and made == [(1, 0, 2), (1, 4, 2)]

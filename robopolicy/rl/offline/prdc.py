@@ -8,7 +8,6 @@ layers begin small, as ReBRAC's do, so that the first neighbours are not those o
 from typing import Any, Protocol, cast
 
 import torch
-from scipy.spatial import cKDTree  # pyright: ignore
 from torch import Tensor
 
 from robopolicy.core.arrays import Array
@@ -28,6 +27,8 @@ class Index(Protocol):
 
 def index_of(keys: Array) -> Index:
     """Return a k-d tree of keys [N, K]."""
+    from scipy.spatial import cKDTree  # pyright: ignore
+
     return cast(Index, cKDTree(keys))
 
 

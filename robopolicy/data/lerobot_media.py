@@ -1,0 +1,245 @@
+"""Images and videos that a dataset brings, opened by stated formats and in no other size than it promises.
+
+The bytes of a stranger's file choose nothing: PIL and FFmpeg know formats that start other programs (PostScript) or
+read other files (playlists), and a file of a few kilobytes may decode to gigabytes. So an image is a PNG or a JPEG, a
+video an MP4 with one of `CODECS`, and its size is compared with meta/info.json before it is decoded.
+"""
+
+import io
+import math
+import re
+import string
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import DataError, in_one_line
+from robopolicy.core.threads import usable_threads
+from robopolicy.data.lerobot_checks import file_within, require_room, table_within
+
+IMAGE_FORMATS = ("PNG", "JPEG")
+"""PIL's names of the formats that LeRobot and `write_dataset` store images in."""
+CODECS = ("h264", "hevc", "av1", "vp9")
+"""FFmpeg's names of the codecs that LeRobot and `write_dataset` store videos in."""
+_DECODERS = ("h264", "hevc", "libdav1d", "av1", "libaom-av1", "vp9", "libvpx-vp9")
+PLACE = ("chunk_index", "file_index", "from_timestamp")
+"""What meta/episodes says of where an episode lies in the videos of a camera."""
+_AT_ONCE, _MOST_ROWS = 2**28, 256
+"""Bytes and rows of encoded images that are held at once."""
+_COLOURS = ((1,), (2,), (3,), (4,))
+_PADDING = 128
+"""Pixels by which codecs round a frame's sides up."""
+
+Sizes = Collection[tuple[int, int]]
+"""Heights and widths that a feature's shape promises."""
+
+
+def promised_sizes(folder: Path, key: str, feature: Mapping[str, Any]) -> Sizes:
+    """Return the (height, width) that the shape of an image or video feature promises, colours first or last.
+
+    Raises DataError where it is no image's shape.
+    """
+    shape = tuple(feature["shape"])
+    sizes: set[tuple[int, int]] = {shape[:2]} if len(shape) == 2 or shape[2:] in _COLOURS else set()
+    if len(shape) == 3 and shape[:1] in _COLOURS:
+        sizes.add(shape[1:])
+    if not sizes or 0 in shape:
+        raise DataError(f"{folder}/meta/info.json promises '{key}' as {list(shape)}, which is no image's shape.")
+    return sizes
+
+
+def read_images(
+    folder: Path,
+    paths: Iterable[Path],
+    key: str,
+    feature: Mapping[str, Any],
+    positions: np.ndarray,
+    columns: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    """Decode the images of a column, uint8 [N, height, width, 3]; files are read inside of `folder` alone.
+
+    paths: the data files in their order, all their rows [R] counted through; positions: [R], where the image of a row
+    belongs in the result, -1 for nowhere; columns: the frame_index and episode_index [N] of the result. Raises
+    DataError where one is damaged, of another format, or of another size than promised.
+    """
+    import pyarrow.parquet as pq
+
+    sizes, row, count = promised_sizes(folder, key, feature), 0, len(columns["frame_index"])
+    found: np.ndarray | None = None
+    for path in paths:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(_rows_at_once(folder, file, key), columns=[key]):
+                for item in batch.column(key):
+                    position, row = positions[row], row + 1
+                    if position < 0:
+                        continue
+                    frame, episode = columns["frame_index"][position], columns["episode_index"][position]
+                    what = f"'{key}', frame {frame} of episode {episode},"
+                    image = _decoded(folder, what, item.as_py(), sizes)
+                    if found is None:
+                        require_room(folder, f"'{key}'", 2 * count * image.size)
+                        found = np.empty((count, *image.shape), dtype=np.uint8)
+                    if image.shape != found.shape[1:]:
+                        there = list(found.shape[1:])
+                        raise DataError(f"{folder}: {what} is {list(image.shape)}, another is {there}.")
+                    found[position] = image
+    assert found is not None
+    return found
+
+
+def _rows_at_once(folder: Path, file: Any, key: str) -> int:
+    """Return of how many rows images are held encoded: equal ones are stored once, and stand in memory once a row."""
+    groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+    sizes = [
+        group.column(index).total_uncompressed_size
+        for group in groups
+        for index in range(file.metadata.num_columns)
+        if group.column(index).path_in_schema == f"{key}.bytes"
+    ]
+    largest = max(sizes, default=1)
+    require_room(folder, f"'{key}', encoded,", largest)
+    return max(1, min(_MOST_ROWS, _AT_ONCE // max(1, largest)))
+
+
+def _decoded(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndarray:
+    """Return an image as LeRobot stores it, bytes or a path, as uint8 [height, width, 3]."""
+    from PIL import Image
+
+    known: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
+    data = known.get("bytes")
+    source = io.BytesIO(data) if data is not None else file_within(folder, str(known.get("path")), what)
+    try:
+        with Image.open(source, formats=IMAGE_FORMATS) as image:
+            _require_size(folder, what, (image.height, image.width), sizes)
+            return np.asarray(image.convert("RGB"))
+    except DataError:
+        raise
+    except Image.UnidentifiedImageError as error:
+        raise DataError(f"{folder}: {what} is damaged, or no {' or '.join(IMAGE_FORMATS)}.") from error
+    except Exception as error:  # PIL's decoders raise whatever they stumble over
+        raise DataError(
+            f"{folder}: {what} is damaged ({in_one_line(error)}). Restore the dataset from a copy."
+        ) from error
+
+
+def read_videos(
+    folder: Path, information: Mapping[str, Any], key: str, chosen: np.ndarray, lengths: np.ndarray
+) -> np.ndarray:
+    """Decode the frames of the chosen episodes, uint8 [n, height, width, 3], each video file once from its start.
+
+    chosen, lengths: [E], numbers and lengths of the episodes. Raises DataError as `read_images`.
+    """
+    sizes = promised_sizes(folder, key, information["features"][key])
+    wanted: dict[Path, list[tuple[int, int, int]]] = {}
+    offset = 0
+    places = _places(folder, information, key, chosen)
+    for episode, length in zip(chosen.tolist(), lengths.tolist(), strict=True):
+        path, start = places[episode]
+        wanted.setdefault(path, []).append((round(start * information["fps"]), offset, length))
+        offset += length
+    frames: np.ndarray | None = None
+    for path, pieces in wanted.items():
+        target = {first + step: position + step for first, position, length in pieces for step in range(length)}
+        seen = 0
+        for index, frame in enumerate(_decode_video(folder, path, max(target), sizes)):
+            if index in target:
+                if frames is None:
+                    require_room(folder, f"'{key}'", 2 * offset * frame.size)
+                    frames = np.empty((offset, *frame.shape), dtype=np.uint8)
+                if frame.shape != frames.shape[1:]:
+                    raise DataError(f"{path} has frames of several sizes.")
+                frames[target[index]] = frame
+                seen += 1
+        if seen != len(target):
+            raise DataError(f"{path} ends early: {len(target) - seen} frames are missing. Restore it from a copy.")
+    assert frames is not None
+    return frames
+
+
+def _places(
+    folder: Path, information: Mapping[str, Any], key: str, chosen: np.ndarray
+) -> dict[int, tuple[Path, float]]:
+    """Return the file of each chosen episode, and where in it the episode begins, s."""
+    names = [f"videos/{key}/{name}" for name in PLACE]
+    rows: list[dict[str, Any]] = []
+    try:
+        for path in sorted((folder / "meta" / "episodes").glob("*/*.parquet")):
+            table = table_within(folder, path, information["total_episodes"], ["episode_index", *names])
+            rows += table.to_pylist()
+    except DataError as error:
+        raise DataError(f"{folder}/meta/episodes does not say where '{key}' lies: {error}") from error
+    known = {row["episode_index"]: tuple(row[name] for name in names) for row in rows}
+    places: dict[int, tuple[Path, float]] = {}
+    for episode in chosen.tolist():
+        if episode not in known:
+            raise DataError(
+                f"{folder}/meta/episodes does not say where the video '{key}' of episode {episode} lies: the copy of "
+                "the dataset is incomplete."
+            )
+        chunk, file, start = known[episode]
+        if not all(isinstance(number, int) for number in (chunk, file)) or not _is_time(start):
+            raise DataError(f"{folder}/meta/episodes has episode {episode} of '{key}' at {chunk}, {file}, {start} s.")
+        name = filled_in(folder, information.get("video_path"), video_key=key, chunk_index=chunk, file_index=file)
+        places[episode] = file_within(folder, name, f"The video '{key}' of episode {episode}"), start
+    return places
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, float | int) and 0 <= value < math.inf
+
+
+def filled_in(folder: Path, template: object, **given: str | int) -> str:
+    """Return the path that the template of a dataset's meta/info.json gives: texts as they are, numbers 0-padded.
+
+    Raises DataError on every other field: format strings reach attributes, and a width asks for any memory.
+    """
+    try:
+        for _, name, form, conversion in string.Formatter().parse(str(template)):
+            known = given.get(name or "")
+            allowed = re.fullmatch(r"(0?\d?d)?" if isinstance(known, int) else "", form or "")
+            if name is not None and (known is None or conversion or not allowed):
+                raise ValueError(f"it has the field '{name}{f':{form}'[:20] if form else ''}'")
+        return str(template).format(**given)
+    except ValueError as error:
+        raise DataError(
+            f"{folder}/meta/info.json: video_path cannot be filled in ({error}): it may hold {{video_key}}, "
+            "{chunk_index:03d} and {file_index:03d}."
+        ) from error
+
+
+def _decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[np.ndarray]:
+    """Yield the frames of a video, uint8 [height, width, 3], from the first to number `last`."""
+    import av
+    from av.error import FFmpegError
+
+    most = str(max((height + _PADDING) * (width + _PADDING) for height, width in sizes))
+    closed = {"options": {"codec_whitelist": ",".join(_DECODERS)}, "stream_options": [{"max_pixels": most}]}
+    try:
+        # From an open file, for FFmpeg takes some names for addresses, and as MP4, for others name further files
+        with open(path, "rb") as file, av.open(file, format="mp4", **closed) as container:
+            if not container.streams.video or container.streams.video[0].codec_context.name not in _DECODERS:
+                raise DataError(f"{path} is no video in {', '.join(CODECS)}: encode it anew with LeRobot's tools.")
+            stream = container.streams.video[0]
+            _require_size(folder, f"the video {path.name} of {path.parent}", (stream.height, stream.width), sizes)
+            stream.codec_context.options = {"max_pixels": most}
+            stream.codec_context.thread_count = usable_threads()
+            for index, frame in enumerate(container.decode(stream)):
+                _require_size(folder, f"frame {index} of {path}", (frame.height, frame.width), sizes)
+                yield frame.to_ndarray(format="rgb24")
+                if index >= last:
+                    return
+    except (FFmpegError, OSError) as error:
+        raise DataError(
+            f"{path} is missing, damaged or no MP4 ({in_one_line(error)}). Restore the dataset from a copy."
+        ) from error
+
+
+def _require_size(folder: Path, what: str, size: tuple[int, int], sizes: Sizes) -> None:
+    if size not in sizes:
+        promised = " or ".join(f"{height} x {width}" for height, width in sorted(sizes))
+        raise DataError(
+            f"{folder}: {what} has {size[0]} x {size[1]} pixels (height x width), and meta/info.json promises "
+            f"{promised}: correct the feature's shape there, or restore the dataset from a copy."
+        )

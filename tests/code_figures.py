@@ -1,0 +1,157 @@
+"""Figures of the source tree: file sizes, imports, comments, import circles. Run `python tests/code_figures.py`.
+
+`tests/test_house.py` holds the limits; this prints what stands, so that two commits can be compared.
+"""
+
+import ast
+import json
+import re
+import statistics
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("robopolicy", "worldmodels", "sims")
+COMMENTED = ("robopolicy/rl", "robopolicy/policies", "robopolicy/training", "worldmodels", "sims/engine.py")
+"""Where comments are counted apart: the parts with mathematics in them."""
+POLICY_CLASS = re.compile(r"(LeRobot|Denoising|Token|Joint|Encoded|Distilled|Latent)\w*Policy$|^is_lerobot")
+
+
+def sources(*roots: str) -> list[Path]:
+    """Return the Python files below `roots` (all packages by default), sorted."""
+    places = [ROOT / root for root in roots or PACKAGES]
+    return [path for place in places for path in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file of ours."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(tree: ast.AST, modules: set[str]) -> set[str]:
+    """Return the modules of ours that a file imports anywhere: at its top, in functions and under TYPE_CHECKING."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{item.name}" for item in node.names}
+            submodules = names & modules
+            # `from package import module` needs the module; the package's own __init__ only where a name is its own.
+            found |= submodules | ({node.module} if names - submodules else set())
+        elif isinstance(node, ast.Import):
+            found |= {item.name for item in node.names}
+    return found & modules
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return module -> the modules of ours that it imports, lazily or for types too."""
+    files = {module_name(path): path for path in sources()}
+    return {name: imports_of(ast.parse(path.read_text()), set(files)) - {name} for name, path in files.items()}
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that reach each other (strongly connected components of two and more; Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            place = stack.index(name)
+            component = stack[place:]
+            del stack[place:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    sys.setrecursionlimit(max(10_000, sys.getrecursionlimit()))
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def packed(tree: ast.AST) -> list[int]:
+    """Return the lines on which three or more values are assigned at once: `a, b, c = x, y, z`."""
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Tuple)
+        and len(node.value.elts) >= 3
+        and any(isinstance(target, ast.Tuple) for target in node.targets)
+    ]
+
+
+def comments(path: Path) -> int:
+    """Return the number of comment lines, tool directives aside."""
+    with path.open("rb") as file:
+        tokens = [item.string for item in tokenize.tokenize(file.readline) if item.type == tokenize.COMMENT]
+    return sum(not re.match(r"#\s*(pyright|noqa|type:|!)", text) for text in tokens)
+
+
+def asks_for_a_policy_class(node: ast.AST) -> bool:
+    """Return whether `node` is isinstance(.., SomePolicyClass) or is_lerobot..(..)."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id != "isinstance":
+        return POLICY_CLASS.match(node.func.id) is not None
+    names = {item.id for item in ast.walk(node.args[1]) if isinstance(item, ast.Name)}
+    return any(POLICY_CLASS.match(name) for name in names)
+
+
+def figures() -> dict[str, float]:
+    """Return the figures by name."""
+    texts = {path: path.read_text() for path in sources()}
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    lengths = [text.count("\n") for text in texts.values()]
+    total = sum(lengths)
+    import_lines = sum(
+        (node.end_lineno or node.lineno) - node.lineno + 1
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    )
+    dense = sources(*COMMENTED)
+    outside = [tree for path, tree in trees.items() if "policies" not in path.relative_to(ROOT).parts]
+    return {
+        "lines": total,
+        "files": len(lengths),
+        "median lines of a file": statistics.median(lengths),
+        "longest file": max(lengths),
+        "files under 40 lines": sum(lines < 40 for lines in lengths),
+        "import lines, %": round(100 * import_lines / total, 1),
+        "comments per 1,000 lines": round(1000 * sum(map(comments, texts)) / total, 1),
+        "comments per 1,000 lines where the mathematics is": round(
+            1000 * sum(map(comments, dense)) / sum(texts[path].count("\n") for path in dense), 1
+        ),
+        "Protocol classes": sum(
+            any("Protocol" in ast.unparse(base) for base in node.bases)
+            for tree in trees.values()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+        ),
+        "assignments of three or more packed": sum(len(packed(tree)) for tree in trees.values()),
+        "isinstance on policy classes outside policies": sum(
+            asks_for_a_policy_class(node) for tree in outside for node in ast.walk(tree)
+        ),
+        "import circles, lazy ones counted": len(circles(import_graph())),
+    }
+
+
+if __name__ == "__main__":
+    found = figures()
+    if "--json" in sys.argv:
+        print(json.dumps(found, indent=2))
+    else:
+        print("\n".join(f"{value:>10,}  {name}" for name, value in found.items()))
+        for each in circles(import_graph()):
+            print("circle:", ", ".join(each))
