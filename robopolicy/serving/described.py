@@ -1,5 +1,6 @@
 """A served policy, as its server describes it. Axes: H history, A action dimension (any shape)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,10 +9,17 @@ import numpy as np
 
 from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.core.holding import Kind, kind_of, kinds_of
+from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 
 LONGEST_HISTORY = 1000
 """Frames; a server that asks for more describes no policy."""
+
+MOST_NUMBERS = 10_000
+"""Elements of an action, or of a vector that is read."""
+
+MOST = 2**28
+"""Elements of one frame of a camera, and of all that is remembered for a policy."""
 
 
 @dataclass(frozen=True)
@@ -81,35 +89,70 @@ class DescribedPolicy:
 
 
 def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
-    """Return what a server's metadata says of its policy. Raises ServingError where that cannot be."""
+    """Return what a server's metadata says of its policy.
+
+    Raises ServingError where that cannot be: what is missing or of another type, bounds that bind nothing or nobody can
+    keep, sizes that no robot has (a server may lie, and nothing of that size is made here).
+    """
     missing = {"observation", "history", "chunk", "action"} - set(metadata)
     if missing:
         raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
     try:
-        action = metadata["action"]
-        shape = tuple(int(size) for size in action["shape"])
-        bounds = [
-            np.broadcast_to(np.asarray(default if action.get(name) is None else action[name], np.float64), shape)
-            for name, default in (("low", -np.inf), ("high", np.inf))
-        ]
-        history, chunk, fps = int(metadata["history"]), int(metadata["chunk"]), float(metadata.get("fps", 10.0))
-        overlap = int(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
-        shapes = {key: tuple(int(size) for size in read["shape"]) for key, read in metadata["observation"].items()}
-        queue = shapes.pop(QUEUE, None)
-        ahead = 0 if queue is None else int(np.prod(queue)) // max(int(np.prod(shape)), 1)
-        names = _names(action)
-        elements = {key: _names(read) for key, read in metadata["observation"].items()}
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        history, chunk, fps = _whole(metadata["history"]), _whole(metadata["chunk"]), float(metadata.get("fps", 10.0))
+        overlap = _whole(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
+        shape, low, high = _field("action", metadata["action"])
+        fields = {key: _field(key, read)[0] for key, read in _mapping(metadata["observation"]).items()}
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
+    queue = math.prod(fields.pop(QUEUE, (0,)))
     sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
     if sizes and fps == 0:
         raise ServingError('The served policy does not say its control rate: write "fps": N into its robopolicy.json.')
-    if not (sizes and 0 < fps < 1e4):
-        raise ServingError(f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second.")
-    unit = str(action.get("unit") or "")
-    return DescribedPolicy(
-        shapes, ahead, history, chunk, overlap, fps, shape, bounds[0], bounds[1], names, unit, elements
+    if (
+        not (sizes and 0 < fps < 1e4)
+        or queue % math.prod(shape)
+        or history * sum(map(math.prod, fields.values())) > MOST
+    ):
+        raise ServingError(
+            f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second, "
+            f"{len(fields)} fields, {queue} numbers in its queue."
+        )
+    ahead, unit = queue // math.prod(shape), metadata["action"].get("unit") or ""
+    names, elements = _names(metadata["action"]), {key: _names(read) for key, read in metadata["observation"].items()}
+    return DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, low, high, names, unit, elements)
+
+
+def _whole(value: Any) -> int:
+    """Return a whole number as it was sent; int() would take 2.7, "2" and True for one. Raises ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{value!r:.40} is no whole number")
+    return int(value)
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    if not is_mapping(value):
+        raise ValueError(f"{value!r:.40} is no mapping")
+    return value
+
+
+def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+    """Return shape and bounds [*shape] of a field, or of the action. Raises ValueError where it cannot be one."""
+    described, image = _mapping(described), isinstance(key, str) and key.startswith(IMAGE_PREFIX)
+    if not isinstance(key, str) or not isinstance(described["shape"], list | tuple):
+        raise ValueError(f"{key!r:.40} is no field: its shape is {described['shape']!r:.40}")
+    shape = tuple(_whole(size) for size in described["shape"][:9])
+    if len(shape) > 8 or min(shape, default=1) < 1 or math.prod(shape) > (MOST if image else MOST_NUMBERS):
+        raise ValueError(f"{key!r:.40} has shape {described['shape']!r:.80}")
+    names, unit = described.get("names"), described.get("unit") or ""
+    if not isinstance(names or (), list | tuple) or not isinstance(unit, str):
+        raise ValueError(f"{key!r:.40} has names {names!r:.40} and unit {unit!r:.40}")
+    low, high = (
+        np.broadcast_to(np.asarray(default if described.get(name) is None else described[name], np.float64), shape)
+        for name, default in (("low", -np.inf), ("high", np.inf))
     )
+    if not (low <= high).all() or (low == np.inf).any() or (high == -np.inf).any():  # nothing is as large as NaN
+        raise ValueError(f"{key!r:.40} lies between {described.get('low')!r:.80} and {described.get('high')!r:.80}")
+    return shape, low, high
 
 
 def _names(described: Mapping[str, Any]) -> tuple[str, ...]:

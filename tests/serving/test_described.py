@@ -1,0 +1,83 @@
+"""What a server says of its policy: a lie is refused in a sentence before anything of its size is made."""
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from robopolicy.core.errors import ServingError
+from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, Field
+from robopolicy.serving.described import described_policy
+from robopolicy.serving.driver import ActionLimits, Driver
+
+TOP = IMAGE_PREFIX + "top"
+TRUE = {
+    "observation": {STATE: Field((2,)).to_json(), TOP: Field((48, 64, 3), "uint8", 0, 255).to_json()},
+    "action": Field((2,), low=(-1.0, -np.inf), high=1.0, unit="m", names=("x", "y")).to_json(),
+    "history": 2,
+    "chunk": 4,
+    "prediction": 8,
+    "chunking": "rtc",
+    "fps": 10.0,
+}
+
+
+def of_action(**said):
+    return TRUE | {"action": TRUE["action"] | said}
+
+
+def of_state(**said):
+    return TRUE | {"observation": TRUE["observation"] | {STATE: TRUE["observation"][STATE] | said}}
+
+
+NAN, INF = float("nan"), float("inf")
+LIES = [
+    *(of_action(low=bound) for bound in (NAN, [NAN, 0.0], "nan", 2.0, INF, [-1.0, "inf"], "low", [0.0] * 3, {}, [[]])),
+    *(of_action(high=bound) for bound in (NAN, -INF, -2.0, [-2.0, 1.0], "-inf", 10**400, [[1.0]] * 3, 1j)),
+    *(of_action(shape=shape) for shape in ([10**9], [10**5, 10**5], [-2], [0], [2.5], [True], "2", 2, None, ["2"], {})),
+    *(of_action(shape=shape) for shape in ([1] * 40, [NAN], [INF], [[2]])),
+    *(of_action(names=names) for names in (5, "ab", {"a": 1})),
+    of_action(unit=5),
+    *(TRUE | {"action": action} for action in (None, [], 5, {}, "action")),
+    *(of_state(shape=shape) for shape in ([10**9], [-1], [INF], "wide")),
+    *(of_state(low=bound) for bound in (NAN, INF)),
+    *(TRUE | {"observation": fields} for fields in (None, [], 5, {STATE: None}, {STATE: {}}, {5: {"shape": [1]}})),
+    TRUE | {"observation": {TOP: {"shape": [10**5, 10**5, 3]}}},
+    TRUE | {"observation": {STATE: {"shape": [10**4]}}, "history": 10**6},
+    *(TRUE | {"observation": {QUEUE: {"shape": [size]}}} for size in (-4, 3, INF, 10**9)),
+    *(
+        TRUE | {name: value}
+        for name in ("history", "chunk", "prediction")
+        for value in (INF, -INF, NAN, -1, 10**12, 2.5, "2", None, [], True)
+    ),
+    TRUE | {"history": 0},
+    TRUE | {"chunk": 0},
+    *(TRUE | {"fps": rate} for rate in (INF, NAN, -1.0, 1e9, "fast", None, [])),
+]
+
+
+def test_what_is_true_is_read():
+    policy = described_policy(TRUE)
+    assert (policy.history, policy.chunk, policy.overlap, policy.ahead, policy.fps) == (2, 4, 4, 0, 10.0)
+    assert policy.low.tolist() == [-1.0, -np.inf] and policy.high.tolist() == [1.0, 1.0]
+    assert policy.names == ("x", "y") and policy.unit == "m"
+    unbounded = described_policy(TRUE | {"action": {"shape": [2]}})
+    assert unbounded.low.tolist() == [-np.inf] * 2
+    assert described_policy(TRUE | {"observation": {QUEUE: {"shape": [6]}}}).ahead == 3
+
+
+@pytest.mark.parametrize("lie", LIES, ids=range(len(LIES)))
+def test_a_lie_is_refused_in_a_sentence(lie):
+    class Lying:
+        metadata = lie
+
+        def infer(self, observation): ...
+
+    tracemalloc.start()
+    began = time.perf_counter()
+    with pytest.raises(ServingError, match=r"describes"):
+        Driver(Lying(), hold=np.zeros(2), limits=ActionLimits(unbounded=True))
+    assert time.perf_counter() - began < 1
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
