@@ -46,7 +46,7 @@ def noise_level(name: str) -> Noise:
 
 
 class NoisyController:
-    """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) and clipped to range.
+    """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) within their range.
 
     action_field: the world's action, whose bounds must be finite where there is noise; seed: of its own generator, so
     equal seeds repeat the same disturbances for the same number of rows. Raises ConfigError when one is infinite.
@@ -77,7 +77,7 @@ class NoisyController:
         """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
         actions = self._controller.act(observation)
         if not self._disturbs:
-            return np.clip(actions, self._low, self._high)
+            return np.asarray(actions, dtype=np.float64)
         count, noise, draw = len(actions), self._noise, self._generator
         if self._spell is None or self._held is None or len(self._spell) != count:
             self._spell, self._held = np.zeros(count, dtype=np.int64), np.zeros_like(actions, dtype=np.float64)
@@ -91,4 +91,5 @@ class NoisyController:
         self._spell = np.where(begin, noise.hold, self._spell)
         noisy = np.where(self._spell[:, None] > 0, self._held, noisy)
         self._spell = np.maximum(self._spell - 1, 0)
-        return np.clip(noisy, self._low, self._high)
+        # Noise stays within the bounds; a controller that goes beyond them knows why.
+        return np.clip(noisy, np.minimum(self._low, actions), np.maximum(self._high, actions))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from robopolicy.core.action_bounds import executed
 from robopolicy.core.episode_rows import Advanced, EpisodeRows, require_sizes
 from robopolicy.core.errors import ConfigError, NonFiniteError
 from robopolicy.core.history import held
@@ -115,7 +116,7 @@ class ImaginedWorld:
         episodes, arrays = self._episodes, self._episodes.arrays
         actions = np.asarray(actions)
         validate_actions(actions, self._spec.action, self._batch_size)
-        clipped = np.clip(actions, self._spec.action.low, self._spec.action.high)
+        chosen = executed(self._spec, actions)
         index, shape = episodes.running_index, actions.shape[:2]
         rewards = {name: np.zeros(shape) for name in self._spec.rewards}
         valid, uncertainty = np.zeros(shape, dtype=bool), np.zeros(shape)
@@ -123,7 +124,7 @@ class ImaginedWorld:
         if isinstance(index, slice) or len(index):
             limit = min(self._spec.horizon, self._truncation.steps or self._spec.horizon)
             count = min(shape[1], limit - int(arrays["steps"][index].min()))
-            future = self._imagine(clipped[:, :count], index)
+            future = self._imagine(chosen[:, :count], index)
             moved = self._advance(index, future)
             path = self._seen(index, future, moved)
             for key, frames in path.items():

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.action_bounds import executed
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, SpecError
@@ -144,7 +145,7 @@ class DelayedWorld:
         actions = np.asarray(actions, dtype=np.float64)
         action = self.spec.action
         validate_actions(actions, action, self.batch_size)
-        actions = np.clip(actions, action.low, action.high)
+        actions = executed(self.spec, actions)
         held_still = np.where(self._kept & self._fresh[:, None, None], actions[:, :1], self._queue)
         planned = np.concatenate([held_still, actions], 1)  # [B, d + C, A]
         count = actions.shape[1]

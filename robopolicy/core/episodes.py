@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.action_bounds import hull
 from robopolicy.core.arrays import integers
 from robopolicy.core.errors import DataError, did_you_mean
 from robopolicy.core.policy import TensorObservation
@@ -225,6 +226,7 @@ class Episodes:
             first,
             observation={key: torch.cat([part.observation[key] for part in parts]) for key in first.observation},
             actions=torch.cat([part.actions for part in parts]),
+            action_field=hull(*(part.action_field for part in parts)),
             lengths=torch.cat([part.lengths for part in parts]),
             tasks=tuple(task for part in parts for task in part.tasks),
             rewards=None

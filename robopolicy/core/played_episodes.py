@@ -13,7 +13,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.images import Images, cameras_in
 from robopolicy.core.rollouts import Rollouts, tensor_of
-from robopolicy.core.spec import WorldSpec
+from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.core.vectors import StateVector
 
 
@@ -55,7 +55,8 @@ def played_episodes(rollouts: Rollouts, spec: WorldSpec) -> Episodes:
         shown = images.read(path(images.seen, after))
     last = step == duration[row, decision] - 1
     before = torch.where(decision > 0, rollouts.success[row, (decision - 1).clamp(min=0)], False)
-    low, high = (torch.as_tensor(bound, device=row.device).double() for bound in (spec.action.low, spec.action.high))
+    executes = spec.action if spec.clips_actions else Field(spec.action.shape)
+    low, high = (torch.as_tensor(bound, device=row.device).double() for bound in (executes.low, executes.high))
     ended = rollouts.alive.sum(1) - 1
     return Episodes(
         observation_fields=dict(spec.observation),

@@ -92,7 +92,8 @@ class WorldSpec:
     terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set;
     paraphrases: instruction -> other words for the same, whether or not it ever says them; success: the success
     criterion in words; terminate_on_success: whether success ends the episode; reports_success:
-    False where nobody says whether an episode has succeeded, so that only returns can be compared.
+    False where nobody says whether an episode has succeeded, so that only returns can be compared; clips_actions:
+    whether actions beyond the bounds are clipped to them, or executed as they are.
     """
 
     name: str
@@ -107,6 +108,7 @@ class WorldSpec:
     success: str = ""
     terminate_on_success: bool = True
     reports_success: bool = True
+    clips_actions: bool = True
 
     @property
     def cameras(self) -> tuple[str, ...]:

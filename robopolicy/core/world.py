@@ -79,7 +79,7 @@ class World(Protocol):
         ...
 
     def step(self, actions: Array) -> Step:
-        """Run a chunk [B, C, A] in the spec's units (values outside the range are clipped).
+        """Run a chunk [B, C, A] in the spec's units (values outside the range are clipped where spec.clips_actions).
 
         Raises SpecError on a wrong shape and NonFiniteError on NaN or infinity.
         """

@@ -290,7 +290,7 @@ class Disturbances:
         self._noise[index] = ndtri(np.maximum(drawn, 2.0**-54))
 
     def apply(self, actions: Array) -> Array:
-        """Return the next chunk of actions [B, C, A] disturbed and clipped to range, float64."""
+        """Return the next chunk of actions [B, C, A] disturbed within their range, float64."""
         rows = np.arange(len(actions))[:, None]
         step = np.minimum(self._time[:, None] + np.arange(actions.shape[1]), self._plan.horizon - 1)
         episode = self._episode[:, None]
@@ -302,7 +302,8 @@ class Disturbances:
         noise = self._noise[rows, step].reshape(shape)
         fresh = self._low + 2 * half * self._fresh[rows, source].reshape(shape)
         uniform = (self._chance[rows, step] < random)[..., None]
-        return np.clip(np.where(uniform, fresh, actions + gaussian[..., None] * half * noise), self._low, self._high)
+        noisy = np.where(uniform, fresh, actions + gaussian[..., None] * half * noise)
+        return np.clip(noisy, np.minimum(self._low, actions), np.maximum(self._high, actions))
 
 
 class DisturbedController:

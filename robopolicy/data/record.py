@@ -1,5 +1,6 @@
 """Recording demonstrations and rollouts: play a controller or a policy in a world, one seed per episode."""
 
+import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.action_bounds import OutsideBounds, executed, widened
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
@@ -40,9 +42,10 @@ def record(
     policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise;
     teacher: says in every step what it would do from there, without exploration noise (`Episodes.labels`); kept: where
     episodes are kept as they end: those that are there already are not played again, and the noise of the others is
-    drawn anew. Actions are stored as executed: clipped to the world's range. A policy's chunks run step by step where
-    in-chunk images, success times or labels are wanted. Raises DataError (seeds used up, nothing kept), SpecError
-    (actor, teacher and world do not fit) and ConfigError (successes only, of a world that reports none).
+    drawn anew. Actions are stored as executed: clipped to the world's range where it clips; how many were beyond it is
+    warned of. A policy's chunks run step by step where in-chunk images, success times or labels are wanted. Raises
+    DataError (seeds used up, nothing kept), SpecError (actor, teacher and world do not fit) and ConfigError (successes
+    only, of a world that reports none).
     """
     draws = torch.Generator() if generator is None else generator
     labels = None if teacher is None else actor_of(teacher, draws, deterministic=True)
@@ -147,6 +150,8 @@ def _play(
             if exact or pending + player.running.sum() < wanted:
                 takes.start_next()
             takes.label()
+    if text := takes.outside.text:
+        warnings.warn(f"Recording '{spec.name}': {text}", RobopolicyWarning, stacklevel=3)
     return takes
 
 
@@ -182,6 +187,7 @@ class _Takes:
         self.player, self.seeds, self.teacher = player, seeds, teacher
         self.labels: np.ndarray | None = None  # [B, L, A]
         self.chains, self.decided = chains, True
+        self.outside = OutsideBounds(player.world.spec)
         self.done = {} if kept is None else dict(kept.known)
         self.current: list[Recording | None] = [None] * player.world.batch_size
         self.finished, self.successes = len(self.done), sum(item.success[-1] for item in self.done.values())
@@ -193,9 +199,9 @@ class _Takes:
 
     def add(self, played: PlayedStep[Any]) -> None:
         """Store what happened in the rows that were played."""
-        action = self.player.world.spec.action
-        low, high = np.asarray(action.low), np.asarray(action.high)
-        executed = np.clip(np.asarray(played.actions, dtype=np.float64), low, high)
+        spec = self.player.world.spec
+        done = executed(spec, played.actions)
+        self.outside.add(played.actions, played.step.valid & played.running[:, None])
         for row in played.running.nonzero()[0]:
             recording = self.current[row]
             assert recording is not None
@@ -205,10 +211,10 @@ class _Takes:
                 recording.begins.append(len(recording.success))
                 recording.chains.append(chain_of(played.info.decision, row))
             if self.labels is not None and played.step.valid[row].any():
-                recording.labels.append(np.clip(self.labels[row], low, high))
+                recording.labels.append(executed(spec, self.labels[row]))
                 if isinstance(self.teacher, Foresight):
                     recording.label_steps.append(int(self.teacher.before_end[row]))
-            _append(recording, played.step, executed, row, self.player.world.spec)
+            _append(recording, played.step, done, row, spec)
         self.decided = played.chunk_done
 
     def label(self) -> None:
@@ -259,6 +265,12 @@ def _append(recording: Recording, step: Step, actions: np.ndarray, row: int, spe
     recording.terminated = bool(step.terminated[row])
 
 
+def _all_actions(kept: Sequence[Recording]) -> list[np.ndarray]:
+    """Return all that was done and all that a teacher would have done, [N, A] each."""
+    labels = [label.reshape(-1, label.shape[-1]) for item in kept for label in item.labels]
+    return [piece for item in kept for piece in item.actions] + labels
+
+
 def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: bool) -> Episodes:
     done = [takes.done[position] for position in sorted(takes.done)]
     kept = [item for item in done if item.success[-1]] if successes_only else done
@@ -278,7 +290,8 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
 
     return Episodes(
         observation_fields=dict(spec.observation),
-        action_field=spec.action,
+        # Whoever learns from them may do what was done here, also where the bounds are none.
+        action_field=widened(spec.action, *_all_actions(kept)),
         fps=float(spec.fps),  # which is how it comes back from the disk
         observation={
             key: joined(

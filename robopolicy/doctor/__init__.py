@@ -67,7 +67,7 @@ def examine_data(episodes: Episodes, world: World | None) -> list[Finding]:
     findings += check_instructions(episodes, world)
     if _fails(findings, "finite values") or episodes.action_field.shape != world.spec.action.shape:
         return findings
-    findings += check_action_range(episodes.actions, world.spec.action)
+    findings += check_action_range(episodes.actions, world.spec)
     findings += check_images(episodes, world)
     recorded, wanted = episodes.observation_fields, world.spec.observation
     if all(recorded[key].shape == wanted[key].shape for key in wanted if key in recorded):

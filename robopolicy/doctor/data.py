@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import element_names, listed, nonfinite_columns
 from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec
@@ -72,8 +73,9 @@ def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, 
     return [*(problems or [Finding("policy fields", Health.GOOD, text)]), *unknown]
 
 
-def check_action_range(actions: Tensor, field: Field) -> list[Finding]:
-    """Look for actions [N, A] that the world would clip, and for dimensions that use hardly any of the range."""
+def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
+    """Look for actions [N, A] beyond the world's bounds, and for dimensions that use hardly any of the range."""
+    field = spec.action
     low = torch.as_tensor(np.broadcast_to(field.low, field.shape).copy(), dtype=torch.float32)
     high = torch.as_tensor(np.broadcast_to(field.high, field.shape).copy(), dtype=torch.float32)
     names = element_names(field, "action")
@@ -82,7 +84,14 @@ def check_action_range(actions: Tensor, field: Field) -> list[Finding]:
     worst = int(outside.argmax())
     health = Health.BAD if outside[worst] > 0.05 else Health.WARNING if outside[worst] > 0.001 else Health.GOOD
     remedy = "" if health is Health.GOOD else "The world clips these: check scale and units of the action."
-    text = f"{outside[worst]:.1%} of '{names[worst]}' outside the world's bounds" if outside[worst] else "within bounds"
+    if not spec.clips_actions and health is not Health.GOOD:
+        # Bounds may be a formality, but who goes several times as far most likely means another unit.
+        far = (actions.abs().amax(0) > 3 * torch.maximum(low.abs(), high.abs())).any()
+        health = Health.WARNING if far else Health.UNKNOWN
+        remedy = "The world executes them as they are: if its bounds are no formality, check scale and units."
+    counted = OutsideBounds(spec)
+    counted.add(actions.numpy(), np.ones(len(actions), dtype=bool))
+    text = counted.text.partition(";")[0] if outside[worst] else "within bounds"
     findings = [Finding("action range", health, text, remedy)]
     findings += check_constant_actions(actions, field)
     spread, span = actions.std(0, correction=0), (high - low).clamp(min=1e-9)

@@ -62,5 +62,5 @@ def _line(key: str, wave: Wave, seconds: float) -> str:
 
 
 def _read(plain: Mapping[str, Any]) -> Wave:
-    arrays = {name: np.asarray(value) for name, value in plain.items() if name != "instructions"}
+    arrays = {name: np.asarray(value) for name, value in plain.items() if name != "instructions" and value is not None}
     return Wave(**arrays, instructions=tuple(plain["instructions"]))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.player import PlayedStep
 from robopolicy.core.policy import Policy
@@ -38,7 +39,8 @@ class EvaluationResult:
     success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was stopped
     before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed;
     reports_success: False where the world does not say which episodes succeeded, so that only returns mean anything;
-    instructions [E]: what each episode asked for, in plain words, () where the world has one instruction.
+    instructions [E]: what each episode asked for, in plain words, () where the world has one instruction; outside: how
+    many actions were beyond the world's bounds and what became of them, "" for none.
     """
 
     world: str
@@ -53,6 +55,7 @@ class EvaluationResult:
     confidence: float = 0.95
     reports_success: bool = True
     instructions: tuple[str, ...] = ()
+    outside: str = ""
 
     @property
     def episodes(self) -> int:
@@ -113,6 +116,7 @@ class EvaluationResult:
         """Return the figures without the per-episode lists, for a metrics line."""
         low, high = self.interval
         several = {"by_instruction": self.by_instruction()} if self.instructions else {}
+        beyond = {"actions_outside": self.outside} if self.outside else {}
         return {
             "world": self.world,
             "episodes": self.episodes,
@@ -131,6 +135,7 @@ class EvaluationResult:
             "seconds": self.seconds,
             "steps": self.steps,
             **several,
+            **beyond,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -157,6 +162,7 @@ class EvaluationResult:
             confidence=data["confidence"],
             reports_success=data.get("reports_success", True),
             instructions=tuple(episodes.get("instructions", ())),
+            outside=data.get("actions_outside", ""),
         )
 
 
@@ -189,7 +195,7 @@ def evaluate_policy(
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
     several, asked = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
-    seconds = 0.0
+    seconds, outside = 0.0, OutsideBounds(world.spec)
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
             known = None if kept is None else kept.known(label, seeds[index])
@@ -203,6 +209,8 @@ def evaluate_policy(
             wave, seconds = known[0], seconds + known[1]
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], cut[index] = wave.lengths, wave.cut
+            outside.steps += int(wave.lengths.sum())
+            outside.counts += 0 if wave.outside is None else wave.outside
             asked[index] = [world.spec.meaning(text) for text in wave.instructions]
             advance(len(index))
     return EvaluationResult(
@@ -218,6 +226,7 @@ def evaluate_policy(
         confidence=confidence,
         reports_success=world.spec.reports_success,
         instructions=tuple(asked) if several else (),
+        outside=outside.text,
     )
 
 

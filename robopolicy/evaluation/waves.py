@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.errors import SpecError
 from robopolicy.core.player import PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy
@@ -23,7 +24,8 @@ from robopolicy.core.world import Controller, Step, World
 @dataclass(frozen=True)
 class Wave:
     """Outcomes of n episodes, each [n]: success, cut (imagination stopped early) bool; returns; lengths in steps; the
-    instructions, as the world gave them.
+    instructions, as the world gave them; outside: [1 + A] of the actions, see `OutsideBounds.counts`, None where it was
+    not counted.
     """
 
     success: np.ndarray
@@ -31,6 +33,7 @@ class Wave:
     lengths: np.ndarray
     cut: np.ndarray
     instructions: tuple[str, ...]
+    outside: np.ndarray | None = None
 
 
 def waves(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
@@ -72,11 +75,13 @@ def play_wave(
         after_step(None)
     if watch is not None:
         watch(None)
+    outside = OutsideBounds(world.spec)
     returns, lengths, step = np.zeros(rows), np.zeros(rows, dtype=np.int64), None
     for played in player:
         step = played.step
         returns += np.where(step.valid, step.reward, 0.0).sum(-1)
         lengths += step.valid.sum(-1)
+        outside.add(played.actions, step.valid & (np.arange(rows) < count)[:, None])
         if after_step is not None:
             after_step(step)
         if watch is not None:
@@ -87,4 +92,6 @@ def play_wave(
     cut = np.zeros(rows, dtype=bool)
     if step.horizon_end is not None:
         cut = step.horizon_end & ~step.terminated & ~step.truncated
-    return Wave(step.success[:count].copy(), returns[:count], lengths[:count], cut[:count], instructions)
+    return Wave(
+        step.success[:count].copy(), returns[:count], lengths[:count], cut[:count], instructions, outside.counts
+    )

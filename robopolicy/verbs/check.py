@@ -278,7 +278,10 @@ def spec_lines(spec: WorldSpec) -> list[str]:
     low, high = (np.broadcast_to(limit, spec.action.shape) for limit in (spec.action.low, spec.action.high))
     limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
     bounds = ", ".join(limits if len(set(limits)) > 1 else limits[:1])
-    taken = f"Takes actions {described(spec.action)}; {bounds}; {spec.fps:g} a second, {spec.horizon} in an episode"
+    beyond = "" if spec.clips_actions else " (executed as decided, also beyond)"
+    taken = (
+        f"Takes actions {described(spec.action)}; {bounds}{beyond}; {spec.fps:g} a second, {spec.horizon} in an episode"
+    )
     judged = (
         spec.success or "it says so"
         if spec.reports_success

@@ -199,6 +199,10 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
     for name, verdict in verdicts.items():
         for mode, smoothness in verdict.smoothness.items():
             output.print(f"{name}, {mode}: {smoothness.text}", markup=False)
+        for mode in (verdict.deterministic, verdict.stochastic):
+            if mode.outside:
+                kind = "deterministic" if mode.deterministic else "stochastic"
+                output.print(f"{name}, {kind}: {mode.outside}", markup=False, soft_wrap=True)
     print_instructions(verdicts)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from robopolicy.core.errors import require_extra
 
@@ -22,7 +23,8 @@ class Family:
 
     prefixes: how their ids begin; module: what to import so that it registers them; extra: what brings it; options:
     of the world, where the user gives none; env_options: the same for the environment's keyword arguments; names:
-    elements of a flat observation; reward_digits: decimal places at which the environment's reward is rounded.
+    elements of a flat observation; reward_digits: decimal places at which the environment's reward is rounded;
+    action_low, action_high: true bounds of actions [A], where those that it declares are none.
     """
 
     prefixes: tuple[str, ...]
@@ -32,6 +34,8 @@ class Family:
     env_options: Mapping[str, Any] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     reward_digits: int | None = None
+    action_low: tuple[float, ...] = ()
+    action_high: tuple[float, ...] = ()
 
     def register(self) -> None:
         """Import the package. Raises ConfigError that names the extra where it is missing."""
@@ -44,8 +48,19 @@ class Family:
             gymnasium.register_envs(require_extra(self.module, self.extra))
 
 
+VIPERX_LOW = (-3.14158, -1.85005, -1.76278, -3.14158, -1.8675, -3.14158)
+VIPERX_HIGH = (3.14158, 1.25664, 1.6057, 3.14158, 2.23402, 3.14158)
+"""Limits of a ViperX 300 S's waist, shoulder, elbow, forearm roll, wrist angle and wrist rotation, rad: the ctrlrange
+of gym-aloha's scenes, which its physics clamps to."""
+
 FAMILIES = (
-    Family(("Fetch", "Hand", "Adroit", "Franka", "PointMaze", "AntMaze"), "gymnasium_robotics", "robotics"),
+    # These clip actions themselves.
+    Family(
+        ("Fetch", "Hand", "Adroit", "Franka", "PointMaze", "AntMaze"),
+        "gymnasium_robotics",
+        "robotics",
+        options={"clip_actions": True},
+    ),
     # The coverage of the outline comes from a geometry library whose last bit is not repeatable: hence the rounding.
     Family(
         ("gym_pusht/",),
@@ -61,12 +76,15 @@ FAMILIES = (
         reward_digits=9,
     ),
     # Where the objects lie is seen in images alone, and the robot's joints are not part of the package's own default.
+    # It declares actions of -1 to 1 and takes joint angles, rad, and grippers from 0 (closed) to 1.
     Family(
         ("gym_aloha/",),
         "gym_aloha",
         "aloha",
         options={"reward": "increase", "reward_scale": 0.5, "cameras": ("top",)},
         env_options={"obs_type": "pixels_agent_pos"},
+        action_low=(*VIPERX_LOW, 0.0) * 2,
+        action_high=(*VIPERX_HIGH, 1.0) * 2,
     ),
     # Its time limit, 1,000 control steps for all but a few tasks, is not registered.
     Family(("dm_control/",), "shimmy", "dmcontrol", options={"horizon": 1000}),
@@ -75,13 +93,17 @@ FAMILIES = (
 
 
 class FamilyMember(gymnasium.Wrapper):
-    """An environment with what its family knows of it: `element_names`, and rewards that repeat to the last bit."""
+    """An environment with what its family knows of it: `element_names`, true bounds of actions, and rewards that repeat
+    to the last bit."""
 
     def __init__(self, environment: gymnasium.Env, family: Family):
         super().__init__(environment)
         flat = environment.observation_space.shape
         self.element_names = family.names if flat == (len(family.names),) else ()
         self._digits = family.reward_digits
+        if environment.action_space.shape == (len(family.action_low),):
+            low, high = (np.array(bound, np.float32) for bound in (family.action_low, family.action_high))
+            self.action_space = spaces.Box(low, high, dtype=np.float32)
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict]:
         """Act; action: [A] -> observation, rounded reward, terminated, truncated, info."""

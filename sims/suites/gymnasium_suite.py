@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.action_bounds import executed
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
@@ -41,8 +42,9 @@ class GymnasiumWorld:
     potential (see `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the
     task is done, "return >= NUMBER" or "return so far >= NUMBER", of the environment's own rewards, or "terminated";
     without it success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed
-    Python's and numpy's global generators with every episode; state_keys: entries of a dictionary observation that are
-    the robot's own.
+    Python's and numpy's global generators with every episode; clip_actions: whether actions reach the environment
+    clipped to the bounds that it declares, or as they were decided (bounds are a formality of many); state_keys:
+    entries of a dictionary observation that are the robot's own.
     repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
     nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
     started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
@@ -70,6 +72,7 @@ class GymnasiumWorld:
         success_key: str | None = None,
         success_text: str = "the environment reports success",
         seed_globals: bool = False,
+        clip_actions: bool = False,
         state_keys: Sequence[str] | None = None,
     ):
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
@@ -112,9 +115,9 @@ class GymnasiumWorld:
             reports_success=description.reports_success,
             # A return is known where the episode ends, so it ends none: values go on behind a time limit.
             terminate_on_success=terminate_on_success and not whole,
+            clips_actions=clip_actions,
         )
         generator = numpy_generator(seed, f"sims/{name}/episode_seeds")
-        self._low, self._high = np.asarray(description.action.low), np.asarray(description.action.high)
         self._episodes = EpisodeRows(
             self._spec, batch_size, lambda count: generator.integers(0, SEED_LIMIT, size=count)
         )
@@ -162,7 +165,7 @@ class GymnasiumWorld:
         if not len(left):
             return episodes.idle(chunk)
         left = episodes.scatter(index, left)
-        played = self.pool.step(actions.clip(self._low, self._high), left, spec.terminate_on_success)
+        played = self.pool.step(executed(spec, actions), left, spec.terminate_on_success)
         self._tell(played.notes)
         self._check_finite(played.values, np.arange(self._batch_size))
 

@@ -82,7 +82,7 @@ def make_metaworld_world(
         reward=Reward("progress", bonus=1.0, scale=reward_scale) if reward is None else reward,
         reward_scale=reward_scale,
         success_key="success",
-        **{"horizon": HORIZON, "instruction": instruction(task), **options},
+        **{"clip_actions": True, "horizon": HORIZON, "instruction": instruction(task), **options},
     )
 
 

@@ -56,6 +56,7 @@ def make_ogbench_world(
         "instruction": instruction(env_id),
         "success_text": SUCCESS.get(env_id.partition("-")[0], "OGBench's own check of the task."),
         "success_key": "success",
+        "clip_actions": True,
         **free,
     }
     return GymnasiumWorld(

@@ -60,6 +60,7 @@ def make_robosuite_world(
         "instruction": INSTRUCTIONS.get(task, words(task)),
         "success_text": "robosuite's own check of the task",
         "success_key": "success",
+        "clip_actions": True,
     }
     return GymnasiumWorld(
         f"robosuite/{task}",

@@ -187,3 +187,36 @@ class PaysEnvironment(gymnasium.Env):
         paid = self.pay[min(self.count, len(self.pay)) - 1]
         ended, cut = self.count == self.ends, self.count == self.cut
         return self._seen(), paid, ended, cut, {} if self.says is None else self.says(self.count, ended or cut)
+
+
+class LooseEnvironment(gymnasium.Env):
+    """Declares actions of -1 to 1 and takes places to 1.9, as ALOHA does: done where it was told to be."""
+
+    metadata = {"render_modes": [], "render_fps": 10}  # noqa: RUF012
+    observation_space = spaces.Box(-np.inf, np.inf, (2,))
+    action_space = spaces.Box(-1, 1, (2,))
+
+    def _seen(self):
+        return self.goal.astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.goal = self.np_random.uniform(-1.9, 1.9, 2) * (1.0, 0.5)
+        return self._seen(), {"is_success": False}
+
+    def step(self, action):
+        there = bool(np.abs(action - self.goal).max() < 0.01)
+        return self._seen(), float(there), there, False, {"is_success": there}
+
+
+class ToGoal:
+    """Exact in LooseEnvironment."""
+
+    def __init__(self, spec=None):
+        self.spec = spec
+
+    def reset(self, rows=None):
+        pass
+
+    def act(self, observation):
+        return observation["observation.state"][:, -1].astype(np.float64)

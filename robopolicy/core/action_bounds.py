@@ -1,0 +1,96 @@
+"""Actions beyond the bounds that a world declares: how many, in which elements, and what became of them.
+
+Some environments declare bounds that are no physics: ALOHA says -1 to 1 and takes joint angles of up to 3.1 rad. So a
+world may hand on what was decided (`WorldSpec.clips_actions` is False), and whoever plays counts and says it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from robopolicy.core.arrays import Array
+from robopolicy.core.spec import Field, WorldSpec
+
+TOLERANCE = 1e-5
+"""Share of the range that rounding to float32 may exceed it by."""
+LISTED = 3
+"""How many elements are named."""
+
+
+class OutsideBounds:
+    """Counts actions beyond the bounds of a world of `spec`, by element.
+
+    counts: [1 + A] int64, control steps in which any element was outside, then those in which each was; steps: all of
+    them.
+    """
+
+    def __init__(self, spec: WorldSpec) -> None:
+        self._action, self._clipped = spec.action, spec.clips_actions
+        self.low, self.high = bounds_of(spec.action)
+        span = np.where(np.isfinite(self.high - self.low), self.high - self.low, 1.0)
+        self._slack = TOLERANCE * np.maximum(span, TOLERANCE)
+        self.counts, self.steps = np.zeros(1 + spec.action.size, dtype=np.int64), 0
+
+    def add(self, actions: Array, executed: Array) -> None:
+        """Count actions [B, C, A], of which the `executed` ones [B, C] bool count."""
+        flat = np.asarray(actions, dtype=np.float64)[executed].reshape(-1, len(self.counts) - 1)
+        outside = (flat < self.low - self._slack) | (flat > self.high + self._slack)
+        self.steps += len(flat)
+        if outside.any():
+            self.counts += np.concatenate([[outside.any(1).sum()], outside.sum(0)])
+
+    @property
+    def text(self) -> str:
+        """Say how many there were, by element, and what became of them; "" where there was none."""
+        if not self.counts[0]:
+            return ""
+        order = np.argsort(-self.counts[1:], kind="stable")
+        worst = [element for element in order.tolist() if self.counts[1 + element]]
+        parts = [
+            f"{self._named(element)} {self._share(1 + element)} beyond {self.low[element]:g} to {self.high[element]:g}"
+            for element in worst[:LISTED]
+        ]
+        more = f", and {len(worst) - LISTED} more" if len(worst) > LISTED else ""
+        became = (
+            "they were clipped to them"
+            if self._clipped
+            else "they were handed on as decided (world.options.clip_actions=true clips them)"
+        )
+        return f"{self._share(0)} of actions were outside the declared bounds ({', '.join(parts)}{more}); {became}."
+
+    def _share(self, place: int) -> str:
+        percent = 100 * self.counts[place] / self.steps
+        return f"{percent:.0f} %" if percent >= 2 else f"{percent:.2g} %"
+
+    def _named(self, element: int) -> str:
+        return f"'{self._action.names[element]}'" if self._action.names else f"element {element}"
+
+
+def bounds_of(action: Field) -> tuple[Array, Array]:
+    """Return the least and the greatest of each element of an action, [A] float64 each, infinite where none is."""
+    low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.shape) for bound in (action.low, action.high))
+    return low.reshape(-1), high.reshape(-1)
+
+
+def widened(action: Field, *actions: Array) -> Field:
+    """Return the field with bounds that hold all of `actions`, [N, A] each; the same where they lie within."""
+    low, high = bounds_of(action)
+    every = [each for each in actions if len(each)]
+    least, most = low, high
+    for each in every:
+        least, most = np.minimum(least, each.min(0)), np.maximum(most, each.max(0))
+    slack = TOLERANCE * np.where(np.isfinite(high - low), high - low, 1.0)
+    if (least >= low - slack).all() and (most <= high + slack).all():
+        return action
+    return replace(action, low=tuple(map(float, least)), high=tuple(map(float, most)))
+
+
+def hull(first: Field, *others: Field) -> Field:
+    """Return the first of several fields of one action with bounds that hold those of all."""
+    return widened(first, *(np.stack(bounds_of(other)) for other in others))
+
+
+def executed(spec: WorldSpec, actions: Array) -> Array:
+    """Return what a world of `spec` executes of the actions [..., A] that it is handed, float64."""
+    actions = np.asarray(actions, dtype=np.float64)
+    return np.clip(actions, *bounds_of(spec.action)) if spec.clips_actions else actions
