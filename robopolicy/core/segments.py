@@ -4,11 +4,40 @@ A segment is every entry with the same key, wherever it stands; nothing is ever 
 outside `mask` (or not finite, for statistics of rewards) count nowhere. Empty segments give `empty`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
+
+MOST_OF_TORCH = 2**24
+"""More entries torch.quantile refuses, because it computes ranks in single precision."""
+
+
+def quantile(values: Tensor, share: float | Tensor, *, nearest: bool = False) -> Tensor:
+    """Return the quantile [...] of all entries of values [...] at the shares [...] in 0..1, of any number of entries.
+
+    As torch.quantile: interpolated linearly between order statistics, or the nearest one; NaN where an entry is NaN.
+    """
+    flat = values.flatten()
+    if len(flat) <= MOST_OF_TORCH:
+        return torch.quantile(flat, share, interpolation="nearest" if nearest else "linear")
+    shares = torch.as_tensor(share, dtype=torch.float64)
+    several = shares.numel() > 1
+    flat = flat.sort().values if several else flat
+
+    def order_statistic(place: int) -> Tensor:
+        return flat[place] if several else flat.kthvalue(place + 1).values
+
+    found: list[Tensor] = []
+    for each in cast(list[float], shares.flatten().tolist()):  # pyright: ignore[reportUnknownMemberType]
+        position = each * (len(flat) - 1)
+        position = round(position) if nearest else position
+        low = order_statistic(math.floor(position))
+        found.append(low.lerp(order_statistic(math.ceil(position)), position - math.floor(position)))
+    result = torch.stack(found).reshape(shares.shape)
+    return torch.where(flat.isnan().any(), torch.nan, result)
 
 
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,12 +103,12 @@ class Segments:
         """Return the quantiles [S] by linear interpolation between order statistics, as numpy's default."""
         size = self.size(mask)
         rank = self.rank(values, mask)
-        position = (size - 1).clamp(min=0).to(values.dtype) * share
+        position = (size - 1).clamp(min=0).double() * share  # single precision counts no further than 2^24
         low, high = position.floor(), position.ceil()
         counted = torch.ones_like(self.index, dtype=torch.bool) if mask is None else mask
         below = self.sum(values, counted & (rank == low[self.index]))
         above = self.sum(values, counted & (rank == high[self.index]))
-        found = below + (position - low) * (above - below)
+        found = below + (position - low).to(values.dtype) * (above - below)
         return torch.where(size > 0, found, torch.full_like(found, empty))
 
     def rank(self, values: Tensor, mask: Tensor | None = None) -> Tensor:

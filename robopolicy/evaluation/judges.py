@@ -21,6 +21,7 @@ from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.returns import returns_to_go
+from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
 from robopolicy.evaluation.success import evaluate_policy, require_success
 from robopolicy.rl.offline.decisions import Decisions, actions_at, observed_at
@@ -120,7 +121,7 @@ def highest_credible(episodes: Episodes, discount: float) -> float:
         earned = torch.where(inside.terminated, earned, going_on)
     if inside.success is None or not bool(inside.success.any()):
         return float(earned.max())
-    return float(earned[inside.success].quantile(0.9))
+    return float(quantile(earned[inside.success], 0.9))
 
 
 class FittedJudge:

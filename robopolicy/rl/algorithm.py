@@ -60,7 +60,8 @@ class Algorithm:
         """Raise ConfigError naming the first mechanism that cannot work with what there is."""
         for need in sorted(self.own_needs - have, key=lambda item: item.name):
             raise ConfigError(f"algorithm={self.name} needs {need.value}; this combination has none.")
-        require(list(self.entries), have)
+        alone = self.ratio_level is RatioLevel.STEP
+        require(list(self.entries), have | {Need.STEP_RATIOS} if alone else have - {Need.STEP_RATIOS})
 
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage does not learn from.

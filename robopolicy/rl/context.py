@@ -1,5 +1,6 @@
 """What mechanisms are given: the circumstances of an iteration, a scored minibatch, and whom they may ask."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -56,7 +57,7 @@ class Scored:
     (broadcastable); chosen: index of each step in its decision; rollouts: the minibatch itself, [b, t],
     without its next observations; knobs: what controllers set, by name; share: how much of the run is done; extra:
     name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`; raises ConfigError
-    where the policy gives none.
+    where the policy gives none; limit: where log-ratios are clamped.
     """
 
     logp: Tensor
@@ -72,6 +73,16 @@ class Scored:
     knobs: Mapping[str, float] = field(default_factory=dict[str, float])
     share: float = 0.0
     extra: Callable[[str], Tensor] = lambda name: torch.empty(0)
+    limit: float = math.inf
+
+    @property
+    def step_log_ratio(self) -> Tensor:
+        """log pi / pi_proximal of every step by itself, [b, t, K], clamped like log_ratio; 0 outside `mask`.
+
+        Whatever the level: for what sums over an episode's steps, which at a summed level already hold sums.
+        """
+        proximal = self.rollouts.proximal.gather(-1, self.chosen)
+        return torch.where(self.mask, self.logp - proximal, 0.0).clamp(-self.limit, self.limit)
 
     @property
     def ratio(self) -> Tensor:

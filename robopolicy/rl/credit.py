@@ -7,7 +7,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.core.segments import Segments, distinct
+from robopolicy.core.segments import Segments, distinct, quantile
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -45,7 +45,7 @@ def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, shar
     Takes and returns A [B, T, K], 0 at the other steps.
     """
     entropy = entropy_of(rollouts)
-    threshold = torch.quantile(entropy[rollouts.mask], 1 - share)
+    threshold = quantile(entropy[rollouts.mask], 1 - share)
     return torch.where(entropy >= threshold, advantage, 0.0)
 
 
@@ -57,7 +57,7 @@ def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start:
     """
     share = start + (1 - start) * context.share
     size = torch.where(rollouts.mask, advantage.abs() * entropy_of(rollouts), -1.0)
-    threshold = torch.quantile(size[rollouts.mask], 1 - share)
+    threshold = quantile(size[rollouts.mask], 1 - share)
     return torch.where(size >= threshold, advantage, 0.0)
 
 

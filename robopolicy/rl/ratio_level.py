@@ -24,6 +24,11 @@ class RatioLevel(Enum):
         return self not in (RatioLevel.STEP, RatioLevel.DECISION_MEAN, RatioLevel.EPISODE_MEAN)
 
     @property
+    def shares_sums(self) -> bool:
+        """Whether each of several steps holds the sum of all their log-ratios: who sums them again counts too much."""
+        return self in (RatioLevel.ACTION_SUM, RatioLevel.DECISION_SUM, RatioLevel.EPISODE_SUM)
+
+    @property
     def whole_episodes(self) -> bool:
         """Whether minibatches must hold whole episodes."""
         return self in (RatioLevel.EPISODE_SUM, RatioLevel.EPISODE_MEAN)

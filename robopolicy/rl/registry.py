@@ -90,6 +90,7 @@ class Need(Enum):
     TEACHER_SCORES = "the teacher's scores of the same steps (a teacher of the policy's kind)"
     REFERENCE_SCORES = "the scores of the same steps under the base policy, frozen"
     EXPERTS = "recorded episodes of experts (experts=[DATASET])"
+    STEP_RATIOS = "a ratio of every step by itself (ratio_level=step)"
     DEMONSTRATIONS = "demonstrated states to begin from (starts=N and a world with an expert and snapshots)"
 
 

@@ -303,17 +303,19 @@ class Learner:
             knobs=self.knobs,
             share=share,
             extra=extra,
+            limit=limit,
         )
 
     def _diagnose(self, scored: Scored) -> dict[str, Tensor]:
         # A random choice stands for all noisy steps; those without noise do not differ.
         whole = self.sampling_steps / len(self._steps()) * self.most / scored.chosen.shape[-1]
         flat, mask = scored.log_ratio.flatten(0, 1), scored.mask.flatten(0, 1)
+        each = scored.step_log_ratio.flatten(0, 1) if self.algorithm.ratio_level.shares_sums else flat
         low, high = scored.clip_low.flatten(0, 1), scored.clip_high.flatten(0, 1)
         return {
-            "kl": whole * diagnostics.approximate_kl(flat, mask),
+            "kl": whole * diagnostics.approximate_kl(each, mask),
             "clip_fraction": diagnostics.clip_fraction(flat, mask, low, high),
-            "effective_sample_size": diagnostics.effective_sample_size(flat, mask),
+            "effective_sample_size": diagnostics.effective_sample_size(each, mask),
             "clamped": scored.clamped.float().sum(),
         }
 

@@ -61,10 +61,11 @@ def make_scored(
     clip: tuple[float, float] = (0.2, 0.2),
     level: RatioLevel = RatioLevel.STEP,
     extras: dict[str, Tensor] | None = None,
+    steps_per_action: int = 0,
 ) -> Scored:
     """A minibatch as the trainer would score it."""
     mask = rollouts.mask & rollouts.alive[..., None]
-    ratios = log_ratios(logp, rollouts.proximal, mask, 20.0, level)
+    ratios = log_ratios(logp, rollouts.proximal, mask, 20.0, level, steps_per_action)
     return Scored(
         logp=logp.detach(),
         log_ratio=ratios.log_ratio,

@@ -1,12 +1,22 @@
 """Preference coefficients are the gradients of their losses; ties and strangers make no pairs."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
 from torch.nn import functional
 
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.coefficients import preference as preferences
+from robopolicy.rl.coefficients.regression import pacs
+from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.objective import policy_loss
+from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.registry import Need
+from robopolicy.training.update import Learner
 
 GROUPS, RETURNS = [0, 0, 0, 1, 1, 2], [1.0, 0.0, 0.0, 2.0, 2.0, 5.0]
 
@@ -54,6 +64,52 @@ def test_gradients(function, loss, seed: int):
     found = torch.autograd.grad(policy_loss(logp, coefficient, scored.mask.double()), logp)[0]
     expected = torch.autograd.grad(loss(sums(rollouts, logp)), logp)[0]
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.checks("coefficient/dpo", "coefficient/sppo", "coefficient/p3o", "coefficient/tpo", "coefficient/pacs")
+@pytest.mark.parametrize("level", RatioLevel)
+def test_an_episode_s_log_ratio_counts_every_step_once_at_every_level(level: RatioLevel):
+    """Two decisions of two steps, each +.1: .4 in an episode, not .8 (decision_sum) or 1.6 (episode_sum)."""
+    rollouts = make_rollouts([2, 2], [0, 0], [1.0, 0.0], steps=2)
+    moved = rollouts.logp_behaviour + torch.tensor([0.1, 0.0], dtype=torch.float64)[:, None, None]
+    scored = make_scored(rollouts, moved, torch.ones_like(moved), level=level, steps_per_action=1)
+    alone = make_scored(rollouts, moved, torch.ones_like(moved))
+    assert preferences.episode_log_ratio(scored).tolist() == pytest.approx([0.4, 0.0])
+    assert preferences.sppo(scored)[0][:, 0, 0].tolist() == pytest.approx([2 * (0.5 - 0.4), 2 * -0.5])
+    for function in (preferences.dpo, preferences.sppo, preferences.p3o, pacs):
+        torch.testing.assert_close(function(scored)[0], function(alone)[0])
+
+
+@pytest.mark.parametrize("level", [level for level in RatioLevel if level.value.endswith("_sum")])
+def test_the_divergence_that_ends_an_iteration_counts_every_step_once(level: RatioLevel):
+    rollouts = make_rollouts([2, 2], [0, 0], [1.0, 0.0], steps=2)
+    moved = rollouts.logp_behaviour + torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(1)).double()
+
+    def diagnosed(level: RatioLevel) -> dict[str, torch.Tensor]:
+        scored = make_scored(rollouts, moved, torch.ones_like(moved), level=level, steps_per_action=1)
+        learner = SimpleNamespace(algorithm=SimpleNamespace(ratio_level=level), sampling_steps=2, most=2)
+        learner._steps = lambda: range(2)
+        return Learner._diagnose(learner, scored)  # type: ignore[arg-type]
+
+    for name in ("kl", "effective_sample_size"):
+        assert float(diagnosed(level)[name]) == pytest.approx(float(diagnosed(RatioLevel.STEP)[name]))
+
+
+@pytest.mark.parametrize("coefficient", ["min_pro", "grpo_guard"])
+def test_formulas_of_single_steps_refuse_shared_ratios(coefficient: str):
+    for level in RatioLevel:
+        algorithm = build_algorithm(AlgorithmConfig(coefficient=coefficient, ratio_level=level))
+        if level is RatioLevel.STEP:
+            algorithm.check(frozenset(Need))
+        else:
+            with pytest.raises(ConfigError, match=f"coefficient={coefficient} needs a ratio of every step.*=step"):
+                algorithm.check(frozenset(Need))
+
+
+def test_steps_are_cut_where_ratios_are():
+    rollouts, logp, _ = scored_at(0)
+    scored = replace(make_scored(rollouts, logp.detach() + 9, torch.zeros_like(logp.detach())), limit=3.0)
+    assert torch.equal(scored.step_log_ratio, torch.where(scored.mask, 3.0, 0.0).double())
 
 
 def test_pairs_are_of_one_group_and_unequal():

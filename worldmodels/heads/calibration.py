@@ -6,6 +6,8 @@ Success is debounced by the world around a model (`ImaginedWorld`, its debounce)
 import torch
 from torch import Tensor
 
+from robopolicy.core.segments import quantile
+
 
 def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
     """Return the threshold [] above which as many logits [N] lie as labels [N] are true; infinity if none is.
@@ -14,7 +16,7 @@ def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
     """
     if not bool(label.any()):
         return torch.tensor(torch.inf)
-    return torch.quantile(logit.double(), 1 - label.double().mean().to(logit.device)).float()
+    return quantile(logit.double(), 1 - label.double().mean().to(logit.device)).float()
 
 
 def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, tolerance: float = 0.1) -> bool:
@@ -30,4 +32,4 @@ def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, toler
 
 def quantiles_of(value: Tensor, count: int = 101) -> Tensor:
     """Return `count` evenly spaced quantiles of values [N], the lowest and the highest among them."""
-    return torch.quantile(value, torch.linspace(0, 1, count, device=value.device))
+    return quantile(value, torch.linspace(0, 1, count, device=value.device))

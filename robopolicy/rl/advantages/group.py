@@ -8,7 +8,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.rollouts import Rollouts, sum_of_rewards
-from robopolicy.core.segments import Segments
+from robopolicy.core.segments import Segments, quantile
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -231,8 +231,8 @@ def risk_po(
     first = used & (papers.rank(groups.index.double(), used) == 0)  # one entry a sum
     found = score[first]
     remembered: list[float] = context.memory.get("risk_po", [])
-    q_low, q_high = remembered or [float(torch.quantile(found, level)) for level in (low, high)]
-    below_low, below_high = (float((found < quantile).float().mean()) for quantile in (q_low, q_high))
+    q_low, q_high = remembered or [float(quantile(found, level)) for level in (low, high)]
+    below_low, below_high = (float((found < bound).float().mean()) for bound in (q_low, q_high))
     context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
     middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
     value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)

@@ -101,7 +101,12 @@ def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
     return scored.advantage - shift, {}
 
 
-@mechanism(Slot.COEFFICIENT, "min_pro", source="MinPRO, arXiv:2601.22718", needs=(Need.WHOLE_EPISODES,))
+@mechanism(
+    Slot.COEFFICIENT,
+    "min_pro",
+    source="MinPRO, arXiv:2601.22718",
+    needs=(Need.WHOLE_EPISODES, Need.STEP_RATIOS),
+)
 def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
     """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
 

@@ -1,8 +1,8 @@
 """Preferences between episodes with the same start, as coefficients: the better return is preferred.
 
 Minibatches hold whole episodes and, for there to be pairs, whole groups: minibatch_episodes at least a few
-times group_size. An episode's log-ratio is the sum over its scored steps, to the policy at the start of the iteration
-(of `tpo`: to the frozen reference).
+times group_size. An episode's log-ratio is the sum over its scored steps, whatever ratio_level is, to the policy at the
+start of the iteration (of `tpo`: to the frozen reference).
 """
 
 import torch
@@ -15,8 +15,8 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def episode_log_ratio(scored: Scored) -> Tensor:
-    """Return log pi / pi_old of whole episodes, [b]."""
-    return torch.where(scored.mask, scored.log_ratio, 0.0).sum((1, 2))
+    """Return log pi / pi_old of whole episodes, [b]: the sum over their steps, at every ratio level."""
+    return scored.step_log_ratio.sum((1, 2))
 
 
 def preferred(scored: Scored) -> Tensor:

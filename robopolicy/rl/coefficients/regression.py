@@ -3,6 +3,7 @@
 import torch
 
 from robopolicy.core.segments import Segments
+from robopolicy.rl.coefficients.preference import episode_log_ratio
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.options import unknown_option
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -17,7 +18,7 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     where all ended alike.
     """
     rollouts = scored.rollouts
-    total = beta * torch.where(scored.mask, scored.log_ratio, 0.0).sum((1, 2))
+    total = beta * episode_log_ratio(scored)
     group = rollouts.group
     same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
     others = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)

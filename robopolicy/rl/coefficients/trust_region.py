@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.segments import quantile
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -53,7 +54,7 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 
     """
     # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
     # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
-    old = (scored.logp - scored.log_ratio).exp().clamp(min=1e-12)
+    old = (scored.logp - scored.step_log_ratio).exp().clamp(min=1e-12)
     bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
     top = (0.5 + 0.5 * (1 + 4 * high / old).sqrt()).clamp(max=most)
     return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped, dual_clip=most), {}
@@ -93,7 +94,7 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
     return (log_ratio + shift) * std
 
 
-@mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS,))
+@mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS, Need.STEP_RATIOS))
 def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
     """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
 
@@ -139,7 +140,7 @@ def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
     `pivot`, divided by the largest distance on that side; 0 outside the mask.
     """
     level = entropy.clamp(min=1e-6).log()
-    centred = torch.where(mask, level - torch.quantile(level[mask], pivot, interpolation="nearest"), 0.0)
+    centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
     above, below = centred.clamp(min=0), centred.clamp(max=0)
     return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
 

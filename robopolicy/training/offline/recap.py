@@ -12,6 +12,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import intervened
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators
+from robopolicy.core.segments import quantile
 from robopolicy.policies.advantage_conditioned import (
     IMPROVEMENT,
     AdvantageConditioned,
@@ -126,5 +127,5 @@ def corrections(lesson: Lesson) -> Tensor | None:
 
 def improvements(advantage: Tensor, share: float, corrected: Tensor | None = None) -> Tensor:
     """Return which decisions are positive [N] bool: the best `share` by advantage [N], and all that are `corrected`."""
-    better = advantage > torch.quantile(advantage, 1 - share)
+    better = advantage > quantile(advantage, 1 - share)
     return better if corrected is None else better | corrected
