@@ -110,6 +110,11 @@ def _by_unit(unit: str) -> str:
     return "place" if _PLACE_UNIT.fullmatch(unit.strip()) else ""
 
 
+def is_place_unit(unit: str) -> bool:
+    """Whether a unit is that of a place, such as rad or m."""
+    return _by_unit(unit) == "place"
+
+
 @dataclass(frozen=True)
 class Standstill:
     """What the elements of an action do while a robot stands still, [A] each.

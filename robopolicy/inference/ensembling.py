@@ -10,6 +10,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.turns import turns_of
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
 
 
@@ -60,7 +61,10 @@ class Averaged:
         # The share of the newest of `count` + 1, exp(-decay count) / sum_i exp(-decay i), without what overflows.
         sums = torch.exp(self.decay * torch.arange(int(count.max()) + 1, device=plan.device)).cumsum(0)
         share = (1 / sums[count])[..., None]
-        averaged = share * plan[:, :overlap] + (1 - share) * underway.rest
+        # Angles that go round are averaged the short way round, near what the newest plan says.
+        turns, newest = turns_of(policy.spec.action).like(plan), plan[:, :overlap]
+        before = torch.where(turns.period > 0, newest - turns.shortest(newest - underway.rest), underway.rest)
+        averaged = turns.within(share * newest + (1 - share) * before)
         return torch.cat([averaged, plan[:, overlap:]], 1)
 
 
@@ -89,7 +93,8 @@ class Coherent:
         }
         drawn = policy.predict(many, generator, deterministic=deterministic).unflatten(0, (-1, self.samples))
         overlap = underway.rest.shape[1]
-        distance = (drawn[:, :, :overlap] - underway.rest[:, None]).norm(dim=-1)
+        apart = turns_of(policy.spec.action).like(drawn).shortest(drawn[:, :, :overlap] - underway.rest[:, None])
+        distance = apart.norm(dim=-1)
         weights = self.decay ** torch.arange(overlap, device=distance.device)
         best = torch.where(underway.known, (weights * distance).sum(-1).argmin(1), 0)
         return drawn[torch.arange(len(drawn), device=best.device), best]

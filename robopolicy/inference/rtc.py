@@ -17,7 +17,7 @@ with beta bounding alike. Axes: B row, K step, P predicted step, A action dimens
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
+from robopolicy.core.turns import Turns, turns_of
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
 from robopolicy.nn.prefix import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
@@ -171,7 +172,9 @@ class Inpainted:
         # Of a chunk that begins in the past nothing is asked there, nor behind the end of the last one.
         target = pad(latents, (0, 0, policy.part.first, steps - overlap))
         weights = pad(weights, (policy.part.first, 0))
-        guidance = Guidance(target, weights[..., None], self.strongest, self.jacobian)
+        turns = turns_of(policy.spec.action).like(target)
+        turns = None if own else replace(turns, period=turns.period / policy.action_normalizer.scale)
+        guidance = Guidance(target, weights[..., None], self.strongest, self.jacobian, turns)
         guided: Callable[[Steps], Steps] = lambda inner: GuidedSteps(inner, policy.schedule, guidance)  # noqa: E731
         return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
 
@@ -198,13 +201,15 @@ class Guidance:
     """What clean latents are led to.
 
     target: [B, P, L], clean latents; weights: W, [B, P, 1] in [0, 1]; strongest: beta; jacobian: whether the error is
-    pulled back through the network, or taken as it is (J = 1).
+    pulled back through the network, or taken as it is (J = 1); turns: how latents go round that are normalised
+    angles, None where latents are no normalised actions.
     """
 
     target: Tensor
     weights: Tensor
     strongest: float
     jacobian: bool = True
+    turns: Turns | None = None
 
 
 class GuidedSteps:
@@ -224,7 +229,8 @@ class GuidedSteps:
             leaf = x.detach().requires_grad_(guidance.jacobian)
             prediction = self.steps.one(leaf, step)
             clean = self.schedule.clean_estimate(leaf, prediction, step)
-        pull = guidance.weights * (guidance.target - clean.detach())
+        away = guidance.target - clean.detach()
+        pull = guidance.weights * (away if guidance.turns is None else guidance.turns.shortest(away))
         if guidance.jacobian:
             (pull,) = torch.autograd.grad(clean, leaf, pull)
             pull = self._scale[step] * pull

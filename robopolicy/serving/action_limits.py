@@ -79,10 +79,12 @@ class ActionLimits:
         low, high = self._bounds(policy)
         if not held:
             action = np.clip(action, low, high)
+        change = np.asarray(0.0 if self.change is None else self.change, dtype=np.float64)
         if self.change is not None and last is not None:
-            change = np.asarray(self.change)
             known = np.isfinite(last)
-            action = np.where(known, np.clip(action, last - change, last + change), action)
+            ahead = policy.turns.shortest(action - np.where(known, last, action))
+            action = np.where(known & (np.abs(ahead) > self.change), last + np.clip(ahead, -change, change), action)
+            action = policy.turns.within(action)
         if self.workspace is not None:
             action = np.asarray(self.workspace(action), dtype=np.float64)
             if action.shape != policy.shape:

@@ -70,6 +70,7 @@ class PolicyClient:
         self._numbers = itertools.count(secrets.randbits(48))
         self._sealed = self._known = False
         self.metadata: dict[str, Any] = {}
+        self.trouble: ServingError | None = None  # why it cannot connect, while it goes on trying
         proxy = proxy_for(self.address)
         if proxy is not None and self._tls is None:
             key = " and your API key" if api_key else ""
@@ -192,13 +193,15 @@ class PolicyClient:
                     open_timeout=self.timeout,
                     close_timeout=min(1.0, self.timeout),
                 )
-                return self._stack.enter_context(opening)
+                connection, self.trouble = self._stack.enter_context(opening), None
+                return connection
             except InvalidStatus as error:
                 raise self._turned_away(error, proxy) from error
             # Of the last two: names that are none, and a SOCKS proxy without its package.
             except (OSError, WebSocketException, ValueError, ImportError) as error:
+                self.trouble = unreachable(self.address, proxy, error)
                 if not _may_be_starting(error) or time.monotonic() > deadline:
-                    raise unreachable(self.address, proxy, error) from error
+                    raise self.trouble from error
                 time.sleep(0.1)
 
     def _turned_away(self, error: InvalidStatus, proxy: Proxy | None) -> ServingError:

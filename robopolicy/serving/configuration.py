@@ -91,7 +91,15 @@ class RobotSettings:
     latency_steps: int = 0
     """Control steps that every answer is held back, an episode's first excepted: how a slower server would do."""
     blend: int = 0
-    """Over so many steps a new chunk takes over from the old one."""
+    """Over so many steps a new chunk takes over from the old one: angles such as yaw the short way round, grippers and
+    toggles at once.
+    """
+    turns: dict[str, float] = field(default_factory=dict)
+    """Elements of the action that go round -> one turn, in the policy's units: {yaw: 6.2832}; 0 for those that neither
+    go round nor switch, although their names say so.
+    """
+    switches: tuple[str, ...] = ()
+    """Elements of the action that change at once."""
     hold: Literal["auto", "zero", "last"] = "auto"
     """What elements of an action do, while the robot holds still, of which neither name nor unit says it: go to zero
     (velocities, differences), or stay (last: positions). auto: as the served policy's world has it (its latency_hold);
@@ -122,6 +130,8 @@ class RobotSettings:
             raise ConfigError(f"change is {self.change}: an action may differ from the last by more than 0, or null.")
         if not all(math.isfinite(value) for value in self.neutral.values()):
             raise ConfigError(f"neutral is {self.neutral}: each is a finite number, in the policy's units.")
+        if not all(0 <= value < math.inf for value in self.turns.values()):
+            raise ConfigError(f"turns is {self.turns}: each is one turn, more than 0, or 0 for none.")
         for name, bound in self.bounds.items():
             if len(bound) != 2 or not all(map(math.isfinite, bound)) or bound[0] > bound[1]:
                 raise ConfigError(f"bounds has {name}: {list(bound)}: it is [LOW, HIGH], finite, and low at most high.")

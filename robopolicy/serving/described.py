@@ -1,8 +1,8 @@
 """A served policy, as its server describes it. Axes: H history, A action dimension (any shape)."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.core.holding import Kind, kind_of, kinds_of
 from robopolicy.core.narrowing import is_mapping
-from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
+from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
+from robopolicy.core.turns import Turns, turns_of
 
 LONGEST_HISTORY = 1000
 """Frames; a server that asks for more describes no policy."""
@@ -21,6 +22,8 @@ MOST_NUMBERS = 10_000
 MOST = 2**28
 """Elements of one frame of a camera, and of all that is remembered for a policy."""
 
+NO_TURNS = Turns(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))
+
 
 @dataclass(frozen=True)
 class DescribedPolicy:
@@ -29,7 +32,7 @@ class DescribedPolicy:
     fields: what it reads of the robot -> shape of a frame; ahead: steps after which its decisions are executed, 0 for
     at once; overlap: steps by which its plans reach beyond a chunk where the server offers a chunking that follows on
     from the plan underway, else 0; shape, low, high: of an action [A]; names, unit: of its elements, () and "" where it
-    does not say; elements: field -> names of its elements.
+    does not say; elements: field -> names of its elements; turns: how they go round.
     """
 
     fields: Mapping[str, tuple[int, ...]]
@@ -44,6 +47,14 @@ class DescribedPolicy:
     names: tuple[str, ...] = ()
     unit: str = ""
     elements: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+
+    turns: Turns = NO_TURNS
+
+    def with_turns(self, turns: Mapping[str, float], switches: Sequence[str]) -> "DescribedPolicy":
+        """Return the same with what settings say of elements that go round or switch; see `turns_of`."""
+        low, high = (tuple(map(float, bound.ravel())) for bound in (self.low, self.high))
+        action = Field(self.shape, low=low, high=high, unit=self.unit, names=self.names)
+        return replace(self, turns=turns_of(action, turns, switches))
 
     @property
     def kinds(self) -> list[Kind]:
@@ -119,7 +130,8 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
         )
     ahead, unit = queue // math.prod(shape), metadata["action"].get("unit") or ""
     names, elements = _names(metadata["action"]), {key: _names(read) for key, read in metadata["observation"].items()}
-    return DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, low, high, names, unit, elements)
+    policy = DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, low, high, names, unit, elements)
+    return policy.with_turns({}, ())
 
 
 def _whole(value: Any) -> int:

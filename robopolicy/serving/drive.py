@@ -93,6 +93,8 @@ class _Robots:
                 prefetch=settings.prefetch,
                 latency_steps=settings.latency_steps,
                 blend=settings.blend,
+                turns=settings.turns,
+                switches=settings.switches,
                 max_age=settings.max_age,
                 patience=settings.patience,
                 wait=clock.period == 0,

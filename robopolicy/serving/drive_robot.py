@@ -33,6 +33,7 @@ def drive_robot(
     than patience; the robot is the caller's to stop.
     """
     requests = Requests(client)
+    renamed = robot.wiring.renamed
     driver = Driver(
         client,
         hold=lambda frames, last: robot.still(),
@@ -41,6 +42,8 @@ def drive_robot(
         prefetch=settings.prefetch,
         latency_steps=settings.latency_steps,
         blend=settings.blend,
+        turns={renamed.get(name, name): turn for name, turn in settings.turns.items()},
+        switches=[renamed.get(name, name) for name in settings.switches],
         max_age=settings.max_age,
         patience=settings.patience,
         requests=requests,

@@ -18,7 +18,7 @@ Axes: C chunk step, P predicted step, A action dimension (any shape).
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -81,6 +81,11 @@ class Requests:
             raise NonFiniteError("The server answered with NaN or infinity; no action was executed.")
         return actions
 
+    @property
+    def trouble(self) -> str:
+        """Why the client cannot connect while it keeps trying, "" where it does not say or has no trouble."""
+        return str(getattr(self.client, "trouble", None) or "")
+
     def close(self) -> None:
         """Give up what has not been asked yet."""
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -99,18 +104,19 @@ class Driver:
     soon as a chunk has been executed of the plan, which reaches further, and of one that decides ahead when as many
     steps are left as it was trained for. grace: seconds that a step may wait for its action, half a control step for
     None. latency_steps: control steps that an answer is held back after its observation, to simulate a slow one; an
-    episode's first is not. blend: over so many steps a new chunk takes over from the old one. max_age: seconds after
-    which an observation is too old to act on (None: as long as two chunks take). patience: seconds that an episode's
-    first chunk is waited for, and after which a server that has not answered counts as away (`require_server`). wait:
-    wait for every chunk, in a simulator that stands still meanwhile. requests: shared with other drivers of the same
-    connection, each of which then has a `session` of its own, by which the server tells them apart. counts: how many
-    steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away ("stale"), failures
-    ("failures"). late: by how many steps the present chunk is executed later than it was meant, because the robot held
-    still meanwhile, which the policy had not foreseen. error: what the server did wrong last, silence included, None
-    since it answered. Raises ServingError where the server does not describe its policy, ConfigError on a prefetch
-    beyond the chunk, for a policy that decides further ahead than its chunks reach, on a latency that leaves no answer
-    of use, and where hold or limits do not fit its actions, `act` NonFiniteError where what holds the robot still or
-    limits it is no number, ConfigError where it is none for these actions.
+    episode's first is not. blend: over so many steps a new chunk takes over from the old one, angles that go round the
+    short way, grippers and toggles at once, by their names and units, or by turns and switches (see `turns_of`).
+    max_age: seconds after which an observation is too old to act on (None: as long as two chunks take). patience:
+    seconds that an episode's first chunk is waited for, and after which a server that has not answered counts as away
+    (`require_server`). wait: wait for every chunk, in a simulator that stands still meanwhile. requests: shared with
+    other drivers of the same connection, each of which then has a `session` of its own, by which the server tells them
+    apart. counts: how many steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away
+    ("stale"), failures ("failures"). late: by how many steps the present chunk is executed later than it was meant,
+    because the robot held still meanwhile, which the policy had not foreseen. error: what the server did wrong last,
+    silence included, None since it answered. Raises ServingError where the server does not describe its policy,
+    ConfigError on a prefetch beyond the chunk, for a policy that decides further ahead than its chunks reach, on a
+    latency that leaves no answer of use, and where hold or limits do not fit its actions, `act` NonFiniteError where
+    what holds the robot still or limits it is no number, ConfigError where it is none for these actions.
     """
 
     def __init__(
@@ -124,6 +130,8 @@ class Driver:
         grace: float | None = None,
         latency_steps: int = 0,
         blend: int = 0,
+        turns: Mapping[str, float] | None = None,
+        switches: Sequence[str] = (),
         max_age: float | None = None,
         patience: float = 5.0,
         wait: bool = False,
@@ -131,7 +139,7 @@ class Driver:
         session: str = "",
         clock: Callable[[], float] = time.monotonic,
     ):
-        described = described_policy(client.metadata)
+        described = described_policy(client.metadata).with_turns(turns or {}, switches)
         self.policy, self.limits = described, limits or ActionLimits()
         self.hold = Stillness(hold, described)
         self.start = self.hold if start is None else start
@@ -317,10 +325,14 @@ class Driver:
         if self.wait:
             wait_for([self._request], timeout=self.patience)
         if not self._request.done():
-            if self.error is None and self.away > self.patience:
+            trouble = self._requests.trouble
+            if (self.error is None or trouble) and self.away > self.patience:
+                why = trouble or (
+                    "does it hang, or is its machine overloaded, or the network to it cut? Have more patience with a "
+                    "policy that is this slow."
+                )
                 self.error = ServingError(
-                    f"The server has not answered for more than {self.patience:g} s (patience): does it hang, or is "
-                    "its machine overloaded? Have more patience with a policy that is this slow."
+                    f"The server has not answered for more than {self.patience:g} s (patience): {why}"
                 )
             return
         request, self._request = self._request, None
@@ -358,13 +370,15 @@ class Driver:
         self._back_off = min(2 * self._back_off, BACK_OFF[1])
 
     def _blended(self, chunk: np.ndarray, begins: int) -> np.ndarray:
-        """Return a new chunk whose first steps from now on lead over from those of the old one."""
-        chunk = chunk.astype(np.float64)
+        """Return a new chunk whose first steps from now on lead over from those of the old one: angles the short way
+        round, grippers and toggles at once.
+        """
+        chunk, turns = chunk.astype(np.float64), self.policy.turns
         for index in range(self.blend):
             new, old = self._step - begins + index, self._step - self._begins + index
             if 0 <= new < len(chunk) and old < len(self._chunk):  # what is decided ahead has not begun yet
-                share = (index + 1) / (self.blend + 1)
-                chunk[new] = (1 - share) * self._chunk[old] + share * chunk[new]
+                rest = np.where(turns.at_once, 0.0, 1 - (index + 1) / (self.blend + 1))
+                chunk[new] = turns.within(chunk[new] - rest * turns.shortest(chunk[new] - self._chunk[old]))
         return chunk
 
     def _planned(self) -> np.ndarray | None:

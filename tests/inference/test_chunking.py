@@ -1,6 +1,7 @@
 """A delay in control steps: which action is executed when, how plans are joined, and what cannot be."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -134,6 +135,31 @@ def test_ensembling_weighs_all_plans_of_a_step_as_act_does():
         weights = torch.exp(-decay * torch.arange(len(said)))
         expected = sum(weight * value for weight, value in zip(weights, said, strict=True)) / weights.sum()
         assert torch.allclose(executed[:, step], expected, atol=1e-6), step
+
+
+@pytest.mark.parametrize("kind", ["ensembling", "bidirectional"])
+def test_angles_that_go_round_are_joined_the_short_way(kind):
+    class Turning(Numbered):
+        def __init__(self):
+            super().__init__()
+            low, high = (-1e6, -math.pi), (1e6, math.pi)
+            action = Field((2,), low=low, high=high, unit="m, rad", names=("x", "yaw"))
+            self.spec = replace(self.spec, action=action)
+
+        def predict(self, observation, generator, *, deterministic=False):
+            rows = len(observation[STATE])
+            plans = torch.tensor([[3.0, 3.0], [0.0, 1.0], [2.0, -3.0]])  # x, yaw
+            first = bool(observation[STATE][0, 0, 0] == 0)
+            chosen = plans[:1].expand(rows, 2) if first else plans[2 if kind == "ensembling" else 1 :][:rows]
+            return chosen[:, None].expand(-1, 8, -1).clone()
+
+    policy = with_chunking(Turning(), kind, Delay(0), {"decay": 0.0} if kind == "ensembling" else {"samples": 2})
+    policy.reset()
+    chunk_of(policy, 0)
+    joined = policy.act({STATE: torch.ones(1, 1, 1)}, torch.Generator()).actions[0, 0]
+    expected = [2.5, -math.pi] if kind == "ensembling" else [2.0, -3.0]  # the closest of two: -3 rad is 0.28 from 3
+    assert abs(joined[0] - expected[0]) < 1e-5
+    assert abs(math.remainder(float(joined[1]) - expected[1], 2 * math.pi)) < 1e-5
 
 
 @pytest.mark.parametrize(("decay", "newest"), [(-200.0, 1.0), (200.0, 0.0)])

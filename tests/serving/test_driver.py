@@ -364,6 +364,49 @@ def test_a_new_chunk_leads_over_from_the_old_one():
     assert [float(driver.step(see())[0]) for _ in range(3)] == pytest.approx([0.3, 0.6, 0.9])
 
 
+def test_what_goes_round_takes_the_short_way_and_what_switches_changes_at_once():
+    names = ["x", "yaw", "gripper", "vacuum"]
+    pi, old, new = np.pi, np.array([0.0, -3.1, 0.0, 0.0]), np.array([0.4, 3.1, 1.0, 1.0])
+
+    def blended(unit, turn=np.inf, **options):
+        action = {"shape": [4], "names": names, "unit": unit, "low": [-9, -turn, -9, -9], "high": [9, turn, 9, 9]}
+        driver, _ = make(
+            Scripted(action=action), hold=np.zeros(4), blend=3, limits=ActionLimits(unbounded=True), **options
+        )
+        driver._chunk = np.tile(old, (4, 1))
+        return driver, driver._blended(np.tile(new, (4, 1)), 0)
+
+    driver, chunk = blended(", rad, , ", pi)
+    np.testing.assert_allclose(chunk[:, 0], [0.1, 0.2, 0.3, 0.4])
+    gap = 2 * pi - 6.2
+    np.testing.assert_allclose(np.cos(chunk[:, 1]), np.cos(3.1 + gap * np.array([0.75, 0.5, 0.25, 0])), atol=1e-9)
+    assert (abs(chunk[:, 1]) <= pi + 1e-9).all() and chunk[0, 1] < 0 < chunk[2, 1]
+    assert chunk[:, 2].tolist() == [1.0] * 4 and chunk[:3, 3].tolist() == [0.25, 0.5, 0.75]
+    assert blended("")[1][:, 1].tolist() == [3.1] * 4  # a yaw of which nobody says how long a turn is
+    _, chunk = blended("", switches=["vacuum"], turns={"yaw": 6.2, "gripper": 0.0})
+    assert chunk[0].tolist() == pytest.approx([0.1, 3.1, 0.25, 1.0])
+    with pytest.raises(ConfigError, match="turns names 'yau'"):
+        blended("", turns={"yau": 6.2})
+    # A limit of change counts the short way round too.
+    driver.limits = ActionLimits(change=0.05)
+    steps = [driver.limits.limited(old, np.array([0.0, 3.1, 0.0, 0.0]), driver.policy)[1]]
+    steps.append(driver.limits.limited(old, np.array([0.0, steps[-1], 0.0, 0.0]), driver.policy)[1])
+    assert steps == pytest.approx([3.15 - 2 * pi, -3.1]) or steps == pytest.approx([3.15 - 2 * pi, 3.2 - 2 * pi])
+
+
+def test_a_connection_that_is_refused_is_named_before_the_client_gives_up_itself():
+    server = Scripted()
+    driver, clock = make(server, patience=2.0, max_age=60.0)
+    driver._first = False
+    driver.step(see())
+    server.trouble = ServingError("Nobody listens at ws://127.0.0.1:9.")
+    clock.now = 2.5
+    driver.step(see())
+    with pytest.raises(ServingError, match=r"not answered for more than 2 s .*Nobody listens at ws://127\.0\.0\.1:9"):
+        driver.require_server()
+    server.say(driver, [0.1] * 4)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [ServingError("gone"), [np.nan] * 4, ValueError("odd"), [], np.zeros((4, 3))],

@@ -1,0 +1,101 @@
+"""Angles that go round, and toggles: elements of an action between which no straight line leads.
+
+Halfway between a yaw of -3.1 and one of 3.1 rad lies 3.14, not 0, and halfway between an open and a closed gripper lies
+neither. Names, units and bounds say which elements these are; differences of angles are then taken the short way round.
+numpy arrays and torch tensors alike. Axes: A action element.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.holding import Kind, is_gripper, is_place_unit, kind_of, unit_of
+from robopolicy.core.spec import Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GOES_ROUND = re.compile(r"yaw|heading|azimuth|bearing|compass", re.IGNORECASE)
+"""Names of angles without ends. A joint's, such as wrist_roll, has some unless its bounds are a whole turn."""
+
+_ANGLE = re.compile(r"yaw|heading|azimuth|bearing|compass|theta|angle|roll|pitch|rotation|orientation", re.IGNORECASE)
+
+_QUATERNION = re.compile(r"quat|(^|[._])q[wxyz]$", re.IGNORECASE)
+"""q and -q are one rotation, and what lies between them is none."""
+
+_DEGREES, _RADIANS = re.compile(r"(?i:deg|degrees?|°)"), re.compile(r"(?i:rad|radians?)")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How the elements of an action go round, all [A]; `like` makes tensors of them, for tensors.
+
+    period: one turn, 0 for elements that have none; bounded, low: the same of those alone whose bounds say where a turn
+    begins, and where; at_once: bool, whether an element switches.
+    """
+
+    period: Any
+    bounded: Any
+    low: Any
+    at_once: Any
+
+    def like(self, tensor: "Tensor") -> "Turns":
+        """Return the same as tensors, on the device and in the dtype of `tensor`."""
+        return Turns(
+            *(tensor.new_tensor(each.tolist()) for each in (self.period, self.bounded, self.low, self.at_once))
+        )
+
+    def shortest(self, difference: Any) -> Any:
+        """Return differences [..., A] of two actions, the short way round."""
+        return difference - self.period * ((difference / (self.period + (self.period == 0)) + 0.5) // 1)
+
+    def within(self, values: Any) -> Any:
+        """Return values [..., A] whose angles lie beyond their turn, [low, low + period], brought back into it."""
+        over = (values - self.low) / (self.bounded + (self.bounded == 0))
+        return values - self.bounded * ((over < 0) | (over > 1)) * (over // 1)
+
+
+def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()) -> Turns:
+    """Return how the elements of an action go round, by their names, units and bounds.
+
+    turns: name -> its period, 0 for an element that neither goes round nor switches; switches: names of those that
+    change at once. Raises ConfigError where these name no element.
+    """
+    said = dict(turns or {})
+    for setting, names in (("turns", said), ("switches", switches)):
+        if wrong := [name for name in names if name not in action.names]:
+            known = did_you_mean(wrong[0], action.names) or " Its elements have no names, so none can be named here."
+            raise ConfigError(f"{setting} names '{wrong[0]}', which is no element of the action.{known}")
+    units = unit_of(action.unit, action.names)
+    low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.size) for bound in (action.low, action.high))
+    period, at_once = np.zeros(action.size), np.zeros(action.size, dtype=bool)
+    for place, name in enumerate(action.names):
+        if name in said or name in switches:
+            period[place], at_once[place] = said.get(name, 0.0), name in switches
+        else:
+            period[place], at_once[place] = _turn(name, units.get(name, ""), low[place], high[place])
+    bounded = np.where(np.isfinite(low) & np.isfinite(high), period, 0.0)
+    low = np.where(bounded > 0, low, 0.0)
+    return Turns(*(each.reshape(action.shape) for each in (period, bounded, low, at_once)))
+
+
+def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
+    """Return an element's period, 0 for none, and whether it changes at once."""
+    kind = kind_of(name, unit)
+    if kind is Kind.RATE:
+        return 0.0, False
+    if kind is Kind.TOGGLE or _QUATERNION.search(name) or (is_gripper(name) and not is_place_unit(unit)):
+        return 0.0, True
+    turn = 360.0 if _DEGREES.fullmatch(unit) else 2 * math.pi if _RADIANS.fullmatch(unit) else 0.0
+    endless = (turn, not turn) if _GOES_ROUND.search(name) else (0.0, False)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return endless
+    for whole in (turn,) if turn else () if unit else (2 * math.pi, 360.0):
+        if abs(high - low - whole) < 0.02 * whole and (turn or _ANGLE.search(name)):
+            return whole, False
+    return endless if high - low > (turn or 2 * math.pi) else (0.0, False)
