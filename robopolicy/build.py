@@ -26,7 +26,19 @@ from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.spec import LATENCY, QUEUE, TASK, WorldSpec, cameras_of, images_of, require_fit
+from robopolicy.core.spec import (
+    DRAWN,
+    LATENCY,
+    QUEUE,
+    TASK,
+    WorldSpec,
+    cameras_of,
+    image_options,
+    image_sizes,
+    images_of,
+    require_fit,
+    shown_sizes,
+)
 from robopolicy.core.structured import narrowed
 from robopolicy.core.threads import limit_threads
 from robopolicy.core.world import Controller, Snapshots, World
@@ -45,6 +57,7 @@ from robopolicy.training.acting import Acting
 from robopolicy.training.encoders import load_with_encoder
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
+from sims.names import suite_of
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
 from worldmodels import load_world_model
@@ -132,19 +145,17 @@ def _made_world(
     if section.name == DEMONSTRATIONS:
         return _demonstrated_world(section, rows, history, seed)
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
-    shown = {} if policy is None else images_of(policy.spec.observation)
-    if section.cameras and (policy is None or filmed):
-        cameras = dict.fromkeys((*shown.get("cameras", ()), *section.cameras))
-        shown = {"image_size": section.image_size, **shown, "cameras": tuple(cameras)}
-    options |= shown
+    shown = _shown(section, policy, filmed)
     try:
-        world = make_world(section.name, rows, **options)
+        world = make_world(section.name, rows, **{**options, **shown})
     except CameraError as error:
-        if policy is None or "image_size" not in shown:
+        if policy is None or not policy.spec.cameras:
             raise
-        blind = make_world(section.name, 1, **{key: value for key, value in options.items() if key not in shown})
+        blind = make_world(section.name, 1, **options)
         blind.close()
-        if advice := _mapping_for(policy, blind.spec.with_cameras(error.known, shown["image_size"])):
+        read = shown_sizes(policy.spec.observation)
+        sizes = {camera: read.get(camera, DRAWN) for camera in error.known}  # it can show any
+        if advice := _mapping_for(policy, blind.spec.with_cameras(sizes)):
             raise SpecError(f"{error} {advice}") from error
         raise
     if not world.spec.reports_success:
@@ -156,6 +167,35 @@ def _made_world(
             stacklevel=3,
         )
     return world
+
+
+def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[str, Any]:
+    """Return the cameras that a world shows and their image_size, as its options: those that the policy reads, in the
+    sizes that it reads, and the section's where there is no policy or they are filmed too.
+
+    Raises ConfigError where world.image_size is no size or of no such camera; warns where the policy reads another.
+    """
+    read = {} if policy is None else shown_sizes(policy.spec.observation)
+    asked = section.cameras if policy is None or filmed else ()
+    given: Any = section.image_size
+    if policy is not None:
+        wanted = image_sizes(dict.fromkeys((*read, *section.cameras)), given, read)
+        other = [f"{list(wanted[camera])} for '{camera}'" for camera, size in read.items() if wanted[camera] != size]
+        if other:
+            warnings.warn(
+                f"world.image_size is {' and '.join(other)}, and the policy is shown what it reads, "
+                f"{' and '.join(str(list(size)) for size in read.values())}: leave world.image_size out.",
+                RobopolicyWarning,
+                stacklevel=4,
+            )
+    sizes = {**(given if isinstance(given, dict) else dict.fromkeys(asked, given)), **read}
+    cameras = tuple(dict.fromkeys((*read, *asked)))
+    chosen = {camera: size for camera, size in sizes.items() if size is not None and (camera in cameras or not policy)}
+    if not cameras:  # a suite's environment may show some by itself
+        return {"image_size": given} if policy is None and given is not None and suite_of(section.name) else {}
+    if set(chosen) == set(cameras):
+        return image_options(image_sizes(cameras, chosen))
+    return {"cameras": cameras, **({"image_size": chosen} if chosen else {})}
 
 
 def _mapping_for(policy: Policy, spec: WorldSpec) -> str:

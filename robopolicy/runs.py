@@ -16,8 +16,10 @@ from rich.text import Text
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import DRAWN
 from robopolicy.core.storage import read_json, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
+from sims.names import OURS
 
 RESULT, REPORT = "result.json", "report.html"
 FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
@@ -96,7 +98,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
         except ConfigError as error:
             raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
         old, new = ({name: plain[name] for name in sections} for plain in (earlier, to_plain(config)))
-        changed = _differences(old, new)
+        changed = _differences(_with_default_size(old, new), new)
         if changed:
             raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")
         if not (path / RESULT).exists():
@@ -199,6 +201,17 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
 def _has_begun(path: Path) -> bool:
     """Whether a run has left anything but its description: a start that failed may be made anew with other settings."""
     return any(item.name not in DESCRIPTION for item in path.iterdir())
+
+
+def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of before with world.image_size as it is left out now: its default was 64, which is still the
+    size in which cameras are drawn, and not that of an environment's own pictures.
+    """
+    world = old.get("world")
+    if world is None or world["image_size"] != DRAWN[0] or new["world"]["image_size"] is not None:
+        return old
+    drawn = not world["cameras"] or world["name"] in OURS
+    return {**old, "world": {**world, "image_size": None}} if drawn else old
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -21,7 +21,16 @@ from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
 from robopolicy.core.history import places
 from robopolicy.core.randomness import numpy_generator, uniforms
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.spec import (
+    IMAGE_PREFIX,
+    TASK,
+    ImageSize,
+    Observation,
+    WorldSpec,
+    image_fields,
+    image_sizes,
+    validate_actions,
+)
 from robopolicy.core.stages import Stage
 from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
@@ -79,10 +88,10 @@ class MujocoWorld:
     """World, Snapshots and Renders for a `Task`.
 
     batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
-    cameras: whose images (image_size x image_size) are part of the observation; threads: native threads, default one
-    per usable core; terminate_on_success: False lets an episode run on to its time limit; style: 0 for the scene's own
-    look, other numbers for other materials and lights (see `styles`), with the same physics; instructions, phrasing:
-    which of the task's instructions it gives, and in which words (see `wording`).
+    cameras: whose images are part of the observation; image_size: of them, see `core.spec.image_sizes`; threads: native
+    threads, default one per usable core; terminate_on_success: False lets an episode run on to its time limit; style: 0
+    for the scene's own look, other numbers for other materials and lights (see `styles`), with the same physics;
+    instructions, phrasing: which of the task's instructions it gives, and in which words (see `wording`).
     `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
     [R], indices of the spec's instructions, -1 for the one that the seed gives.
     Raises CameraError on an unknown camera, ConfigError on sizes below 1, and what `load_model`, `state_layout` and
@@ -97,7 +106,7 @@ class MujocoWorld:
         seed: int = 0,
         history: int = 1,
         cameras: Sequence[str] = (),
-        image_size: int = 64,
+        image_size: ImageSize | None = None,
         threads: int | None = None,
         terminate_on_success: bool = True,
         style: int = 0,
@@ -114,11 +123,11 @@ class MujocoWorld:
         if style:
             restyle(self.model, style)
         self._layout = state_layout(self.model)
-        self._batch_size, self._history, self._image_size = batch_size, history, image_size
-        image = Field((image_size, image_size, 3), "uint8", 0, 255)
+        self._batch_size, self._history = batch_size, history
+        self._sizes = image_sizes(cameras, image_size)
         self._spec = WorldSpec(
             name=task.name,
-            observation={**task.observation, **{IMAGE_PREFIX + camera: image for camera in cameras}},
+            observation={**task.observation, **image_fields(self._sizes)},
             action=task.action,
             fps=task.fps,
             horizon=task.horizon,
@@ -329,8 +338,9 @@ class MujocoWorld:
 
     def _images(self, states: np.ndarray, goal: np.ndarray) -> dict[str, np.ndarray]:
         """Render every observation camera for states [R, nstate] and goals [R, G]; returns {} without cameras."""
-        size = self._image_size
-        return {IMAGE_PREFIX + camera: self._frames(states, goal, camera, size, size) for camera in self._spec.cameras}
+        return {
+            IMAGE_PREFIX + camera: self._frames(states, goal, camera, *size) for camera, size in self._sizes.items()
+        }
 
     def _image_history(
         self, index: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, length: np.ndarray
@@ -340,13 +350,13 @@ class MujocoWorld:
         # The H frames to be seen, as places in [old history (H), the chunk's frames (C)]: new ones are rendered, old
         # ones copied.
         window = places(length, self._history)
-        for camera in self._spec.cameras:
-            key, size = IMAGE_PREFIX + camera, self._image_size
+        for camera, size in self._sizes.items():
+            key = IMAGE_PREFIX + camera
             old = self._episodes.arrays[f"history/{key}"][index]
             new = np.empty_like(old)
             row, slot = np.nonzero(window >= self._history)
             step = window[row, slot] - self._history
-            new[row, slot] = self._frames(states[row, step], goal[row], camera, size, size)
+            new[row, slot] = self._frames(states[row, step], goal[row], camera, *size)
             row, slot = np.nonzero(window < self._history)
             new[row, slot] = old[row, window[row, slot]]
             histories[key] = new

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from robopolicy.core.delayed import with_latency_of, without_latency
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, did_you_mean, require_extra
+from robopolicy.core.errors import (
+    CheckpointError,
+    ConfigError,
+    RobopolicyError,
+    SpecError,
+    did_you_mean,
+    require_extra,
+)
 from robopolicy.core.origin import WorldOrigin, texts
 from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
-from robopolicy.core.spec import WorldSpec
+from robopolicy.core.spec import DRAWN, WorldSpec, require_cameras_named
 from robopolicy.core.world import Controller, World
 from sims.controllers import NamedController
 from sims.names import OURS, SUITES, TASKS, WORLDS, suite_of
@@ -39,10 +46,17 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     a dotted path. A registered name and a dotted path stand for a `Task` or a function without arguments that returns
     one (it runs on the MuJoCo engine), a class derived from gymnasium.Env (it runs in the gymnasium suite), or a class
     or function that is called as make(batch_size, *, seed, history, **options) and gives a `World`; cameras and
-    image_size are passed only when they are asked for. latency_steps, of any of them: see `core.delayed.with_latency`.
-    Raises ConfigError.
+    image_size (`core.spec.image_sizes`; one number where that is all) are passed only when they are asked for.
+    latency_steps, of any of them: see `core.delayed.with_latency`. Raises ConfigError, and SpecError where pictures are
+    not named as cameras.
     """
-    return with_latency_of(options, _made(name, batch_size, without_latency(options)))
+    world = with_latency_of(options, _made(name, batch_size, without_latency(options)))
+    try:
+        require_cameras_named(world.spec.observation, f"The world '{name}'")
+    except SpecError:
+        world.close()
+        raise
+    return world
 
 
 def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
@@ -151,6 +165,8 @@ def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> W
     if not callable(make):
         raise ConfigError(f"World '{name}' is {make!r}: it must be a class, a function, a Task or a gymnasium.Env.")
     try:
+        if options.get("cameras") and "image_size" not in options and fixed_arguments(make).get("image_size"):
+            options = {**options, "image_size": DRAWN[0]}  # a world that has no size of its own
         world: Any = make(batch_size, **options)
     except RobopolicyError:
         raise

@@ -212,7 +212,7 @@ ROWS = {
         lambda f: f.put("gripper.temperature", [20.0] * sum(LENGTHS), pa.float64()),
         [],
         0,
-        ["Skipped: gripper.temperature (only observation.* and action are read)"],
+        ["Skipped: gripper.temperature (float64 [1]; only observation.* and action are read)"],
     ),
     "a column that the policy reads is missing": (
         lambda f: f.drop(STATE),

@@ -54,7 +54,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         seed: int = 0,
     ):
         super().__init__(config, spec, structure, success_bonus)
-        self.state_vector = StateVector.of(spec)
+        self.state_vector = StateVector.learned(spec)
         fields = {key: field for key, field in spec.observation.items() if key in self.state_vector.fields}
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
         register_structure(self, structure)

@@ -115,7 +115,7 @@ class LatentEnsembleModel(nn.Module):
     ):
         super().__init__()
         self.config, self.reads, self.success_bonus = config, dict(reads), success_bonus
-        self.vector = StateVector.of(self.reads)
+        self.vector = StateVector.learned(self.reads)
         images = {key: field for key, field in self.reads.items() if key.startswith(IMAGE_PREFIX)}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

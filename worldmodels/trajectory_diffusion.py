@@ -54,7 +54,7 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         from robopolicy.nn.unet import UNetDenoiser  # imports diffusers, which takes seconds
 
         super().__init__(config, spec, structure, success_bonus)
-        self.state_vector = StateVector.of(spec)
+        self.state_vector = StateVector.learned(spec)
         self.states, self.actions = self.state_vector.size, spec.action.size
         register_structure(self, structure)
         channels = 2 * self.states + self.actions

@@ -49,8 +49,10 @@ class WorldSection:
     """
     cameras: tuple[str, ...] = ()
     """Names of the cameras that observations show; policies that see bring their own."""
-    image_size: int = 64
-    """Height and width of a camera's image in pixels; policies that see bring their own."""
+    image_size: Any = None
+    """Pixels of the cameras' images: 64 for height and width, [48,64], or by camera, {top: [48,64], wrist: 32}; null
+    for the environment's own pictures as they are, and 64 where they are drawn. Policies that see bring their own.
+    """
     model: Path | None = None
     """Checkpoint of a world model, for name=worldmodel."""
     data: Path | None = None
@@ -62,6 +64,13 @@ class WorldSection:
     """What else the world takes, such as world.options.style=3; latency_steps=d, in any world, lets every decision be
     executed d control steps late, and shows what is decided and not yet done.
     """
+
+    def __post_init__(self):
+        if self.image_size is not None:
+            from robopolicy.core.spec import image_sizes  # numpy, which help does not wait for
+
+            by_camera = self.image_size if isinstance(self.image_size, dict) else self.cameras or ("camera",)
+            image_sizes(by_camera, self.image_size)  # raises ConfigError where it is no size
 
     def imagined_by(self, model: Path) -> "WorldSection":
         """Return the section of this world in the imagination of the world model at `model`, on the same starts."""

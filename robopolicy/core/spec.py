@@ -1,21 +1,23 @@
 """What a world shows and accepts, and what a policy needs: fields with shape, dtype, unit and range.
 
 Observation keys are LeRobot's: `observation.state` (the robot itself), `observation.environment_state` (objects,
-goals), `observation.images.<camera>` (uint8, height x width x 3) and `task` (the instruction).
+goals), `observation.images.<camera>` (uint8 RGB, height x width x 3) and `task` (the instruction). Data of others names
+pictures otherwise (`observation.image`): where it enters, `Field.is_image` decides, and `camera_key` gives the name.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.errors import NonFiniteError, SpecError, did_you_mean
-from robopolicy.core.narrowing import is_sequence
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, SpecError, did_you_mean
+from robopolicy.core.narrowing import is_mapping, is_sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +56,11 @@ class Field:
     def size(self) -> int:
         """Number of elements in one frame."""
         return int(np.prod(self.shape))
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is a picture, whatever its key: uint8, height x width x 3."""
+        return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[2] == 3
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; infinite bounds become the texts "inf" and "-inf"."""
@@ -115,11 +122,9 @@ class WorldSpec:
         """Names of the cameras whose images are part of the observation."""
         return cameras_of(self.observation)
 
-    def with_cameras(self, cameras: Iterable[str], size: int) -> "WorldSpec":
-        """Return the spec of the same world when it shows these cameras too, in `size` x `size` pixels."""
-        image = Field((size, size, 3), "uint8", 0, 255)
-        shown = {IMAGE_PREFIX + camera: image for camera in cameras}
-        return dataclasses.replace(self, observation={**self.observation, **shown})
+    def with_cameras(self, sizes: "Mapping[str, Size]") -> "WorldSpec":
+        """Return the spec of the same world when it shows these cameras too, each in its size, (height, width)."""
+        return dataclasses.replace(self, observation={**self.observation, **image_fields(sizes)})
 
     @property
     def least_return(self) -> float | None:
@@ -252,10 +257,106 @@ def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:
     return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
 
 
+def camera_key(key: str) -> str:
+    """Return our key of the camera that others call `key`: observation.image -> observation.images.image."""
+    return key if key.startswith(IMAGE_PREFIX) else IMAGE_PREFIX + key.removeprefix("observation.")
+
+
+def require_cameras_named(fields: Mapping[str, Field], whose: str) -> None:
+    """Raise `SpecError` unless exactly the pictures among `fields` are named as cameras; whose: "The world 'slide'"."""
+    for key, field in fields.items():
+        if field.is_image and not key.startswith(IMAGE_PREFIX):
+            raise SpecError(
+                f"{whose} shows a picture, uint8 {list(field.shape)}, as '{key}': call it '{camera_key(key)}', as all "
+                "cameras are."
+            )
+        if key.startswith(IMAGE_PREFIX) and not field.is_image:
+            raise SpecError(
+                f"{whose} shows the camera '{key}' as {field.dtype} {list(field.shape)}: a picture is uint8 [height, "
+                "width, 3], RGB; numbers have a key outside of 'observation.images.'."
+            )
+
+
+LARGE_VECTOR = 2000
+"""Elements from which on a vector is more likely a picture, a depth map or a point cloud."""
+
+
+def note_large_vectors(fields: Mapping[str, Field]) -> None:
+    """Warn where a network is to read a field of so many elements as plain numbers."""
+    large = [f"'{key}' ({list(field.shape)})" for key, field in fields.items() if field.size > LARGE_VECTOR]
+    if large:
+        warnings.warn(
+            f"{', '.join(large)} is read as plain numbers, by fully connected layers: only uint8 [height, width, 3] is "
+            "seen as a picture. Leave it out (policy.observation_keys) unless that is meant.",
+            RobopolicyWarning,
+            stacklevel=3,
+        )
+
+
+type Size = tuple[int, int]
+"""(height, width) of an image, in pixels."""
+type ImageSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
+"""What `image_size` of a world may be: one number for height and width, (height, width), or either by camera."""
+DRAWN: Size = (64, 64)
+"""Size of the image of a camera that can be drawn in any, where nobody says it."""
+
+
+def image_sizes(
+    cameras: Iterable[str], image_size: ImageSize | None = None, own: Mapping[str, Size] | None = None
+) -> dict[str, Size]:
+    """Return the size of every camera's image: the one that is asked for, else its `own` (camera -> size), else DRAWN.
+
+    image_size: None asks for none; by camera it may leave some out. Raises ConfigError, naming the setting, where it is
+    no size or names another camera.
+    """
+    cameras = tuple(cameras)
+    asked = image_size if is_mapping(image_size) else dict.fromkeys(cameras, image_size)
+    for camera in asked:
+        if camera not in cameras:
+            raise ConfigError(
+                f"world.image_size gives a size for the camera '{camera}', which is not among world.cameras."
+                f"{did_you_mean(camera, cameras)}"
+            )
+    shown = {**dict.fromkeys(cameras, DRAWN), **(own or {})}
+    chosen = {camera: _size(size) for camera, size in asked.items() if size is not None}
+    return {camera: chosen.get(camera, shown[camera]) for camera in cameras}
+
+
+def _size(given: Any) -> Size:
+    sides: Any = tuple(given) if is_sequence(given) else (given, given)
+    if len(sides) == 2 and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
+        return sides
+    raise ConfigError(
+        f"world.image_size={given} is no size: write world.image_size=64, world.image_size=[48,64] (height, width) or, "
+        "by camera, world.image_size={top: [48,64], wrist: 32}."
+    )
+
+
+def image_fields(sizes: Mapping[str, Size]) -> dict[str, Field]:
+    """Return the observation fields of cameras whose images have these sizes."""
+    return {IMAGE_PREFIX + camera: Field((*size, 3), "uint8", 0, 255) for camera, size in sizes.items()}
+
+
+def shown_sizes(fields: Mapping[str, Field]) -> dict[str, Size]:
+    """Return camera -> size of the images among `fields`, key -> field."""
+    shapes = {camera: fields[IMAGE_PREFIX + camera].shape for camera in cameras_of(fields)}
+    return {camera: (shape[0], shape[1]) for camera, shape in shapes.items()}
+
+
+def image_options(sizes: Mapping[str, Size]) -> dict[str, Any]:
+    """Return the options of a world that shows cameras in these sizes: cameras, and image_size as plainly as it can be
+    said, for worlds of others that take one number; {} without cameras.
+    """
+    if not sizes:
+        return {}
+    height, width = next(iter(sizes.values()))
+    one = height if height == width else (height, width)
+    return {"cameras": tuple(sizes), "image_size": dict(sizes) if len(set(sizes.values())) > 1 else one}
+
+
 def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
     """Return the options of a world that shows the images among `fields`, key -> field: cameras and image_size."""
-    cameras = cameras_of(fields)
-    return {"cameras": cameras, "image_size": fields[IMAGE_PREFIX + cameras[0]].shape[0]} if cameras else {}
+    return image_options(shown_sizes(fields))
 
 
 def validate_observation(

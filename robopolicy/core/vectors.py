@@ -15,7 +15,15 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError, did_you_mean
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, PolicySpec, WorldSpec
+from robopolicy.core.spec import (
+    ENVIRONMENT_STATE,
+    IMAGE_PREFIX,
+    STATE,
+    Field,
+    PolicySpec,
+    WorldSpec,
+    note_large_vectors,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,13 @@ class StateVector:
         vectors = {key: field for key, field in given.items() if not key.startswith(IMAGE_PREFIX)}
         first = [key for key in (STATE, ENVIRONMENT_STATE) if key in vectors]
         return StateVector({key: vectors[key] for key in (*first, *(key for key in vectors if key not in first))})
+
+    @staticmethod
+    def learned(described: "WorldSpec | PolicySpec | Mapping[str, Field]") -> "StateVector":
+        """Return the vector of `of` for a network that learns from it; warns where a field has very many elements."""
+        vector = StateVector.of(described)
+        note_large_vectors(vector.fields)
+        return vector
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from robopolicy.core.errors import DataError, RobopolicyError, RobopolicyWarning, in_one_line
 from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.spec import camera_key
 
 TIMESTAMP_SLACK = 0.1
 """Share of a frame's duration by which a timestamp may miss step / fps."""
@@ -42,6 +43,45 @@ def check_information(information: Any, path: Path) -> None:
         sizes = isinstance(shape, list | tuple) and all(isinstance(size, int) and 0 <= size < 2**31 for size in shape)
         if not (sizes and isinstance(feature.get("dtype"), str)):
             raise DataError(f"{path}: feature '{key}' has no dtype and shape, but {in_one_line(feature, 60)}.")
+
+
+def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
+    """Return the columns of pictures by their cameras' keys, whatever they are called under `observation.`.
+
+    A picture is a column of images or videos, or of uint8 with three axes, one of them the channels. Depth is none.
+    Raises DataError where two columns of `meta/info.json`, at `path`, would be one camera.
+    """
+    found: dict[str, str] = {}
+    for name, feature in features.items():
+        if not name.startswith("observation.") or not is_picture(feature) or is_depth(feature):
+            continue
+        if other := found.get(camera_key(name)):
+            raise DataError(
+                f"{path}: '{other}' and '{name}' would both be the camera '{camera_key(name)}': rename one."
+            )
+        found[camera_key(name)] = name
+    return found
+
+
+def is_picture(feature: Mapping[str, Any]) -> bool:
+    """Whether a column holds pictures: by its type, not by its name."""
+    shape = feature["shape"]
+    return feature["dtype"] in ("image", "video") or (
+        feature["dtype"] == "uint8" and len(shape) == 3 and (shape[-1] in (1, 3, 4) or shape[0] in (1, 3))
+    )
+
+
+def is_depth(feature: Mapping[str, Any]) -> bool:
+    """Whether a column of pictures holds distances, as LeRobot marks them."""
+    notes = [feature.get(name) for name in ("info", "video_info")]
+    marks = ("is_depth_map", "video.is_depth_map")
+    return any(isinstance(note, Mapping) and note.get(mark) for note in notes for mark in marks)
+
+
+def kind_in_words(feature: Mapping[str, Any]) -> str:
+    """Return what a column holds: "float32 [8]", "pictures [256, 256, 3]", "depth [48, 64, 1]"."""
+    kind = "depth" if is_depth(feature) else "pictures" if is_picture(feature) else feature["dtype"]
+    return f"{kind} {list(feature['shape'])}"
 
 
 def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.ndarray, fps: float) -> None:

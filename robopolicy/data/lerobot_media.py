@@ -32,6 +32,11 @@ _COLOURS = ((1,), (2,), (3,), (4,))
 _PADDING = 128
 """Pixels by which codecs round a frame's sides up."""
 
+_DEEP = (
+    "has grey pixels of more than 8 bits, as depth has, which no colours hold. To leave this column out, add to its "
+    'feature in meta/info.json: "info": {"is_depth_map": true}.'
+)
+
 Sizes = Collection[tuple[int, int]]
 """Heights and widths that a feature's shape promises."""
 
@@ -113,6 +118,8 @@ def _decoded(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndarray:
     try:
         with Image.open(source, formats=IMAGE_FORMATS) as image:
             _require_size(folder, what, (image.height, image.width), sizes)
+            if image.mode.startswith(("I", "F")):
+                raise DataError(f"{folder}: {what} {_DEEP}")
             return np.asarray(image.convert("RGB"))
     except DataError:
         raise
@@ -227,6 +234,8 @@ def _decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator
             stream.codec_context.thread_count = usable_threads()
             for index, frame in enumerate(container.decode(stream)):
                 _require_size(folder, f"frame {index} of {path}", (frame.height, frame.width), sizes)
+                if len(frame.format.components) == 1 and frame.format.components[0].bits > 8:
+                    raise DataError(f"{path} {_DEEP}")
                 yield frame.to_ndarray(format="rgb24")
                 if index >= last:
                     return

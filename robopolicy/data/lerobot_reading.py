@@ -2,7 +2,8 @@
 
 Reads what `lerobot_format.write_dataset` wrote and what others recorded with LeRobot: success, reward, seed and the
 final observation may be missing (None, or `final_known` False). Only `observation.*` columns of numbers and images,
-`action` and who acted are read; images come back as uint8, height x width x 3.
+`action` and who acted are read; images come back as uint8, height x width x 3. A column of images is a camera whatever
+it is called: `observation.image` is read as `observation.images.image`.
 """
 
 import math
@@ -18,15 +19,19 @@ from torch import Tensor
 from robopolicy.core.checkpoints import wrong_in_field
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, did_you_mean, in_one_line
+from robopolicy.core.finite_values import listed
 from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.tensors import load_tree
 from robopolicy.data.lerobot_checks import (
+    camera_columns,
     check_columns,
     check_frames,
     check_information,
     file_within,
+    is_picture,
+    kind_in_words,
     one_task_each,
     reading,
     require_room,
@@ -51,9 +56,9 @@ def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: S
 
 def _read(folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] | None) -> Episodes:
     information = read_information(folder)
-    image_keys = _image_keys(information, cameras, folder)
+    shown = _chosen_cameras(information, cameras, folder)
     paths = _data_files(folder)
-    table = _read_table(folder, information, paths, image_keys)
+    table = _read_table(folder, information, paths, list(shown.values()))
     chosen = _chosen_episodes(folder, table, episodes)
     rows = np.flatnonzero(np.isin(table["episode_index"], chosen))
     rows = rows[np.lexsort((table["frame_index"][rows], table["episode_index"][rows]))]
@@ -62,18 +67,23 @@ def _read(folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] |
     check_frames(folder, columns, lengths, information["fps"])
     positions = np.full(len(table["episode_index"]), -1)
     positions[rows] = np.arange(len(rows))
-    for key in image_keys:
-        feature = information["features"][key]
+    for name in shown.values():
+        feature = information["features"][name]
         if feature["dtype"] == "video":
-            columns[key] = read_videos(folder, information, key, chosen, lengths)
+            columns[name] = read_videos(folder, information, name, chosen, lengths)
+        elif feature["dtype"] == "image":
+            columns[name] = read_images(folder, paths, name, feature, positions, columns)
         else:
-            columns[key] = read_images(folder, paths, key, feature, positions, columns)
+            columns[name] = _colours(columns[name])
+    ours = {name: key for key, name in shown.items()}
+    columns = {ours.get(name, name): values for name, values in columns.items()}
+    features = {ours.get(name, name): feature for name, feature in information["features"].items()}
     selected = sorted(set(chosen.tolist()))
     shapes = {key: values.shape[1:] for key, values in columns.items() if key.startswith(("observation.", "action"))}
     sidecar = _read_sidecar(folder, information["total_episodes"], selected, lengths, shapes)
     if sidecar is None:
         lengths = one_task_each(folder, columns["task_index"], lengths)
-    return _assemble(folder, information, columns, lengths, sidecar, image_keys)
+    return _assemble(folder, {**information, "features": features}, columns, lengths, sidecar, tuple(shown))
 
 
 def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -84,7 +94,8 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     folder = recover_folder(Path(folder))
     information = read_information(folder)
     for name in names:
-        if information["features"].get(name, {}).get("dtype") not in _NUMERIC:
+        feature = information["features"].get(name, {"dtype": "", "shape": []})
+        if feature["dtype"] not in _NUMERIC or is_picture(feature):
             raise DataError(f"{folder} has no column '{name}' of numbers.{did_you_mean(name, information['features'])}")
     with reading(folder):
         table = _read_table(folder, information, _data_files(folder), [], names)
@@ -128,10 +139,10 @@ def _read_table(
     folder: Path,
     information: Mapping[str, Any],
     paths: Sequence[Path],
-    image_keys: list[str],
+    shown: Sequence[str],
     further: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Read every data file's numeric columns [N, *shape], `further` ones too; there are images in `image_keys`."""
+    """Read every data file's numeric columns [N, *shape], `further` ones too; `shown` are those of pictures."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,12 +151,13 @@ def _read_table(
         key
         for key, feature in features.items()
         if feature["dtype"] in _NUMERIC
+        and (key in shown or not is_picture(feature))
         and (
             key.startswith(("observation.", "next."))
             or key in (*_OWN, *WHO_ACTED, LABELS, LABEL_STEPS, "action", *further)
         )
     ]
-    wanted = {*numbers, *(key for key in image_keys if features[key]["dtype"] == "image")}
+    wanted = {*numbers, *(key for key in shown if features[key]["dtype"] == "image")}
     if "action" not in wanted:
         raise DataError(f"{folder} has no 'action' column; it has: {', '.join(features)}.")
     try:
@@ -186,6 +198,7 @@ LABELS = "label.action"
 LABEL_STEPS = "label.steps"
 """Column that says how many of these actions come before the end of the teacher's episode; all where it is missing."""
 _OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
+_KNOWN = (*_OWN, "index", "action")
 
 
 def _column(folder: Path, column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
@@ -216,19 +229,32 @@ def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Se
     return np.unique(np.asarray(episodes, dtype=np.int64))
 
 
-def _image_keys(information: Mapping[str, Any], cameras: Sequence[str] | None, folder: Path) -> list[str]:
-    keys = [
-        key
-        for key, feature in information["features"].items()
-        if feature["dtype"] in ("image", "video") and key.startswith("observation.")
-    ]
+def _chosen_cameras(information: Mapping[str, Any], cameras: Sequence[str] | None, folder: Path) -> dict[str, str]:
+    """Return the columns of the chosen cameras, by our keys. Raises DataError where there is nothing to observe."""
+    features = information["features"]
+    columns = camera_columns(features, folder / "meta" / "info.json")
+    others = {name: what for name, what in features.items() if name not in _KNOWN and not name.startswith("next.")}
+    if others and not any(name.startswith("observation.") for name in others):
+        said = listed([f"{name} ({kind_in_words(what)})" for name, what in others.items()], 8)
+        raise DataError(
+            f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}: give what a "
+            "policy shall read LeRobot's names, such as observation.state and observation.images.wrist."
+        )
     if cameras is None:
-        return keys
-    names = {key.removeprefix(IMAGE_PREFIX).removeprefix("observation."): key for key in keys}
+        return columns
+    names = {key.removeprefix(IMAGE_PREFIX): key for key in columns}
     for camera in cameras:
         if camera not in names:
             raise DataError(f"{folder} has no camera '{camera}'.{did_you_mean(camera, names)}")
-    return [names[camera] for camera in cameras]
+    return {names[camera]: columns[names[camera]] for camera in cameras}
+
+
+def _colours(pixels: np.ndarray) -> np.ndarray:
+    """Return pictures uint8 [N, h, w, C] or [N, C, h, w], of 1, 3 or 4 channels, as [N, h, w, 3]: grey is repeated,
+    opacity left out.
+    """
+    last = pixels if pixels.shape[-1] in (1, 3, 4) else np.moveaxis(pixels, 1, -1)
+    return np.array(np.broadcast_to(last[..., :3], (*last.shape[:3], 3)))
 
 
 @dataclass(frozen=True)
@@ -287,7 +313,7 @@ def _assemble(
     columns: Mapping[str, np.ndarray],
     lengths: np.ndarray,
     sidecar: _Sidecar | None,
-    image_keys: list[str],
+    shown: Sequence[str],
 ) -> Episodes:
     features = information["features"]
     keys = [key for key in features if key.startswith("observation.") and key in columns]
@@ -297,7 +323,7 @@ def _assemble(
     observation = {}
     for key in keys:
         values = torch.from_numpy(np.ascontiguousarray(columns[key]))
-        values = values if key in image_keys else values.float()
+        values = values if key in shown else values.float()
         ending = final[key] if key in final else values[ends - 1]
         observation[key] = _interleave(values, ending, torch.from_numpy(lengths))
     first = ends - lengths
@@ -312,7 +338,7 @@ def _assemble(
         observation_fields={
             key: fields[key]
             if key in fields
-            else _field(features[key], columns[key].shape[1:] if key in image_keys else None)
+            else _field(features[key], columns[key].shape[1:] if key in shown else None)
             for key in keys
         },
         action_field=_field(features["action"]) if sidecar is None else sidecar.action,

@@ -8,6 +8,8 @@ import numpy as np
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import element_names, listed
 from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.data.lerobot_checks import camera_columns, is_picture, kind_in_words
+from robopolicy.data.lerobot_reading import read_information
 from robopolicy.doctor.findings import Finding, Health
 
 COMPARED = ("mean", "std", "min", "max")
@@ -44,6 +46,17 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
             text = f"meta/stats.json disagrees with the data of '{key}': {listed(off)}"
             findings.append(Finding("statistics", Health.BAD, text, REMEDY))
     return findings or [Finding("statistics", Health.GOOD, "meta/stats.json agrees with the data")]
+
+
+def check_columns(folder: Path) -> list[Finding]:
+    """Name the columns of pictures that are not read: depth, and what does not begin with "observation."."""
+    features = read_information(folder)["features"]
+    read = camera_columns(features, Path(folder)).values()
+    left = [
+        f"{name} ({kind_in_words(what)})" for name, what in features.items() if is_picture(what) and name not in read
+    ]
+    remedy = "Colours are read under observation.NAME, depth is not."
+    return [Finding("columns left out", Health.UNKNOWN, f"not read: {listed(left)}", remedy)] if left else []
 
 
 def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str, ...]) -> list[str]:

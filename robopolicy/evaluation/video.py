@@ -134,7 +134,8 @@ def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fp
             gapped[:] = BACKGROUND
             gapped[:, :, :height, GAP:] = cells
             bands.append(_titled(np.concatenate(list(gapped), axis=2), text))
-    frames = np.concatenate(bands, axis=1)
+    width = max(band.shape[2] for band in bands)
+    frames = np.concatenate([_pad(band, bottom=0, right=width - band.shape[2]) for band in bands], axis=1)
     return Clip(frames, fps, np.zeros(0, dtype=bool))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.core.spec import IMAGE_PREFIX, Field, note_large_vectors
 from robopolicy.nn.configuration import ImageEncoderConfig, NormalizationMode
 from robopolicy.nn.normalizer import Normalizer
 
@@ -63,6 +63,7 @@ class FieldReader(nn.Module):
         if not fields:
             raise ConfigError("The policy reads nothing: name at least one observation key.")
         self.keys = tuple(fields)
+        note_large_vectors({key: spec for key, spec in fields.items() if not key.startswith(IMAGE_PREFIX)})
         self.bound, self.random_shift = bound, random_shift
         self.normalizers = nn.ModuleDict(
             {

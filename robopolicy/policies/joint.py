@@ -53,7 +53,7 @@ class JointModel(nn.Module):
     def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
         super().__init__()
         self.config, self.world = config, spec
-        self.state_vector = StateVector.of(spec)
+        self.state_vector = StateVector.learned(spec)
         if not self.state_vector.size or len(spec.instructions) > 1:
             raise ConfigError(
                 f"A joint model sees vectors and reads no instructions: '{spec.name}' has "

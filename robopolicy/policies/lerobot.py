@@ -30,7 +30,15 @@ from robopolicy.core.errors import (
 from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from, normal
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpec, validate_observation
+from robopolicy.core.spec import (
+    IMAGE_PREFIX,
+    TASK,
+    Field,
+    PolicySpec,
+    WorldSpec,
+    camera_key,
+    validate_observation,
+)
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
@@ -148,7 +156,7 @@ class LeRobotPolicy:
         # What a processor renames stands in the data, and so in the world, under its old name.
         renamed = {new: old for step in preprocess.steps for old, new in getattr(step, "rename_map", {}).items()}
         self._sources = {name: renamed.get(name, name) for name in self._features}
-        self._keys = {name: self.settings.features.get(name, source) for name, source in self._sources.items()}
+        self._keys = {name: self._key(name, source) for name, source in self._sources.items()}
         _require_room(config)
         chunk = int(getattr(config, CHUNK_KEYS[config.type]))
         self._spec = PolicySpec(
@@ -295,6 +303,11 @@ class LeRobotPolicy:
                     nearest = f" The world calls so what is '{called[name]}' here: write that."
                 raise ConfigError(f"{file}: {key} has '{name}', and the policy has no such feature.{nearest}")
 
+    def _key(self, name: str, source: str) -> str:
+        """Return our key of a feature: what it sees is a camera, whatever LeRobot calls it (observation.image)."""
+        key = self.settings.features.get(name, source)
+        return camera_key(key) if self._features[name].type.value == "VISUAL" else key
+
     def _field(self, name: str) -> Field:
         shape, kind = tuple(self._features[name].shape), self._features[name].type.value
         if kind in ("STATE", "ENV"):
@@ -320,25 +333,17 @@ class LeRobotPolicy:
         known = {name: each.names for name, each in vectors.items() if each.names and each.shape == mine[name].shape}
         return self._set(replace(self.settings, names={**known, **self.settings.names}))
 
-    def mapping_for(self, world: WorldSpec, *, recorded: bool = False) -> str:
-        """Return what to write where the names or sizes of what it reads are others in `world`, "" where they are not.
-
-        A world shows all its cameras in one size, and square; recorded: it shows what was recorded, in whatever size.
-        """
+    def mapping_for(self, world: WorldSpec) -> str:
+        """Return what to write where names or sizes of what it reads are others in `world`, "" where none are."""
         visual = {name for name, feature in self._features.items() if feature.type.value == "VISUAL"}
         other = {
             name: f"{IMAGE_PREFIX}<camera of the world>" if name in visual else "<key of the world>"
             for name, key in self._keys.items()
             if key not in world.observation
         }
-        read = {name: self.spec.observation[self._keys[name]].shape for name in visual}
-        shown = {name: world.observation[self._keys[name]].shape for name in visual - set(other)}
-        sizes: dict[str, list[int]] = {}
-        if recorded:
-            sizes = {name: list(shape[:2]) for name, shape in sorted(shown.items()) if read[name] != shape}
-        elif len({*read.values()} | {*shown.values()}) > 1 or any(shape[0] != shape[1] for shape in read.values()):
-            size = max(max(shape[:2]) for shape in read.values())
-            sizes = {name: [size, size] for name in sorted(visual)}
+        shown = {name: world.observation[self._keys[name]].shape for name in sorted(visual - set(other))}
+        read = {name: self.spec.observation[self._keys[name]].shape for name in shown}
+        sizes = {name: list(shape[:2]) for name, shape in shown.items() if read[name] != shape}
         example = {**({"features": other} if other else {}), **({"image_sizes": sizes} if sizes else {})}
         return f"Where only names or sizes differ, put {json.dumps(example)} into {SETTINGS_FILE}." if example else ""
 

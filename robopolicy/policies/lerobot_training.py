@@ -162,7 +162,7 @@ class FromLeRobot:
         try:
             require_fit(policy.spec, spec)
         except SpecError as error:
-            advice = policy.mapping_for(spec, recorded=True)
+            advice = policy.mapping_for(spec)
             raise SpecError(f"The data is not what {folder} reads. {error} {advice}".strip()) from error
         policy = policy.named_as_in(spec)
         fill_in(policy, episodes)

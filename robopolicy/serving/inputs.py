@@ -7,7 +7,8 @@ Accepted names, first match wins ("/" stands for "." or nesting, so {"observatio
     observation.environment_state observation/environment_state, environment_state
     observation.images.CAMERA     observation/images/CAMERA, images/CAMERA, observation/CAMERA, CAMERA,
                                   observation/CAMERA_image; for a wrist camera observation/wrist_image[_left];
-                                  for the policy's first camera observation/image, observation/exterior_image_1_left
+                                  for the policy's first camera observation/image, observation/exterior_image_1_left;
+                                  of these three kinds those that no other camera goes by
     task                          task, prompt
 
 Names of one's own are mapped to those in the left column (`rename`). An array is one frame, or [n <= H, ...], the
@@ -179,12 +180,21 @@ def _names(key: str, spec: PolicySpec) -> list[str]:
     if not key.startswith(IMAGE_PREFIX):
         return [key.replace(".", "/")]
     camera = key.removeprefix(IMAGE_PREFIX)
-    slashed = camera.replace(".", "/")
-    names = [f"observation/images/{slashed}", f"images/{slashed}", f"observation/{slashed}", slashed]
-    names.append(f"observation/{slashed}_image")
+    taken = [name for other in spec.cameras if other != camera for name in (*_own_names(other), *_alike(other, spec))]
+    return [*_own_names(camera), *(name for name in _alike(camera, spec) if name not in taken)]
+
+
+def _own_names(camera: str) -> list[str]:
+    name = camera.replace(".", "/")
+    return [f"observation/images/{name}", f"images/{name}", f"observation/{name}", name]
+
+
+def _alike(camera: str, spec: PolicySpec) -> list[str]:
+    """Return names that say this camera where no other camera could be meant by them."""
+    names = [f"observation/{camera.replace('.', '/')}_image"]
     if "wrist" in camera:
         names += ["observation/wrist_image", "observation/wrist_image_left"]
-    if key == next(field for field in spec.observation if field.startswith(IMAGE_PREFIX)):
+    if camera == spec.cameras[0]:
         names += ["observation/image", "observation/exterior_image_1_left"]
     return names
 

@@ -9,6 +9,7 @@ from typing import Any
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import listed
 from robopolicy.core.spec import TASK
+from robopolicy.data.lerobot_checks import camera_columns, is_depth, kind_in_words
 from robopolicy.data.lerobot_reading import LABEL_STEPS, LABELS, WHO_ACTED
 
 _KEPT = (
@@ -74,19 +75,24 @@ def describe_reading(
 
     used: keys of observations that reach the policy; reads_text: whether instructions do, None where it is not known.
     """
+    columns = camera_columns(features, Path(data))
+    keys = {column: key for key, column in columns.items()}
     skipped = {
-        name: _reason(name, str(feature.get("dtype")), name in episodes.observation)
+        name: _reason(name, feature, keys.get(name, name) in episodes.observation)
         for name, feature in features.items()
-        if name not in used and name not in _KEPT and not name.startswith(_OUTCOMES)
+        if keys.get(name, name) not in used and name not in _KEPT and not name.startswith(_OUTCOMES)
     }
     instructions = tuple(sorted(set(episodes.tasks)))
-    seen = (*used, "action", *((TASK,) if reads_text and len(instructions) > 1 else ()))
+    named = [f"{key} (from {columns[key]})" if columns.get(key, key) != key else key for key in used]
+    seen = (*named, "action", *((TASK,) if reads_text and len(instructions) > 1 else ()))
     return DataRead(str(data), len(episodes), episodes.step_count, seen, skipped, instructions, reads_text)
 
 
-def _reason(name: str, kind: str, was_read: bool) -> str:
+def _reason(name: str, feature: Mapping[str, Any], was_read: bool) -> str:
     if was_read:
         return "the policy does not read it; policy.observation_keys says what one of ours reads"
     if not name.startswith("observation."):
-        return "only observation.* and action are read"
-    return f"its values are of type {kind}, neither numbers nor images"
+        return f"{kind_in_words(feature)}; only observation.* and action are read"
+    if is_depth(feature):
+        return f"{kind_in_words(feature)}; only colours are read"
+    return f"its values are of type {feature['dtype']}, neither numbers nor images"

@@ -252,7 +252,8 @@ def world_lines(config: Config, name: str) -> list[str]:
     """Check a world: the protocols that it claims, and whether equal seeds repeat bit by bit."""
     options: dict[str, Any] = {"seed": config.run.seed, "history": 2, **config.world.options}
     if config.world.cameras:
-        options |= {"cameras": config.world.cameras, "image_size": config.world.image_size}
+        size = config.world.image_size
+        options |= {"cameras": config.world.cameras, **({} if size is None else {"image_size": size})}
     opened: list[World] = []
 
     def make(rows: int) -> World:

@@ -21,8 +21,9 @@ from robopolicy.core.storage import read_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.lerobot_reading import is_dataset
-from robopolicy.doctor import Finding, Health, check_statistics, examine
+from robopolicy.doctor import Finding, Health, examine
 from robopolicy.doctor.engine import check_plan
+from robopolicy.doctor.statistics import check_columns, check_statistics
 from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 
@@ -51,7 +52,7 @@ def run(config: Config) -> int:
     world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
-    findings += check_statistics(episodes, data)
+    findings += [*check_columns(data), *check_statistics(episodes, data)]
     if policy is not None:
         findings += check_plan(Path(trained), policy, episodes.to(device))
     if world is not None:

@@ -5,7 +5,7 @@ This module runs inside worker processes, so it imports neither torch nor anythi
 
 import copy
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import import_named
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Size
 from sims.suites.families import FamilyMember, family_of
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
 from sims.suites.success import SUCCESS_KEYS, SuccessRule
@@ -75,7 +75,7 @@ class Layout:
     """How a gymnasium observation becomes one float32 vector, fields by LeRobot key, and camera images.
 
     parts: (path into the observation, slice of the vector); fields: key -> slice; names: key -> one per element;
-    images: camera -> path.
+    images: camera -> path; sizes: camera -> (height, width) of these images, "image" among them where LeRobot means it.
     """
 
     size: int
@@ -83,6 +83,7 @@ class Layout:
     fields: dict[str, slice]
     names: dict[str, tuple[str, ...]]
     images: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sizes: dict[str, Size] = field(default_factory=dict)
 
     def write(self, observation: Any, out: np.ndarray) -> None:
         """Write the numbers of `observation`, an array or nested dictionaries of arrays, into `out` [size]."""
@@ -129,7 +130,10 @@ def observation_layout(
             start += size
         if elements:
             fields[key], names[key] = slice(begin, start), tuple(elements)
-    return Layout(start, tuple(parts), fields, names, images)
+    sizes = {camera: _pixels(leaves[path].shape) for camera, path in images.items()}
+    if LONE not in images and LONE_ENTRY in images:
+        sizes[LONE] = sizes[LONE_ENTRY]
+    return Layout(start, tuple(parts), fields, names, images, sizes)
 
 
 def _leaves(space: spaces.Space, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], spaces.Box]]:
@@ -292,8 +296,9 @@ class RowEnvironment:
 
         Raises ConfigError when MuJoCo has no such camera or graphics context, or the environment draws no images.
         """
-        if camera in self._images:
-            return resized(self._images[camera], height, width)
+        entry = entry_of(camera, (*self._images, *(self._camera.names if self._camera else ())))
+        if entry in self._images:
+            return resized(self._images[entry], height, width)
         if self._camera is not None:
             return self._camera.image(camera, height, width)
         image = self.environment.render()
@@ -334,6 +339,22 @@ def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
     columns = (np.arange(width) + 0.5) * image.shape[1] / width
     pixels = image[rows.astype(int)][:, columns.astype(int)]
     return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)), dtype=np.uint8)
+
+
+LONE, LONE_ENTRY = "image", "pixels"
+"""LeRobot calls an environment's only picture, its entry "pixels", `observation.image`."""
+
+
+def entry_of(camera: str, known: Collection[str]) -> str:
+    """Return the name that the environment has for a camera, of those it knows."""
+    return LONE_ENTRY if camera == LONE and LONE not in known and LONE_ENTRY in known else camera
+
+
+def _pixels(shape: Sequence[int]) -> Size:
+    """Return (height, width) of an image's shape, whichever axis holds its channels."""
+    axis = channel_axis(shape)
+    height, width = shape[:2] if axis == -1 else shape[1:]
+    return height, width
 
 
 def channel_axis(shape: Sequence[int]) -> int | None:

@@ -81,7 +81,7 @@ FAMILIES = (
         ("gym_aloha/",),
         "gym_aloha",
         "aloha",
-        options={"reward": "increase", "reward_scale": 0.5, "cameras": ("top",)},
+        options={"reward": "increase", "reward_scale": 0.5, "cameras": ("top",), "image_size": 64},
         env_options={"obs_type": "pixels_agent_pos"},
         action_low=(*VIPERX_LOW, 0.0) * 2,
         action_high=(*VIPERX_HIGH, 1.0) * 2,

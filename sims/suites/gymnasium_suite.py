@@ -14,10 +14,27 @@ from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
 from robopolicy.core.randomness import numpy_generator
-from robopolicy.core.spec import IMAGE_PREFIX, Field, Observation, WorldSpec, least_return, validate_actions
+from robopolicy.core.spec import (
+    IMAGE_PREFIX,
+    Field,
+    ImageSize,
+    Observation,
+    WorldSpec,
+    image_fields,
+    image_sizes,
+    least_return,
+    validate_actions,
+)
 from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
-from sims.suites.environment import Description, MakeEnvironment, RowEnvironment, open_gymnasium, registered
+from sims.suites.environment import (
+    Description,
+    MakeEnvironment,
+    RowEnvironment,
+    entry_of,
+    open_gymnasium,
+    registered,
+)
 from sims.suites.families import family_of
 from sims.suites.rewards import INCREASE, Reward, choose_reward
 from sims.suites.success import TERMINATED, UNEXPECTED
@@ -33,7 +50,7 @@ class GymnasiumWorld:
     name: of the world; make_environment: makes one environment without a time limit (importable in a fresh process when
     there are workers); batch_size: rows B; horizon: control steps until the time limit; instruction: the task in words;
     seed: of the generator that draws episode seeds when `reset` is given none; history: H frames; cameras: whose images
-    (image_size x image_size) are part of the observation: entries of the observation that are images, cameras of the
+    (image_size: see `core.spec.image_sizes`) are part of the observation: its entries that are images, cameras of the
     MuJoCo model, or "default", the environment's own view; workers: processes that share the rows, 0 for this process,
     None for one per usable core; terminate_on_success: False lets an episode run on;
     fps: control steps per second, default what the environment says; reward: None or "progress" (environments with
@@ -62,7 +79,7 @@ class GymnasiumWorld:
         seed: int = 0,
         history: int = 1,
         cameras: Sequence[str] = (),
-        image_size: int = 64,
+        image_size: ImageSize | None = None,
         workers: int | None = 0,
         terminate_on_success: bool = True,
         fps: float | None = None,
@@ -258,15 +275,17 @@ def criterion(success: str | None, text: str) -> str:
     return "the environment terminates the episode" if success == TERMINATED else success or text
 
 
-def observation_fields(description: Description, cameras: Sequence[str], image_size: int) -> dict[str, Field]:
+def observation_fields(
+    description: Description, cameras: Sequence[str], image_size: ImageSize | None
+) -> dict[str, Field]:
     """Return the world's observation fields. Raises CameraError on an unknown camera."""
     for camera in cameras:
-        if camera not in description.cameras:
+        if entry_of(camera, description.cameras) not in description.cameras:
             nearest = did_you_mean(camera, description.cameras)
             raise CameraError(f"The environment has no camera '{camera}'.{nearest}", description.cameras)
-    layout, image = description.layout, Field((image_size, image_size, 3), "uint8", 0, 255)
+    layout = description.layout
     vectors = {key: Field((part.stop - part.start,), names=layout.names[key]) for key, part in layout.fields.items()}
-    return {**vectors, **{IMAGE_PREFIX + camera: image for camera in cameras}}
+    return {**vectors, **image_fields(image_sizes(cameras, image_size, layout.sizes))}
 
 
 def make_gymnasium_world(

@@ -18,6 +18,7 @@ import numpy as np
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
 from robopolicy.core.history import move
+from robopolicy.core.spec import ImageSize, image_sizes
 from sims.suites.environment import Description, RowEnvironment
 from sims.suites.mujoco_state import MujocoState
 from sims.suites.success import place_of
@@ -34,18 +35,18 @@ KNOWN_ERRORS: dict[str, type[RobopolicyError]] = {
 
 @dataclass(frozen=True)
 class Images:
-    """Which images belong to observations: cameras, image size in pixels, and how many frames of history."""
+    """Which images belong to observations: cameras, their sizes as asked for, and how many frames of history."""
 
     cameras: tuple[str, ...]
-    size: int
+    size: ImageSize | None
     history: int
 
 
 @dataclass(frozen=True)
 class Played:
     """What a chunk did to n rows: values [n, C, D], reward [n, C], success [n, C], length [n] steps run,
-    terminated, truncated [n]; frames: camera -> [n, H, size, size, 3], whose last min(length, H) are new; notes: what
-    the user should know of it."""
+    terminated, truncated [n]; frames: camera -> [n, H, height, width, 3], whose last min(length, H) are new; notes:
+    what the user should know of it."""
 
     values: np.ndarray
     reward: np.ndarray
@@ -75,6 +76,7 @@ class EnvironmentRows:
         self._rows = [make_row() for _ in range(count)]
         self._images = images
         self._size = self._rows[0].layout.size
+        self._sizes = image_sizes(images.cameras, images.size, self._rows[0].layout.sizes)
 
     def describe(self) -> Description:
         """Return the description of the environment."""
@@ -83,12 +85,11 @@ class EnvironmentRows:
     def reset(
         self, index: np.ndarray, seeds: np.ndarray, options: dict | None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> [R, size, size, 3]."""
+        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> [R, height, width, 3]."""
         values = np.zeros((len(index), self._size), dtype=np.float32)
         for out, row, seed in zip(values, index, seeds, strict=True):
             self._rows[row].reset(seed, out, options)
-        size = self._images.size
-        return values, {camera: self.render(index, camera, size, size) for camera in self._images.cameras}
+        return values, {camera: self.render(index, camera, *size) for camera, size in self._sizes.items()}
 
     def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
         """Run actions [n, C, A], stopping a row where its episode ends; left: [n] control steps until its time limit.
@@ -117,7 +118,7 @@ class EnvironmentRows:
         return replace(played, notes=tuple(note for row in self._rows for note in row.take_notes()))
 
     def _blank(self, count: int, chunk: int) -> Played:
-        size, history = self._images.size, self._images.history
+        history = self._images.history
         return Played(
             values=np.zeros((count, chunk, self._size), dtype=np.float32),
             reward=np.zeros((count, chunk)),
@@ -126,15 +127,14 @@ class EnvironmentRows:
             terminated=np.zeros(count, dtype=bool),
             truncated=np.zeros(count, dtype=bool),
             frames={
-                camera: np.zeros((count, history, size, size, 3), dtype=np.uint8) for camera in self._images.cameras
+                camera: np.zeros((count, history, *size, 3), dtype=np.uint8) for camera, size in self._sizes.items()
             },
         )
 
     def _image(self, environment: RowEnvironment, row: int, played: Played) -> None:
-        """Move the row's frames [H, size, size, 3] on by one and draw the newest."""
-        size = self._images.size
+        """Move the row's frames [H, height, width, 3] on by one and draw the newest."""
         for camera, frames in played.frames.items():
-            newest = environment.image(camera, size, size)
+            newest = environment.image(camera, *self._sizes[camera])
             frames[row : row + 1] = move(frames[row : row + 1], newest[None, None])
 
     def states(self, index: np.ndarray) -> tuple[np.ndarray, list[Any]]:
@@ -212,7 +212,7 @@ class Pool:
     def reset(
         self, index: np.ndarray, seeds: np.ndarray, options: dict | None = None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> images [R, size, size, 3]."""
+        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> images [R, height, width, 3]."""
         places, calls = self._split(index)
         parts = self._call(
             "reset",

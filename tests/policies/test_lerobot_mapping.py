@@ -35,16 +35,11 @@ def policy_reading(images: dict[str, tuple[int, int]], folder: Path) -> Any:
 @pytest.mark.parametrize(
     ("images", "written"),
     [
-        ({FRONT: (32, 48)}, {"image_sizes": {FRONT: [48, 48]}}),
-        ({FRONT: (32, 32), TOP: (48, 32)}, {"image_sizes": {FRONT: [48, 48], TOP: [48, 48]}}),
         ({LONE: (32, 32)}, {"features": {LONE: "observation.images.<camera of the world>"}}),
         ({CAMERA1: (32, 32)}, {"features": {CAMERA1: "observation.images.<camera of the world>"}}),
         (
             {CAMERA1: (32, 48), FRONT: (32, 48)},
-            {
-                "features": {CAMERA1: "observation.images.<camera of the world>"},
-                "image_sizes": {CAMERA1: [48, 48], FRONT: [48, 48]},
-            },
+            {"features": {CAMERA1: "observation.images.<camera of the world>"}},
         ),
     ],
 )
@@ -60,6 +55,16 @@ def test_what_to_write_is_said_and_works(images, written, tmp_path):
     policy = load_lerobot_policy(folder)
     world = build_world(section, policy, batch_size=2)
     seen = to_tensors(world.reset(seeds=[0, 1]))
+    assert policy.act(seen, torch.Generator()).actions.shape[0] == 2
+    world.close()
+
+
+@pytest.mark.parametrize("images", [{FRONT: (32, 48)}, {FRONT: (32, 32), TOP: (48, 32)}])
+def test_cameras_of_any_height_and_width_are_shown_as_they_are_read(images, tmp_path):
+    policy = load_lerobot_policy(policy_reading(images, tmp_path / "policy"))
+    world = build_world(WorldSection(name="push_cube"), policy, batch_size=2)
+    seen = to_tensors(world.reset(seeds=[0, 1]))
+    assert {name: tuple(seen[name].shape[2:4]) for name in images} == images
     assert policy.act(seen, torch.Generator()).actions.shape[0] == 2
     world.close()
 

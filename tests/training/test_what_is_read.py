@@ -107,7 +107,7 @@ def test_train_says_what_it_reads_and_what_it_leaves_out(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "3 episodes, 15 frames" in said
     assert "Skipped: observation.effort (the policy does not read it; policy.observation_keys says" in said
-    assert "tactile (only observation.* and action are read)" in said
+    assert "tactile (float32 [4]; only observation.* and action are read)" in said
     assert "observation.note (its values are of type string" in said
     assert "Instructions: 2, 'lift', 'push': the policy reads no text" in said
     assert "policy.text_encoder=words lets it read them" in said

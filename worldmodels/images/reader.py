@@ -67,7 +67,7 @@ class FrameReader(Judged):
         self.config, self.success_bonus = config, success_bonus
         self.spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
         self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
-        self.state_vector = StateVector.of(spec)
+        self.state_vector = StateVector.learned(spec)
         self.size = stacked_size(spec)
         register_structure(self, structure)
         elements, actions = self.state_vector.size, spec.action.size

@@ -61,7 +61,7 @@ class RssmModel(Described[RssmConfig], Judged):
         super().__init__(config, spec, structure, success_bonus)
         self._spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
         self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
-        self.state_vector = StateVector.of(spec)
+        self.state_vector = StateVector.learned(spec)
         register_structure(self, structure)
         elements, actions = self.state_vector.size, spec.action.size
         free = len(structure.free)

@@ -41,7 +41,7 @@ class Interface:
         bounds: tuple[Tensor, Tensor] | None = None,
     ):
         self.fields, self.action, self.chunk, self.history = dict(observation), action, chunk, history
-        self.vector, self.instructions = StateVector.of(observation), tuple(instructions)
+        self.vector, self.instructions = StateVector.learned(observation), tuple(instructions)
         self.features, self.feature_size = features, feature_size
         self.low, self.high = bounds or _range(action)
         if not bool(self.low.isfinite().all() and self.high.isfinite().all()):
