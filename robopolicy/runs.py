@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from robopolicy.configuration import Config, to_yaml
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import DRAWN
 from robopolicy.core.storage import read_json, recover_folder, storage_errors, sweep, write_json
@@ -22,6 +22,8 @@ from robopolicy.core.structured import from_plain, to_plain
 from sims.names import OURS
 
 RESULT, REPORT = "result.json", "report.html"
+LONGEST_NAME = 200
+"""Bytes of a run's name: file systems allow 255, and results are called after it as well."""
 FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
 """What `evaluate` films."""
 DESCRIPTION = ("config.yaml", "versions.json")
@@ -39,6 +41,11 @@ def run_name(config: Config) -> str:
     name = config.run.name or config.world.simulator or config.world.name
     if name in (".", ".."):
         raise ConfigError(f"run.name={name} leads out of the folder of the runs: choose a name.")
+    if len(name.encode()) > LONGEST_NAME or not name.isprintable():
+        raise ConfigError(
+            f"run.name={in_one_line(name, 40)!r} cannot be a folder's name: choose one of at most {LONGEST_NAME} "
+            "printable characters."
+        )
     return name.replace("/", "-").replace(":", "-")
 
 

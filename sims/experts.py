@@ -24,7 +24,7 @@ class Noise:
     hold: int = 5
 
     def __post_init__(self) -> None:
-        if self.gaussian < 0 or not 0 <= self.random < 1 or self.hold < 1:
+        if not 0 <= self.gaussian < np.inf or not 0 <= self.random < 1 or self.hold < 1:
             raise ConfigError(f"Noise needs gaussian >= 0, 0 <= random < 1 and hold >= 1; got {self}.")
 
 

@@ -81,9 +81,9 @@ def complaint(capsys, verb, *arguments) -> str:
         (["drive", "drive.robot=so101_follower", "drive.rate=-1"], ["drive.rate=-1 is for simulated robots"]),
         (["drive", "drive.host=wss://127.0.0.1:1", "drive.port=2"], ["says port 1, and port is 2"]),
         (["drive", "drive.certificate=/nowhere.pem"], ["/nowhere.pem cannot be read"]),
-        (["evaluate", "evaluate.episodes=-1"], ["episodes is at least 1"]),
-        (["evaluate", "evaluate.videos=-1"], ["videos at least 0"]),
-        (["finetune", "finetune.videos=-1"], ["finetune.videos 0"]),
+        (["evaluate", "evaluate.episodes=-1"], ["evaluate.episodes is -1"]),
+        (["evaluate", "evaluate.videos=-1"], ["evaluate.videos is -1"]),
+        (["finetune", "finetune.videos=-1"], ["finetune.videos is -1"]),
         (["finetune", "finetune.scored_steps=-1"], ["scored_steps is -1"]),
         (["finetune", "finetune.num_envs=0"], ["finetune.num_envs"]),
         (["bench", "simz"], ["simz", "'sims'"]),
@@ -267,7 +267,7 @@ def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeyp
 
 def test_a_rank_below_none_is_no_rank(capsys):
     said = complaint(capsys, "finetune", "recipe=push_t", "finetune.lora_rank=-1")
-    assert "finetune.lora_rank=-1: a rank is at least 1" in said
+    assert "finetune.lora_rank is -1: it must be at least 0" in said
 
 
 def test_choices_of_lerobots_policies_are_not_for_ours(capsys, checkpoint):

@@ -129,7 +129,7 @@ def test_lists_options_and_null_are_overridable():
         ("recipe=push_tt", "Did you mean 'push_t'"),
         ("policy.kind=difusion", "Did you mean 'diffusion'"),
         ("finetune.discount=2", "discount"),
-        ("world.imagination.quantile=1.5", "share of steps"),
+        ("world.imagination.quantile=1.5", "quantile is 1.5: it must lie between 0 and 1"),
         ("recipe=missing/file.yaml", "no such file"),
         ("policy.widht=3", "policy.kind=diffusion has no 'widht'. Did you mean 'policy.width'"),
         ("policy.token.bins=3", "policy.kind=diffusion has no 'token'. policy.kind=token has it"),

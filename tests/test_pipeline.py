@@ -91,7 +91,7 @@ def test_a_new_policy_takes_over_in_a_deployment(root: Path, capsys):
     assert set(found["replaced"]["shares"]) == {1.0}
     assert "Success so far" in (root / "deploy" / "reach_planar" / "0" / "report.html").read_text()
     assert main(["deploy", str(checkpoint), str(checkpoint), *small, "deploy.drop=2"]) == 2
-    assert "deploy.drop=2" in capsys.readouterr().err
+    assert "deploy.drop is 2" in capsys.readouterr().err
 
 
 def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, capsys):

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.ranges import Count, NonNegative, Share
 from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 
@@ -15,17 +16,17 @@ class EnsembleConfig:
 
     builds: ClassVar[str] = "worldmodels.ensemble:EnsembleModel"
 
-    members: int = 5
+    members: Count = 5
     """Networks, whose disagreement is the uncertainty."""
-    width: int = 200
+    width: Count = 200
     """Of their layers."""
-    depth: int = 3
+    depth: Count = 3
     """Their hidden layers."""
-    head_width: int = 192
+    head_width: Count = 192
     """Width of the heads of reward and success."""
     success_head: str = field(default="logistic", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
     """What reads success, or module:Name."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Transitions a training step, for every member."""
     sample: bool = False
     """Draw from the predicted Gaussian, as MOPO does, instead of following the mean of the random member: in a
@@ -36,11 +37,11 @@ class EnsembleConfig:
     """Initial soft lower bound of the log-variance."""
     max_logvar: float = 0.5
     """Initial soft upper bound of the log-variance."""
-    beta: float = 1.0
+    beta: NonNegative = 1.0
     """Each element's likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022): 0 is the
     plain likelihood, which neglects contacts, 1 weighs errors like a squared error.
     """
-    positive_share: float = 0.25
+    positive_share: Share = 0.25
     """Share of successful steps in a batch of the success head."""
 
     def __post_init__(self) -> None:
@@ -58,15 +59,15 @@ class LatentEnsembleConfig:
     """Checkpoint of a model of this kind whose encoder is kept, for policies that read it: a second model of the same
     latent, to judge what was learned in the first, or to know more data. Null to train one.
     """
-    features: int = 32
+    features: Count = 32
     """How many a camera's frame has."""
-    channels: tuple[int, int, int] = (16, 32, 32)
+    channels: tuple[Count, Count, Count] = (16, 32, 32)
     """Of the encoder's convolutions, multiples of 8."""
-    decoder_channels: int = 8
+    decoder_channels: Count = 8
     """Channels of the largest maps that frames are drawn from in training; the smallest have four times as many."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Frames a training step of the encoder."""
-    encoder_share: float = 1.0
+    encoder_share: NonNegative = 1.0
     """Training steps of the encoder, for each of the ensemble."""
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     """The networks on its features."""
@@ -106,13 +107,13 @@ class PlanConfig:
     """Decisions tried for each row."""
     horizon: int = 10
     """Control steps imagined, whole chunks of the policy."""
-    discount: float = 0.97
+    discount: Share = 0.97
     """Of rewards and of uncertainty, a control step."""
     uncertainty: float = 0.0
     """What a unit of it adds: negative to stay where the model knows (conservative), positive to go where it does not
     (optimistic, for exploring).
     """
-    rollouts: int = 1
+    rollouts: Count = 1
     """How often each candidate is imagined."""
     aggregate: str = "mean"
     """How their scores become one: mean, lower_bound (mean minus deviation), median or majority."""

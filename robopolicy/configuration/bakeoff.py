@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class BakeoffSection:
 
     policies: tuple[Path, ...] = ()
     """Checkpoints, at least three: of independent trainings and steps, good ones and bad ones."""
-    episodes: int = 200
+    episodes: Count = 200
     """Episodes in the world that say what each is truly worth."""
     threshold: float = 0.0
     """A policy is truly better than another one where it is so by more than this."""

@@ -1,6 +1,9 @@
 """The `bench` section of the configuration: which benchmark (experiment) runs, on which tasks and seeds."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from robopolicy.core.ranges import Filled, Natural, Seed
 
 
 @dataclass(frozen=True)
@@ -9,15 +12,15 @@ class BenchSection:
 
     name: str = "sims"
     """One of those that the help of bench lists, or the dotted path of your own."""
-    rounds: int = 13
+    rounds: Natural = 13
     """For sims, collection, inference and precision, rounds of timing in which those compared take turns; for
     algorithms and precision, 0 skips timing an iteration.
     """
-    tasks: tuple[str, ...] = ("push_cube", "pick_place")
+    tasks: Annotated[tuple[str, ...], Filled()] = ("push_cube", "pick_place")
     """Tasks, read by algorithms, collection, inference, precision, sight, delay, ranking, imagination,
     test_time_planning, offline, online, gate and rl100.
     """
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: Annotated[tuple[Seed, ...], Filled()] = (0, 1, 2)
     """Random seeds, one run for each; read by all benchmarks but sims."""
     only: tuple[str, ...] = ()
     """Which rows of the results to run: recipes, methods (algorithms), policies (collection, inference), chunkings

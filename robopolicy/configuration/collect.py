@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Filled, NoiseLevel
 from robopolicy.data.configuration import CorrectConfig
 
 
@@ -12,20 +13,20 @@ from robopolicy.data.configuration import CorrectConfig
 class CollectSection:
     """Demonstrations, by the scripted expert, a controller of yours or a policy."""
 
-    episodes: int = 200
+    episodes: Count = 200
     """How many, over all levels of noise."""
     quality: Literal["", "random", "expert", "medium", "replay", "mixed", "play"] = ""
     """Of graded quality, with noise that is found for this task (`noise` is not read); "" for none. random: uniform
     actions; expert: success of 95 % or more; medium: 30 to 50 %; replay: from random on to medium; mixed: expert and
     medium in turn; play: no goal in mind.
     """
-    trial_episodes: int = 128
+    trial_episodes: Count = 128
     """Of graded quality: episodes at every level of noise that is tried."""
-    anchor_episodes: int = 128
+    anchor_episodes: Count = 128
     """Of graded quality: episodes of uniform actions, and of the expert, between which scores are normalised; figures
     to be shown want 100 or more.
     """
-    noise: tuple[str, ...] = ("low",)
+    noise: Annotated[tuple[NoiseLevel, ...], Filled()] = ("low",)
     """Levels of disturbance, each for an equal share of the episodes: none, low, medium, high, random, or the standard
     deviation of noise on every action as a share of half its range.
     """
@@ -39,7 +40,7 @@ class CollectSection:
     """Who says in every step what it would have done there, which `train` then learns in the place of what was done:
     expert (or collect.controller), without the noise with which it acts, or the checkpoint of a policy. "" for nobody.
     """
-    label_steps: int = 8
+    label_steps: Count = 8
     """Of the expert: control steps that it says ahead, by playing on in a copy of the world; as many as the policy's
     prediction_steps, or more. 1 where the world has no snapshots.
     """
@@ -66,8 +67,6 @@ class CollectSection:
                 "collect.label_policy labels what collect.noise or collect.policy do: leave out collect.quality, "
                 "collect.chains and collect.correct."
             )
-        if self.label_steps < 1:
-            raise ConfigError(f"collect.label_steps={self.label_steps} is at least 1.")
         if self.deterministic and self.policy is None:
             raise ConfigError("collect.deterministic is for a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):

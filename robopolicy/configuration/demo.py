@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from robopolicy.core.ranges import Count
+
 
 @dataclass(frozen=True)
 class DemoSection:
@@ -9,5 +11,5 @@ class DemoSection:
 
     recipe: str = "push_t"
     """Name of the recipe."""
-    episodes: int = 200
+    episodes: Count = 200
     """Of its judgements."""

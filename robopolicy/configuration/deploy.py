@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Share
 
 
 @dataclass(frozen=True)
@@ -17,15 +18,15 @@ class DeploySection:
     """Checkpoint of the known one (default: what train wrote under the same name and seed)."""
     coin: Literal["step", "episode"] = "step"
     """Who acts is drawn at every decision (StepMix), or once an episode (EpsMix)."""
-    drop: float = 0.2
+    drop: Share = 0.2
     """Share of the base's success that may be lost: the floor is (1 - drop) times it."""
-    known: int = 200
+    known: Count = 200
     """Episodes of the base that are played first, so that its success is known."""
-    episodes: int = 500
+    episodes: Count = 500
     """Length of the deployment."""
-    wave: int = 20
+    wave: Count = 20
     """Episodes after which the share of the new policy is chosen anew."""
-    confidence: float = 0.95
+    confidence: Share = 0.95
     """Of the one-sided bound that has to exceed the floor."""
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural
 from robopolicy.training.configuration import DistillConfig
 
 
@@ -15,9 +16,9 @@ class DistillSection(DistillConfig):
     """Checkpoint of the teacher (default: what finetune wrote under the same name and seed)."""
     data: tuple[Path, ...] = ()
     """Datasets at whose observations it is asked, [] for episodes that it plays itself."""
-    episodes: int = 200
+    episodes: Count = 200
     """Of those that it plays, with exploration noise, so that the student also sees where it may stray."""
-    evaluate_episodes: int = 200
+    evaluate_episodes: Natural = 200
     """Episodes that judge teacher and student at the end, 0 where there is no world."""
 
     def __post_init__(self) -> None:

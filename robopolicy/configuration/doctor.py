@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from robopolicy.core.ranges import Count
+
 
 @dataclass(frozen=True)
 class DoctorSection:
@@ -12,5 +14,5 @@ class DoctorSection:
     """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
     policy: Path | None = None
     """Checkpoint (default: what train wrote under the same name and seed)."""
-    episodes: int = 20
+    episodes: Count = 20
     """How many demonstrations are replayed."""

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count
 from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.configuration import RobotSettings, ServerAddress
 
@@ -12,7 +13,7 @@ from robopolicy.serving.configuration import RobotSettings, ServerAddress
 class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
     """A robot in its own process, driven by a policy server: a simulated one, or one of LeRobot's."""
 
-    episodes: int = 10
+    episodes: Count = 10
     """How many are driven."""
     rate: float = 0.0
     """Control steps a second, 0 for the world's own (a LeRobot robot's: the policy's), -1 for as fast as the server

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.holding import POSITIONS
+from robopolicy.core.ranges import Count, Natural
 from robopolicy.core.structured import REGISTRY
 
 
@@ -31,11 +32,11 @@ class EvaluateSection:
     """A dataset of graded quality (collect.quality) of the same world: returns are also scored between what uniform
     actions earn there, 0, and the expert, 100.
     """
-    episodes: int = 200
+    episodes: Count = 200
     """How many in each mode."""
-    videos: int = 8
+    videos: Natural = 8
     """How many are filmed, 0 for none."""
-    latency_steps: int = 0
+    latency_steps: Natural = 0
     """Control steps that a decision takes: what is seen at a step is acted on so many steps later."""
     chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
     """What the robot does meanwhile: hold still (synchronous), or go on with its last plan and switch to the next
@@ -54,8 +55,6 @@ class EvaluateSection:
     """Elements of the action that keep their last value, by name, whatever they are."""
 
     def __post_init__(self) -> None:
-        if self.episodes < 1 or self.videos < 0:
-            raise ConfigError("evaluate: episodes is at least 1, and videos at least 0.")
         if self.instruction and self.controls:
             raise ConfigError(
                 "evaluate.controls are judged beside the world's own words, and evaluate.instruction says others: "

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,27 @@ class GateSection:
     """Checkpoints of world models, one judge each (default: what worldmodel wrote under the same name and seed)."""
     by: Literal["success", "return"] = "success"
     """What models and importance judge by."""
-    starts: int = 256
+    starts: Count = 256
     """Recorded observations (or imagined episodes, or trials) that both policies are scored from."""
     margin: float = 0.0
     """By how much the lower bound of the improvement must exceed zero, in the judge's units."""
     relative: float = 0.0
     """The same as a share of the incumbent's value (RL-100: 0.05)."""
-    confidence: float = 0.95
+    confidence: Share = 0.95
     """Of the bounds."""
-    holdout: float = 0.3
+    holdout: Share = 0.3
     """In offline: share of the recorded episodes that are kept for the judges, which training never sees."""
-    discount: float = 0.99
+    discount: Share = 0.99
     """Of fqe and critic, per control step."""
-    steps: int = 2000
+    steps: Count = 2000
     """Of fqe and critic: updates of a fit."""
-    width: int = 128
+    width: Count = 128
     """Of fqe and critic: units of every layer."""
     per_decision: bool = True
     """Of importance: a reward is weighed by the decisions before it, not by those of the whole episode."""
-    largest_weight: float = 100.0
+    largest_weight: Positive = 100.0
     """Of importance: where weights are clipped."""
-    effective: float = 30.0
+    effective: NonNegative = 30.0
     """Of importance: effective number of episodes below which it refuses."""
 
     def __post_init__(self) -> None:

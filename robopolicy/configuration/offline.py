@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural
 from robopolicy.core.structured import Tagged
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.registry import AGENTS
@@ -53,9 +54,9 @@ class OfflineSection:
     """
     model: Path | None = None
     """Checkpoint of the world model that imagines."""
-    imagined: int = 512
+    imagined: Natural = 512
     """Imagined episodes."""
-    imagined_steps: int = 0
+    imagined_steps: Natural = 0
     """Cut them after so many control steps, and begin in recorded steps; 0 plays whole ones on the simulator's starts.
     """
     guided: GuidedConfig = field(default_factory=GuidedConfig)
@@ -63,18 +64,18 @@ class OfflineSection:
     """For data that records none: success (1 where the episode succeeds, else 0), head:CHECKPOINT (the same, by the
     success head of a world model), or the dotted path of a function (episodes) -> reward [N]; empty for the recorded.
     """
-    without: tuple[int, ...] = ()
+    without: tuple[Natural, ...] = ()
     """Episodes of `dataset` to leave out, by number, such as broken ones."""
     policy: Path | None = None
     """Checkpoint of the policy to improve (default: what train wrote under the same name and seed)."""
     agent: AgentSection = field(default_factory=AgentSection)
     critic: CriticFitConfig = field(default_factory=CriticFitConfig)
     improve: ImproveSection = field(default_factory=ImproveSection)
-    rounds: int = 3
+    rounds: Count = 3
     """Candidates, each made of the incumbent and put before the gate."""
     gated: bool = True
     """False accepts every candidate, which is what the gate is compared with."""
-    evaluate_episodes: int = 200
+    evaluate_episodes: Natural = 200
     """Episodes in the world that judge base and result at the end, and choose nothing; 0 where there is no world."""
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, Positive
 from robopolicy.core.structured import Tagged
 from robopolicy.rl.offline.configuration import RlpdConfig
 from robopolicy.rl.offline.registry import AGENTS
@@ -37,16 +38,16 @@ class OnlineSection(OnlineConfig):
     """LeRobotDataset that an agent of actions learns from first, and draws `retain` from."""
     more: tuple[Path, ...] = ()
     """Further datasets of the same world."""
-    pretrain: int = 4000
+    pretrain: Natural = 4000
     """Updates on that data before the first step in the world, after which the agent itself plays the warm-up."""
     agent: OnlineAgentSection = field(default_factory=OnlineAgentSection)
-    bound: float = 1.5
+    bound: Positive = 1.5
     """Of dsrl: largest noise that may be chosen, in standard deviations."""
-    chunk: int = 4
+    chunk: Count = 4
     """Of actions: control steps of a decision where there is no policy to say it."""
-    num_envs: int = 32
+    num_envs: Count = 32
     """Rows that play in parallel; all begin a wave of episodes together."""
-    evaluate_episodes: int = 200
+    evaluate_episodes: Count = 200
     """Episodes of every evaluation and of the judgement at the end."""
 
     def __post_init__(self) -> None:

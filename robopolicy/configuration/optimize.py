@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative
 
 
 @dataclass(frozen=True)
@@ -14,29 +15,29 @@ class OptimizeSection:
     """Checkpoint."""
     data: tuple[Path, ...] = ()
     """Datasets at whose observations it decides, [] for episodes that it plays itself."""
-    episodes: int = 20
+    episodes: Count = 20
     """Of those that it plays."""
-    observations: int = 256
+    observations: Count = 256
     """At which errors are measured and block caches calibrated."""
-    batch: int = 1
+    batch: Count = 1
     """Rows that decide at once when the policy is used: 1 for a robot, more for a server or a simulation."""
-    rounds: int = 30
+    rounds: Count = 30
     """Decisions that are timed, of all ways in turns."""
     engines: tuple[str, ...] = ("lean", "compiled")
     """Those to try; one that cannot run here is left out, and said."""
-    error: float = 0.0
+    error: NonNegative = 0.0
     """Largest error of actions that is allowed, the root mean square over the standard deviation of the policy's own
     actions; 0 for exact engines alone. Above 0 fewer steps, block caches and bf16 are tried as well: .05 is a start.
     """
-    steps: tuple[int, ...] = (1, 2, 3, 5, 10, 20)
+    steps: tuple[Count, ...] = (1, 2, 3, 5, 10, 20)
     """Numbers of steps to try, where the policy takes more."""
     schedulers: tuple[str, ...] = ("uniform", "shared", "bac")
     """Block cache schedulers to try; [] for none."""
-    budgets: tuple[int, ...] = (5, 10, 20)
+    budgets: tuple[Count, ...] = (5, 10, 20)
     """Evaluations of a block in a chain, where the policy takes more steps."""
-    orders: tuple[int, ...] = (0, 1)
+    orders: tuple[Natural, ...] = (0, 1)
     """What a block cache answers in between: 0 what was computed last, 1 or 2 an extrapolation (TaylorSeer)."""
-    evaluate_episodes: int = 0
+    evaluate_episodes: Natural = 0
     """Episodes that judge reference and choice on the same starts, 0 for none."""
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from robopolicy.core.ranges import Count
 from worldmodels.configuration import PlanConfig
 
 
@@ -17,5 +18,5 @@ class PlanSection(PlanConfig):
 
     model: Path | None = None
     """Checkpoint of the world model, null for no planning."""
-    candidates: int = 8
-    horizon: int = 20
+    candidates: Count = 8
+    horizon: Count = 20

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from robopolicy.core.ranges import Count, NoiseLevel
+
 
 @dataclass(frozen=True)
 class RankSection:
@@ -12,7 +14,7 @@ class RankSection:
     """Checkpoints of independently trained policies."""
     models: tuple[Path, ...] = ()
     """Checkpoints of world models of any kind (default: what worldmodel wrote under the same name and seed)."""
-    noise: tuple[str, ...] = ("none", "low", "medium", "high", "random")
+    noise: tuple[NoiseLevel, ...] = ("none", "low", "medium", "high", "random")
     """Levels at which the expert is ranked beside them, [] for none."""
-    episodes: int = 200
+    episodes: Count = 200
     """Episodes of every policy in every world."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Natural, Seed
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class RunSection:
     """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>, its verb a command such as train or finetune."""
     name: str = ""
     """Name of the run; empty for the name of the world (environment)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of every random number generator: on a CPU of the same kind, with as many threads and the same versions
     (versions.json), it repeats a run exactly; elsewhere sums round otherwise, and single seeds differ by points.
     """
     device: str = "auto"
     """cpu, cuda, cuda:1 and so on; auto takes CUDA where there is one."""
-    threads: int = 2
+    threads: Natural = 2
     """CPU threads of torch, of simulators and of encoders of video; on every machine the same because results depend on
     torch's. 0 for one a core, which is faster for policies that see images. world.options.threads bounds a simulator of
     ours alone.
@@ -29,7 +29,3 @@ class RunSection:
     """Start over; otherwise the same command resumes the run that is there."""
     plugins: tuple[str, ...] = ()
     """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""
-
-    def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads={self.threads}: a number of CPU threads, or 0 for torch's own choice.")

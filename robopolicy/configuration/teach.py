@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Natural
 from robopolicy.training.configuration import TeachConfig
 
 
@@ -14,9 +15,9 @@ class TeachSection(TeachConfig):
     """Checkpoint (default: what finetune wrote under the same name and seed), or expert: the world's."""
     noise: str = "0.2"
     """Of the expert, as in collect.noise. A policy explores."""
-    evaluate_episodes: int = 200
+    evaluate_episodes: Natural = 200
     """Episodes that judge both at the end, 0 for none."""
-    videos: int = 8
+    videos: Natural = 8
     """Of them in the student's film, 0 for none."""
 
     def __post_init__(self) -> None:

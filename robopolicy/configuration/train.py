@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from robopolicy.core.ranges import Natural
 from robopolicy.training.configuration import PretrainConfig
 
 
@@ -16,7 +17,7 @@ class TrainSection(PretrainConfig):
     """Further datasets of the same robot, such as corrections."""
     encoder: Path | None = None
     """World model whose latent the policy shall read (for imagine)."""
-    episodes: int = 0
+    episodes: Natural = 0
     """Use the first so many of `data`, 0 for all."""
-    evaluate_episodes: int = 200
+    evaluate_episodes: Natural = 200
     """Episodes of the judgement at the end, 0 for none."""

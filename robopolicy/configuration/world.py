@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, NonNegative, Share
 
 WORLD_MODEL = "worldmodel"
 DEMONSTRATIONS = "demonstrations"
@@ -14,24 +14,20 @@ DEMONSTRATIONS = "demonstrations"
 class ImaginationSection:
     """When imagination is cut (the value beyond still counts), and what uncertainty costs."""
 
-    steps: int | None = None
+    steps: Count | None = None
     """Cut after so many imagined steps, null for never."""
-    uncertainty: float | None = None
+    uncertainty: NonNegative | None = None
     """Cut where a step's uncertainty exceeds this, in the model's units, null for never."""
-    quantile: float | None = None
+    quantile: Share | None = None
     """Cut where it exceeds this quantile of the uncertainty on held-out data, so that the limit adapts to the model."""
-    penalty: float = 0.0
+    penalty: NonNegative = 0.0
     """Reward lost per unit of uncertainty (MOPO)."""
-    debounce: int = 1
+    debounce: Count = 1
     """Consecutive steps that must look successful before success is believed."""
     starts: Literal["simulator", "data", "keyframes"] = "simulator"
     """Where episodes begin: as the simulator would start them (paired with real episodes), in any step of the dataset
     world.data (default: the model's own), or in keyframes, those of its successes where progress is made.
     """
-
-    def __post_init__(self):
-        if self.quantile is not None and not 0 <= self.quantile <= 1:
-            raise ConfigError(f"world.imagination.quantile is {self.quantile}: it is a share of steps, 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class WorldSection:
     as far as the policy agrees with them), or your own by its dotted path, package.module:Name. Where none is named,
     it is the world that the given policy or dataset comes from, with its options.
     """
-    batch_size: int = 128
+    batch_size: Count = 128
     """Rows that are simulated side by side: how fast episodes are played, not how they end; every draw belongs to its
     episode.
     """

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NoiseLevel
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import Tagged
 from robopolicy.training.configuration import FitConfig
@@ -32,20 +33,20 @@ class WorldModelSection(Tagged):
     """Lets the policy that train wrote under the same name and seed be one of them: fine-tuning in imagination begins
     where it goes.
     """
-    transitions: int = 100_000
+    transitions: Count = 100_000
     """Control steps of training data: what the datasets lack is collected in equal shares by the expert, at every level
     of noise, and by the policies.
     """
-    visual_styles: int = 0
+    visual_styles: Natural = 0
     """Number of other visual styles in which the training episodes are rendered as well (Sword), for image models."""
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
-    noise: tuple[str, ...] = ("low", "medium", "high", "random")
+    noise: tuple[NoiseLevel, ...] = ("low", "medium", "high", "random")
     """Levels of action noise at which the expert collects rollouts, so that failures are among them."""
-    validation_episodes: int = 512
+    validation_episodes: Count = 512
     """Held-out episodes that the evaluation of the trained model replays in imagination."""
-    validation_steps: int = 20_000
+    validation_steps: Count = 20_000
     """Single steps on which the evaluation compares predicted reward and success with the recorded ones (an image
     diffusion model takes minutes for the default).
     """

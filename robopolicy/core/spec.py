@@ -297,6 +297,8 @@ type Size = tuple[int, int]
 """(height, width) of an image, in pixels."""
 type ImageSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 """What `image_size` of a world may be: one number for height and width, (height, width), or either by camera."""
+LARGEST_SIDE = 4096
+"""Pixels that graphics drivers render along a side of an image."""
 DRAWN: Size = (64, 64)
 """Size of the image of a camera that can be drawn in any, where nobody says it."""
 
@@ -310,6 +312,8 @@ def image_sizes(
     no size or names another camera.
     """
     cameras = tuple(cameras)
+    if image_size is not None and not is_mapping(image_size):
+        _size(image_size)  # wrong without any camera, too
     asked = image_size if is_mapping(image_size) else dict.fromkeys(cameras, image_size)
     for camera in asked:
         if camera not in cameras:
@@ -324,11 +328,12 @@ def image_sizes(
 
 def _size(given: Any) -> Size:
     sides: Any = tuple(given) if is_sequence(given) else (given, given)
-    if len(sides) == 2 and all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides):
+    whole = all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
+    if len(sides) == 2 and whole and all(0 < side <= LARGEST_SIDE for side in sides):
         return sides
     raise ConfigError(
-        f"world.image_size={given} is no size: write world.image_size=64, world.image_size=[48,64] (height, width) or, "
-        "by camera, world.image_size={top: [48,64], wrist: 32}."
+        f"world.image_size={given} is no size of 1 to {LARGEST_SIDE} pixels: write world.image_size=64, "
+        "world.image_size=[48,64] (height, width) or, by camera, world.image_size={top: [48,64], wrist: 32}."
     )
 
 

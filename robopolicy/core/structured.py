@@ -10,10 +10,11 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
 from robopolicy.core.narrowing import is_mapping, is_sequence
+from robopolicy.core.ranges import LARGEST
 from robopolicy.core.registry import Kinds
 
 REGISTRY = "registry"
@@ -53,8 +54,9 @@ def from_plain[Structure](kind: type[Structure], data: object, where: str = "") 
     """Build the dataclass `kind` from plain values; missing keys take the defaults, also inside a section whose
     defaults its owner has changed.
 
-    Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type, naming
-    the full path of the key. `where` is the path of this section.
+    Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type or outside
+    of the range that its type declares (`core.ranges`), naming the full path of the key. `where`: path of this
+    section.
     """
     if not is_mapping(data):
         raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
@@ -67,7 +69,7 @@ def from_plain[Structure](kind: type[Structure], data: object, where: str = "") 
             raise ConfigError(
                 f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), known)}"
             )
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     given = {key: _over_default(known[key], data[key]) for key in known if key in data}
     values = {key: _convert(hints[key], value, _join(where, key)) for key, value in given.items()}
     for key, item in known.items():
@@ -164,6 +166,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
+    if origin is Annotated:
+        return _within(arguments[1:], _convert(arguments[0], value, where), where)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if value is None:
@@ -184,16 +188,26 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     return _convert_scalar(hint, value, where)
 
 
+def _within(ranges: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Return `value`; raises ConfigError where it lies outside of one of `ranges`."""
+    for each in ranges:
+        if wrong := each.wrong(value):
+            shown = f"{value:g}" if isinstance(value, float) else to_plain(value)
+            raise ConfigError(f"{where} is {shown}: {wrong}.")
+    return value
+
+
 def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in arguments:
         return None
     choices = [item for item in arguments if item is not type(None)]
-    for choice in choices[:-1]:
+    errors: list[ConfigError] = []
+    for choice in choices:
         try:
             return _convert(choice, value, where)
-        except ConfigError:
-            continue
-    return _convert(choices[-1], value, where)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[-1 if is_sequence(value) else 0]
 
 
 def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -221,7 +235,11 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is Path and isinstance(value, (str, Path)):
         return Path(value)
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not abs(value) < _LARGEST_FLOAT:
+            raise ConfigError(f"{where} is {in_one_line(value, 60)}: it must be a finite number.")
         return float(value)
+    if hint is int and isinstance(value, int | float) and abs(value) > LARGEST:
+        raise ConfigError(f"{where} is {in_one_line(value, 60)}: it must be a whole number of at most {LARGEST}.")
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -229,6 +247,9 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, type) and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ConfigError(f"'{where}' needs a value of type {_name(hint)}, got {value!r}.")
+
+
+_LARGEST_FLOAT = 1e300
 
 
 def _name(hint: Any) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class InferenceConfig:
     """Noise-free sampler in the place of a denoising policy's own: ddim, dpm++, unipc (diffusions), euler, heun
     (flows), or a dotted path. Empty for its own.
     """
-    steps: int | None = None
+    steps: Count | None = None
     """Its calls of the network, null for as many as the policy takes."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the network; bf16 is faster where the processor multiplies it, and not exact."""

@@ -5,19 +5,20 @@ from enum import Enum
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
 class ImageEncoderConfig:
     """A small convolutional encoder a camera, for some 64 pixels."""
 
-    features: int = 64
+    features: Count = 64
     """Size of each frame's vector."""
-    channels: tuple[int, int, int] = (32, 64, 64)
+    channels: tuple[Count, Count, Count] = (32, 64, 64)
     """Channels of the three convolutions, multiples of 8."""
     frozen: bool = False
     """Whether the encoder stays as it is: never trained."""
-    random_shift: int = 0
+    random_shift: Natural = 0
     """Pixels of shift in training (DrQ, arXiv:2107.09645)."""
     layer_norm: bool = False
     """Of a frame's vector (arXiv:1910.01741)."""
@@ -79,31 +80,31 @@ class EdmConfig:
     Raises ConfigError on no steps, another order than 1 and 2, and noise levels in the wrong order.
     """
 
-    sigma_data: float = 0.5
+    sigma_data: Positive = 0.5
     """Standard deviation of the data."""
     log_mean: float = -1.2
     """Mean of the training noise's logarithm."""
-    log_std: float = 1.2
+    log_std: Positive = 1.2
     """Standard deviation of the training noise's logarithm."""
-    sigma_min: float = 0.002
+    sigma_min: Positive = 0.002
     """Lowest noise level of the sampler."""
-    sigma_max: float = 80.0
+    sigma_max: Positive = 80.0
     """Highest noise level of the sampler."""
-    rho: float = 7.0
+    rho: Positive = 7.0
     """How strongly the sampler's noise levels crowd towards the lowest."""
-    steps: int = 18
+    steps: Count = 18
     """Number of the sampler's steps, from each noise level to the next and from the last to 0."""
-    order: int = 2
+    order: Count = 2
     """Order of the sampler: 2 is Heun's method, 1 Euler's."""
-    churn: float = 0.0
+    churn: NonNegative = 0.0
     """Amount of noise that is added and taken out again on the way (churn), 0 for none (an ODE)."""
-    churn_low: float = 0.0
+    churn_low: NonNegative = 0.0
     """Lowest noise level with churn."""
-    churn_high: float = 1e6
+    churn_high: NonNegative = 1e6
     """Highest noise level with churn."""
-    churn_noise: float = 1.003
+    churn_noise: NonNegative = 1.003
     """Standard deviation of the churn's noise."""
-    offset_noise: float = 0.0
+    offset_noise: Share = 0.0
     """Share of training noise that is one draw per channel (keeps frames from drifting in brightness)."""
 
     def __post_init__(self):

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
 from robopolicy.nn.configuration import (
     DenoiserKind,
     FlowNoise,
@@ -66,75 +67,75 @@ class DenoisingPolicyConfig:
     """diffusion or flow."""
     observation_keys: tuple[str, ...] = ()
     """What it reads, [] for everything the world shows."""
-    history: int = 1
+    history: Count = 1
     """Frames H that it reads."""
-    chunk: int = 4
+    chunk: Count = 4
     """Steps C that it executes of a decision."""
-    prediction_steps: int = 4
+    prediction_steps: Count = 4
     """Steps P >= C that it predicts."""
-    prefix_steps: int = 0
+    prefix_steps: Natural = 0
     """First steps that may be given (chunking=trained_rtc)."""
-    prefix_decay: float = 0.0
+    prefix_decay: NonNegative = 0.0
     """How much rarer training gives more: exp(-it) times a step."""
     denoiser: DenoiserKind = DenoiserKind.MLP
     """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
-    width: int = 256
+    width: Count = 256
     """Of the denoiser's layers."""
-    depth: int = 3
+    depth: Count = 3
     """Hidden layers (mlp), blocks (transformer) or resolutions (unet)."""
-    heads: int = 4
+    heads: Count = 4
     """Attention heads of the transformer."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     text_encoder: TextEncoder = TextEncoder.NONE
     """none learns all tasks as one; words reads instructions; film also weighs what is seen by them."""
-    text_features: int = 64
+    text_features: Count = 64
     """Size of an instruction's vector."""
-    hidden_words: float = 0.0
+    hidden_words: Share = 0.0
     """Share of words that training hides."""
     prediction: Prediction = Prediction.SAMPLE
     """What a diffusion predicts (a flow: the velocity). With ten steps, sample imitates two to three times as closely
     as epsilon, and still steers the last step.
     """
-    denoising_steps: int = 100
+    denoising_steps: Count = 100
     """Training grid T of the diffusion."""
-    sampling_steps: int = 10
+    sampling_steps: Count = 10
     """Steps K of a chain."""
-    finetuned_steps: int | None = None
+    finetuned_steps: Count | None = None
     """The last K' that fine-tuning trains, null for half."""
     spacing: Spacing = Spacing.LEADING
     """leading ends at the grid's cleanest step, trailing starts at its noisiest."""
-    eta: float = 1.0
+    eta: NonNegative = 1.0
     """1 samples like DDPM, 0 like DDIM."""
-    clip: float | None = 1.0
+    clip: Positive | None = 1.0
     """Bound on the clean estimate in normalised actions, null for none."""
     flow_noise: FlowNoise = FlowNoise.CONSTANT
     """Noise of a flow's steps: none (ode), Flow-GRPO's (sde), the same on every step (constant), ReinFlow's network
     (learned).
     """
-    flow_noise_level: float = 0.1
+    flow_noise_level: NonNegative = 0.1
     """Its scale."""
-    flow_noise_bounds: tuple[float, float] = (0.05, 0.24)
+    flow_noise_bounds: tuple[NonNegative, NonNegative] = (0.05, 0.24)
     """Its smallest and largest standard deviation."""
-    min_sampling_std: float = 0.1
+    min_sampling_std: NonNegative = 0.1
     """Floor of exploration noise, in normalised actions."""
-    min_logprob_std: float = 0.1
+    min_logprob_std: NonNegative = 0.1
     """The same floor in log-probabilities."""
-    noise_clip: float | None = 3.0
+    noise_clip: Positive | None = 3.0
     """Noise is truncated to so many standard deviations, or null."""
     logp_clamp: tuple[float, float] | None = (-5.0, 2.0)
     """Bounds on each element's log-density, null for none; clamping zeroes gradients (how often is among the metrics).
     """
     logp_reduction: LogpReduction = LogpReduction.MEAN
     """Over the executed C x A elements; clip ranges belong to it."""
-    noisy_steps: int | None = None
+    noisy_steps: Count | None = None
     """So many random steps of each decision are noisy and scored (1 in pi_RL's flow-SDE), null for all."""
-    levels_per_sample: int = 1
+    levels_per_sample: Count = 1
     """Noise levels a sample in training, encoded once."""
     likelihood: Likelihood = Likelihood.CHAIN
     """What scores a decision: chain, its denoising steps, or matching, minus the denoising loss at random noise levels
     (FPO).
     """
-    matching_samples: int = 8
+    matching_samples: Count = 8
     """Noise levels a decision, for matching."""
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
     """mean_std, min_max (range to [-1, 1]) or identity."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Share
 from robopolicy.nn.configuration import AGGREGATES, EdmConfig
 
 MOST = 10_000
@@ -16,27 +17,27 @@ class JointConfig:
 
     builds: ClassVar[str] = "robopolicy.policies.joint:JointModel"
 
-    chunk: int = 4
+    chunk: Count = 4
     """Actions of a decision."""
-    width: int = 64
+    width: Count = 64
     """Of the transformer."""
-    depth: int = 3
+    depth: Count = 3
     """Its layers."""
-    heads: int = 4
+    heads: Count = 4
     """Its attention heads."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions a training step."""
-    policy_share: float = 0.5
+    policy_share: Share = 0.5
     """Of a batch: decisions of successful episodes, from which it learns to act; the rest, split between world and
     value, is of all episodes.
     """
-    discount: float = 0.99
+    discount: Share = 0.99
     """Of the returns that values are, a control step."""
-    candidates: int = 8
+    candidates: Count = 8
     """Actions that planning chooses from, 1 for none."""
-    futures: int = 2
+    futures: Count = 2
     """Futures imagined for each of them."""
-    values: int = 2
+    values: Count = 2
     """Values imagined for each future."""
     aggregate: str = "majority"
     """How the values of a candidate become one score: mean, lower_bound, median, or majority, the mean of those on the

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, NonNegative, Positive
 from robopolicy.nn.configuration import FlowNoise
 
 SETTINGS_FILE = "robopolicy.json"
@@ -37,19 +38,19 @@ class LeRobotTuning:
     """
     flow_noise: FlowNoise = FlowNoise.CONSTANT
     """Noise of a flow's steps while exploring: constant, or sde (Flow-GRPO's: steps stay as noisy as learned)."""
-    flow_noise_level: float = 0.1
+    flow_noise_level: NonNegative = 0.1
     """Its scale."""
-    eta: float = 1.0
+    eta: NonNegative = 1.0
     """Of a diffusion's steps while exploring: 1 is DDPM's noise, 0 none but the least one."""
-    least_noise: float = 0.1
+    least_noise: NonNegative = 0.1
     """Floor of each step's standard deviation, in exploring and in log-probabilities; of a constant noise no floor."""
-    noisy_steps: int | None = None
+    noisy_steps: Count | None = None
     """So many random steps of each decision are noisy and scored, null for all."""
-    std: float = 0.1
+    std: Positive = 0.1
     """Of act, which has no noise of its own: the standard deviation that each action element begins to explore with."""
     learn_std: bool = True
     """Whether it learns; what it has come to is kept beside the checkpoint, and goes on from there."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Of pi0_fast, which says tokens: what its logits are divided by while exploring."""
     keep_prefix: bool = True
     """Whether decisions keep what a frozen encoder made of their observation; otherwise it is read again for scores."""
@@ -80,7 +81,7 @@ class LeRobotStart:
     """Its folder, with config.json, model.safetensors and processors."""
     tuned: Tuned = Tuned.LEROBOT
     """What learns: lerobot (what its own config leaves free), expert, or all."""
-    levels_per_sample: int = 1
+    levels_per_sample: Count = 1
     """Noise levels at which each sample is denoised, with its observation read once."""
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from robopolicy.core.ranges import Positive
+
 
 @dataclass(frozen=True)
 class AttachedRobot:
@@ -24,9 +26,9 @@ class AttachedRobot:
     """
     task: str = ""
     """The robot's instruction, empty for the policy's only one."""
-    seconds: float = 30.0
+    seconds: Positive = 30.0
     """How long an episode of the robot lasts."""
-    answers_within: float = 1.0
+    answers_within: Positive = 1.0
     """Seconds that the robot may take for an observation or an action before it is stopped."""
-    camera_age: float = 1.0
+    camera_age: Positive = 1.0
     """Seconds that a camera may show one and the same picture while the robot moves, before it counts as frozen."""

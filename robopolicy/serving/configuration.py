@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.holding import POSITIONS
+from robopolicy.core.ranges import Count, Natural, NonNegative, Positive
 from robopolicy.core.structured import REGISTRY
 
 
@@ -16,19 +17,19 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on; beyond loopback it needs an api_key."""
-    port: int = 8000
+    port: Natural = 8000
     """Port to listen on, 0 for any free one."""
     api_key: str = ""
     """What clients must show, or set the environment's ROBOPOLICY_API_KEY."""
     rename: dict[str, str] = field(default_factory=dict)
     """A client's names -> the policy's fields: {images/cam_high: observation.images.top}."""
-    maximum_batch: int = 16
+    maximum_batch: Count = 16
     """Most requests answered in one forward pass."""
-    maximum_waiting: int = 256
+    maximum_waiting: Count = 256
     """Most requests that wait for it; more are told that the server is busy."""
-    deadline: float = 10.0
+    deadline: Positive = 10.0
     """Seconds after which a request is given up."""
-    stall: float = 10.0
+    stall: Positive = 10.0
     """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
     chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
     """How plans follow on from the one that a robot is executing: not (synchronous), or around what is left of it (rtc,
@@ -37,7 +38,7 @@ class ServerConfig:
     """
     chunking_options: dict[str, Any] = field(default_factory=dict)
     """Its own settings, such as serve.chunking_options.max_guidance_weight=10."""
-    session_expiry: float = 600.0
+    session_expiry: Positive = 600.0
     """Seconds after which the history of a robot that asks for nothing is forgotten."""
     with_parent: bool = False
     """End when the process that started the server does, however that ends."""
@@ -72,7 +73,7 @@ class ServerAddress:
 
     host: str = "127.0.0.1"
     """The server's name, or its whole address: wss://robot.example:8000."""
-    port: int | None = None
+    port: Natural | None = None
     """The server's port; 8000 unless set, or that of a whole address."""
     api_key: str = ""
     """The server's key, if it wants one, or set the environment's ROBOPOLICY_API_KEY."""
@@ -84,17 +85,17 @@ class ServerAddress:
 class RobotSettings:
     """How a simulated robot is driven."""
 
-    prefetch: int = 0
+    prefetch: Natural = 0
     """Ask for the next chunk when so many steps are left, where the server is slower than half a step: acting on what
     was seen so many steps ago costs success.
     """
-    latency_steps: int = 0
+    latency_steps: Natural = 0
     """Control steps that every answer is held back, an episode's first excepted: how a slower server would do."""
-    blend: int = 0
+    blend: Natural = 0
     """Over so many steps a new chunk takes over from the old one: angles such as yaw the short way round, grippers and
     toggles at once.
     """
-    turns: dict[str, float] = field(default_factory=dict)
+    turns: dict[str, NonNegative] = field(default_factory=dict)
     """Elements of the action that go round -> one turn, in the policy's units: {yaw: 6.2832}; 0 for those that neither
     go round nor switch, although their names say so.
     """
@@ -109,9 +110,9 @@ class RobotSettings:
     """Elements of the action that stay at their place while the robot holds still, by name, whatever they are."""
     neutral: dict[str, float] = field(default_factory=dict)
     """Elements of the action that go to a value instead, in the policy's units: {x.vel: 0, throttle: 0.5}."""
-    max_age: float | None = None
+    max_age: NonNegative | None = None
     """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""
-    change: float | None = None
+    change: Positive | None = None
     """Most by which an action may differ from the one before, in the policy's units; an episode's first from where the
     robot is.
     """
@@ -121,7 +122,7 @@ class RobotSettings:
     """
     unbounded: bool = False
     """Whether an attached robot may be sent any action where nothing bounds it."""
-    patience: float = 5.0
+    patience: NonNegative = 5.0
     """Seconds that a server may fail, or be silent, before the drive ends; the robot holds still meanwhile."""
 
     def __post_init__(self) -> None:

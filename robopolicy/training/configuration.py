@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
 from robopolicy.nn.configuration import LearningPrecision, Optimiser
 from robopolicy.rl.configuration import AlgorithmConfig
 
@@ -13,27 +14,27 @@ from robopolicy.rl.configuration import AlgorithmConfig
 class FitConfig:
     """Regression: AdamW, a linear warm-up, then a cosine."""
 
-    steps: int = 4000
+    steps: Count = 4000
     """Training steps."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """At its highest, after the warm-up."""
-    final_rate: float = 0.01
+    final_rate: Share = 0.01
     """What it falls to, as a share of itself."""
-    warmup: int = 100
+    warmup: Natural = 100
     """Steps over which it rises."""
     optimiser: Optimiser = "adamw"
     """adamw, or adamw8bit (CUDA): a quarter of its memory."""
-    weight_decay: float = 1e-6
+    weight_decay: NonNegative = 1e-6
     """AdamW's."""
-    gradient_clip: float = 1.0
+    gradient_clip: Positive = 1.0
     """Bound on the gradient's global norm."""
-    ema_decay: float = 0.995
+    ema_decay: Share = 0.995
     """Of the moving average of the weights, which is what is kept; 0 switches it off."""
-    ema_power: float = 0.75
+    ema_power: Positive = 0.75
     """How fast the average forgets its beginning: after step s the decay is at most 1 - (1 + s)^-power."""
-    log_every: int = 100
+    log_every: Count = 100
     """Steps between logged losses."""
-    checkpoint_every: int = 1000
+    checkpoint_every: Count = 1000
     """Steps between checkpoints, for a killed run to go on."""
 
     def __post_init__(self):
@@ -47,12 +48,12 @@ class FitConfig:
 class RegressionConfig:
     """Samples per step, and how a policy is fitted to them."""
 
-    batch_size: int = 256
+    batch_size: Count = 256
     """Samples a step."""
     fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
     """fp32, bf16 (faster), bf16_backward (gradients)."""
-    micro_batch: int = 0
+    micro_batch: Natural = 0
     """Samples whose activations are held at once, 0 for all."""
 
     def __post_init__(self) -> None:
@@ -69,7 +70,7 @@ class PretrainConfig(RegressionConfig):
     """Reads each observation once if the encoder is frozen."""
     auxiliary_keys: tuple[str, ...] = ()
     """Vectors that its cameras learn to tell."""
-    auxiliary_weight: float = 1.0
+    auxiliary_weight: NonNegative = 1.0
     """Of that beside its own loss."""
 
     def __post_init__(self) -> None:
@@ -87,11 +88,11 @@ class PretrainConfig(RegressionConfig):
 class DistillConfig(RegressionConfig):
     """How a policy of few denoising steps learns what one of many does."""
 
-    steps: int = 1
+    steps: Count = 1
     """Denoising steps of the student."""
-    teacher_points: float = 0.25
+    teacher_points: Share = 0.25
     """Share of the samples that are points of the teacher's chain, the others are of the student's own."""
-    batch_size: int = 512
+    batch_size: Count = 512
     """Observations an update."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=3000))
 
@@ -105,15 +106,15 @@ class DistillConfig(RegressionConfig):
 class TeachConfig(PretrainConfig):
     """How a student learns from a teacher where the student itself leads (DAgger)."""
 
-    rounds: int = 8
+    rounds: Count = 8
     """Of playing and learning; in the first the teacher plays."""
-    episodes: int = 100
+    episodes: Count = 100
     """A round."""
-    teacher_share: float = 0.3
+    teacher_share: Share = 0.3
     """Of round two that the teacher plays, then its square."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
     """Of every round."""
-    last_steps: int = 3000
+    last_steps: Count = 3000
     """Training steps of the last round."""
 
     def __post_init__(self) -> None:
@@ -139,53 +140,53 @@ class FinetuneConfig(AlgorithmConfig):
     row, those that compare episodes whole episodes in groups with the same start.
     """
 
-    iterations: int = 60
+    iterations: Count = 60
     """How often it collects and learns."""
-    rollout_length: int = 20
+    rollout_length: Count = 20
     """Chunks of actions that every row decides in an iteration, with a critic."""
-    groups: int = 64
+    groups: Count = 64
     """Groups of whole episodes in an iteration, for algorithms that compare episodes."""
-    group_size: int = 8
+    group_size: Count = 8
     """Episodes with the same start."""
-    starts: int = 0
+    starts: Natural = 0
     """Size of the pool that starts are drawn from, 0 for fresh ones."""
-    branch_at: tuple[int, ...] = ()
+    branch_at: tuple[Natural, ...] = ()
     """Decisions before which every running episode splits into branch_width that go on from the same state."""
-    branch_width: int = 2
+    branch_width: Count = 2
     """Episodes that go on where one splits."""
     branch_by: Literal["all", "uncertainty"] = "all"
     """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO). Then those of a
     group that stand there together share as many out, more to those whose last decision was less likely.
     """
-    branch_sampling_step: int | tuple[int, ...] | None = None
+    branch_sampling_step: Natural | tuple[Natural, ...] | None = None
     """Steps of the decision there that branches share, null for none; several, such as [0,2], for a split after each of
     so many, where every branch splits again.
     """
-    stop_still: int = 0
+    stop_still: Natural = 0
     """Decisions in a row that move nothing after which a whole episode is stopped early, as by a time limit, 0 for
     never.
     """
-    overprovision: float = 0.0
+    overprovision: NonNegative = 0.0
     """Groups in flight beyond those that an iteration learns from, as a share of them: it does not wait for the longest
     episodes, which go on in the next one (APRIL). 0 waits for all.
     """
-    staleness: int = 0
+    staleness: Natural = 0
     """How many updates old the weights may be that collect, in a thread beside the learner; 0 collects and learns in
     turns, repeatably.
     """
-    delay: int = 0
+    delay: Natural = 0
     """How many updates old the weights that collect are made to be, in turns and repeatably."""
-    props: int = 0
+    props: Natural = 0
     """Collect in so many parts, the later ones steered away from what has been sampled too often (PROPS), 0 for off."""
-    props_past: int = 0
+    props_past: Natural = 0
     """Earlier iterations whose rollouts props keeps: they are steered away from too, and learned from again."""
-    teacher_acts: float = 0.0
+    teacher_acts: Share = 0.0
     """Share of the decisions that the teacher takes at first (DAgger's mixture), 0 for none. They are drawn at random,
     and not learned from but by auxiliaries such as dagger.
     """
-    teacher_until: float = 0.5
+    teacher_until: Share = 0.5
     """Share of the run at which that has fallen to 0, linearly."""
-    expert_rows: float = 0.0
+    expert_rows: NonNegative = 0.0
     """Share of experts' episodes beside its own (DynaWeb). That is of the number of an iteration's, 0 for none. They
     have advantages by their returns; for token policies and algorithms that compare episodes.
     """
@@ -194,69 +195,69 @@ class FinetuneConfig(AlgorithmConfig):
     behaviour the policy that acted, whose log-probabilities are recorded with every decision; average an exponential
     moving average of past policies (PPO-EWMA), for all decisions. coefficient=decoupled_ppo also weighs by it.
     """
-    proximal_decay: float = 0.889
+    proximal_decay: Share = 0.889
     """Of that average, an update of the policy: the centre of its mass lies decay / (1 - decay) updates back."""
-    epochs: int = 5
+    epochs: Count = 5
     """Passes over what was collected."""
-    minibatch: int = 2048
+    minibatch: Count = 2048
     """Decisions in a minibatch."""
-    micro_batch: int = 0
+    micro_batch: Natural = 0
     """Decisions whose activations are held at once, 0 for all."""
     packed_images: bool = False
     """Whether images that were collected are held compressed. Without loss."""
-    minibatch_episodes: int = 0
+    minibatch_episodes: Natural = 0
     """Whole episodes a minibatch (episode ratios), 0 for none."""
-    scored_steps: int = 0
+    scored_steps: Natural = 0
     """Random steps of a decision that are scored, 0 for all. Fewer are cheaper and noisier."""
     precision: LearningPrecision = "fp32"
     """What policy and critic multiply in: bf16 is faster where processors have it; bf16_backward is for gradients."""
-    critic_warmup: int = 1
+    critic_warmup: Natural = 1
     """First iterations that train the critic alone, be it of states or of noisy actions."""
-    learning_rate: float = 5e-4
+    learning_rate: Positive = 5e-4
     """The policy's learning rate."""
-    actor_warmup: int = 30
+    actor_warmup: Natural = 30
     """Steps over which it is reached: Adam's first are its largest."""
-    critic_learning_rate: float = 1e-3
+    critic_learning_rate: Positive = 1e-3
     """The critic's learning rate."""
     optimiser: Optimiser = "adamw"
     """The policy's: adamw, or adamw8bit (CUDA)."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegative = 0.0
     """Of the policy's and the critic's weights (AdamW)."""
-    gradient_clip: float = 1.0
+    gradient_clip: Positive = 1.0
     """Bound on the gradient's global norm."""
-    discount: float = 0.99
+    discount: Share = 0.99
     """Per control step; 1 / (1 - it) of them should fit an episode."""
-    gae_lambda: float = 0.95
+    gae_lambda: Share = 0.95
     """Per decision."""
     time_limit: Literal["cut", "end"] = "cut"
     """A cut, behind which an episode's value goes on, or its end. End where few decisions fit an episode: what comes
     behind a cut is never seen.
     """
-    clip: float = 0.2
+    clip: Positive = 0.2
     """Width of the ratio's clip range, at the cleanest step."""
-    clip_base: float | None = None
+    clip_base: Positive | None = None
     """Width at the noisiest step, null for clip."""
-    clip_high: float | None = None
+    clip_high: Positive | None = None
     """Width above 1, null for clip."""
-    clip_rate: float = 0.0
+    clip_rate: NonNegative = 0.0
     """How the width grows from clip_base to clip along the chain, 0 for evenly."""
-    log_ratio_clamp: float = 3.0
+    log_ratio_clamp: Positive = 3.0
     """Bound on the logarithm of a ratio."""
-    ratio_tolerance: float = 1e-5
+    ratio_tolerance: NonNegative = 1e-5
     """How far a policy's score of its own fresh decisions may be from the one it acted with; with precision=bf16, which
     may round otherwise for another number of rows, 2^-5 at least.
     """
-    target_kl: float | None = 0.1
+    target_kl: Positive | None = 0.1
     """KL divergence of whole decisions that ends an iteration's epochs; a step beyond twice of it is taken back. Null
     for no end.
     """
-    checkpoint_every: int = 10
+    checkpoint_every: Count = 10
     """Iterations between checkpoints, from which a killed run goes on."""
-    evaluate_every: int = 10
+    evaluate_every: Natural = 10
     """Iterations between evaluations (one comes before the first), 0 for none."""
-    target_success: float | None = None
+    target_success: Share | None = None
     """Deterministic success that ends the run, once as many fresh episodes confirm it; null for none."""
-    patience: int = 0
+    patience: Natural = 0
     """Evaluations in a row without gain that end a run, 0 for never. A gain is over the best one so far; imagine has a
     patience of its own.
     """

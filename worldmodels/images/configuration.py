@@ -4,6 +4,7 @@ from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Protocol
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Share
 from robopolicy.nn.configuration import EdmConfig
 
 
@@ -11,19 +12,19 @@ from robopolicy.nn.configuration import EdmConfig
 class ReadoutConfig:
     """How states, reward and success are read off frames."""
 
-    batch_size: int = 128
+    batch_size: Count = 128
     """Steps a training step."""
-    positive_share: float = 0.25
+    positive_share: Share = 0.25
     """Share of successes among them."""
-    imagined_steps: int = 2048
+    imagined_steps: Natural = 2048
     """Steps whose frames the finished model imagines."""
-    imagined_share: float = 0.25
+    imagined_share: Share = 0.25
     """Their share of the batches."""
-    state_noise: float = 1.0
+    state_noise: NonNegative = 1.0
     """The readout is given states that are off by up to about so many standard deviations of a step's change, and
     learns to mend them.
     """
-    members: int = 5
+    members: Count = 5
     """Heads whose disagreement is the uncertainty."""
 
     def __post_init__(self):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Share
 from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import EdmConfig, Precision
 from worldmodels.images.configuration import ReadoutConfig
@@ -41,30 +42,30 @@ class PixelDiffusionConfig:
     """A preset, of which the three entries below replace single ones: tiny for tests, small for 32 to 64 pixels on two
     cores, and the paper's own.
     """
-    grid: int | None = None
+    grid: Natural | None = None
     """Pixels a side of the U-Net's finest maps, 0 for the image's own."""
-    channels: tuple[int, ...] = ()
+    channels: tuple[Count, ...] = ()
     """Of its resolutions, each half as fine as the one before."""
-    layers: int | None = None
+    layers: Count | None = None
     """Residual blocks of every resolution."""
-    context: int = 4
+    context: Count = 4
     """Frames and actions that the next frame depends on."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Frames a training step."""
-    unroll: int = 1
+    unroll: Count = 1
     """Times that the denoiser goes on from its own, quantised prediction in training."""
-    unroll_share: float = 0.5
+    unroll_share: Share = 0.5
     """Rows in which it does (DIAMOND: all)."""
-    first_share: float = 0.5
+    first_share: Share = 0.5
     """Rows trained on what the sampler begins with, noise that shows nothing, so that context and actions alone tell
     what comes (DIAMOND has none; 5 % of its rows are about as noisy, and a small model learns late that actions
     matter).
     """
-    context_noise: float = 0.0
+    context_noise: NonNegative = 0.0
     """Deviation of noise on the context in training; pixels reach from -1 to 1."""
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     """Deviation of the noise that sampling begins with; 0 where one step is taken and nothing left to chance."""
-    change_threshold: float = 0.02
+    change_threshold: Share = 0.02
     """Pixels that change by less than this share of their range stay as they are, so that what stands still does not
     fade.
     """

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Share
 from robopolicy.core.structured import REGISTRY
 
 
@@ -40,49 +41,49 @@ class RssmConfig:
     """A preset, of which the six entries below replace single ones: tiny for tests, small for states on one core, and
     two of DreamerV3's own.
     """
-    deter: int | None = None
+    deter: Count | None = None
     """Units of the GRU."""
-    blocks: int | None = None
+    blocks: Count | None = None
     """Blocks that they are in."""
-    hidden: int | None = None
+    hidden: Count | None = None
     """Width of every layer."""
-    stochastic: int | None = None
+    stochastic: Count | None = None
     """Categorical variables."""
-    classes: int | None = None
+    classes: Count | None = None
     """Classes of each."""
-    channels: int | None = None
+    channels: Count | None = None
     """Of the first convolution."""
-    layers: int = 2
+    layers: Count = 2
     """Of encoders, decoders and heads."""
-    unimix: float = 0.01
+    unimix: Share = 0.01
     """Share of a uniform distribution in every categorical one."""
-    free_nats: float = 1.0
+    free_nats: NonNegative = 1.0
     """Below so many, the KL terms are not reduced further."""
-    reconstruction_scale: float = 1.0
+    reconstruction_scale: NonNegative = 1.0
     """Weight of what is decoded, in the loss."""
-    reward_scale: float = 1.0
+    reward_scale: NonNegative = 1.0
     """Weight of the reward."""
-    success_scale: float = 1.0
+    success_scale: NonNegative = 1.0
     """Weight of success."""
-    dynamics_scale: float = 1.0
+    dynamics_scale: NonNegative = 1.0
     """Weight of the KL term that teaches the prior."""
-    representation_scale: float = 0.1
+    representation_scale: NonNegative = 0.1
     """Weight of the KL term that makes the posterior predictable."""
-    burn_in: int = 4
+    burn_in: Natural = 4
     """Recorded frames that are read before imagination begins; one is enough."""
-    length: int = 16
+    length: Count = 16
     """Frames that follow them in a training subsequence."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Subsequences a training step."""
-    start_share: float = 0.25
+    start_share: Share = 0.25
     """Subsequences that begin with their episode."""
-    success_share: float = 0.25
+    success_share: Share = 0.25
     """Subsequences that hold a success."""
-    seen_share: float = 0.5
+    seen_share: Share = 0.5
     """Frames after the first few that the posterior reads; the others are guessed."""
-    images: int = 8
+    images: Natural = 8
     """Frames of a subsequence that are decoded to images in training."""
-    members: int = 5
+    members: Count = 5
     """Heads whose disagreement is the uncertainty."""
     success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
     """What reads success, or module:Name."""

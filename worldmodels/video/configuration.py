@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Share
 from robopolicy.core.structured import REGISTRY
 from robopolicy.nn.configuration import EdmConfig, Precision
 from worldmodels.images.configuration import ReadoutConfig
@@ -47,59 +48,59 @@ class VideoConfig:
     """A preset, of which the six entries below replace single ones: 3.5 (small), 14 (medium) and 64 (large) million
     parameters with two cameras of 64 px; tiny for tests.
     """
-    channels: tuple[int, ...] = ()
+    channels: tuple[Count, ...] = ()
     """Of the autoencoder's resolutions."""
-    latent: int | None = None
+    latent: Count | None = None
     """Channels of a latent."""
-    patch: int | None = None
+    patch: Count | None = None
     """Latents a side of a token."""
-    width: int | None = None
+    width: Count | None = None
     """Of the transformer."""
-    depth: int | None = None
+    depth: Count | None = None
     """Its blocks."""
-    heads: int | None = None
+    heads: Count | None = None
     """Its attention heads."""
-    recent: int = 2
+    recent: Count = 2
     """History: frames in a row, the present one among them."""
-    memory: int = 4
+    memory: Natural = 4
     """History: older frames before those, 0 for none."""
-    stride: int = 5
+    stride: Count = 5
     """Steps between those."""
-    chunk: int = 5
+    chunk: Count = 5
     """Future frames predicted together at most."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Rows a training step of the dynamics."""
-    view_batch_size: int = 16
+    view_batch_size: Count = 16
     """Frames a training step of the autoencoder."""
-    motion_weight: float = 2.0
+    motion_weight: NonNegative = 2.0
     """How much more pixels weigh, for the autoencoder, that differ from the mean image."""
-    kl_weight: float = 1e-5
+    kl_weight: NonNegative = 1e-5
     """Weight of its KL term."""
-    autoencoder_share: float = 0.8
+    autoencoder_share: Share = 0.8
     """Its training steps, as a share of those of fit."""
-    readout_share: float = 0.5
+    readout_share: Share = 0.5
     """The readout's training steps, as a share of those of fit."""
-    memory_noise: float = 0.3
+    memory_noise: NonNegative = 0.3
     """Noise on older history frames in training reaches up to so many standard deviations."""
-    present_noise: float = 0.2
+    present_noise: NonNegative = 0.2
     """The same of recent frames."""
-    action_dropout: float = 0.05
+    action_dropout: Share = 0.05
     """Share of actions that are hidden in training."""
-    collapse: float = 0.15
+    collapse: Share = 0.15
     """Share of rows whose history is the present frame repeated."""
-    first_share: float = 0.7
+    first_share: Share = 0.7
     """Rows trained on what the sampler begins with, noise that shows nothing, so that history and actions alone tell
     what comes.
     """
-    bootstrap: float = 0.3
+    bootstrap: Share = 0.3
     """Share of the rows whose history are the model's own cached predictions (Sword's dynamic latent bootstrapping), 0
     for none.
     """
-    bootstrap_steps: int = 1500
+    bootstrap_steps: Natural = 1500
     """Updates until that share is reached."""
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     """Deviation of the noise that sampling begins with, 0 for none."""
-    change_threshold: float = 0.06
+    change_threshold: Share = 0.06
     """A pixel keeps its value until what is decoded there has changed by so much (1 is from black to white), so that
     what does not move stays as sharp as in the frame it began with; 0 shows what is decoded.
     """

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, Positive
 from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
 
 LONGEST = 10_000
@@ -46,30 +47,30 @@ class TokenConfig:
     """bins: a token for every action element; frequencies: one for every kept frequency of a chunk (FAST without
     merges).
     """
-    bins: int = 33
+    bins: Count = 33
     """Values an element can have; an odd number includes 0."""
-    resolution: float = 10.0
+    resolution: Positive = 10.0
     """Frequencies are rounded to one part in this."""
-    frequencies: int = 0
+    frequencies: Natural = 0
     """How many are kept, 0 for all."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Of sampling, and of log-probabilities."""
     decoding: TokenDecoding = TokenDecoding.CAUSAL
     """causal: token by token; masked: discrete diffusion, several at a time in any order; parallel: all at once."""
-    decode_steps: int = 4
+    decode_steps: Count = 4
     """Passes in which masked decoding says a chunk evenly."""
     decode_schedule: DecodeSchedule = DecodeSchedule.EVEN
     """even: as many tokens in every pass; ascending: 1, 2, 4 and so on until all are said."""
     model: str = ""
     """Folder or hub name of a Hugging Face causal or vision-language checkpoint, empty for a small Llama from scratch.
     """
-    width: int = 128
+    width: Count = 128
     """Of the Llama from scratch."""
-    depth: int = 4
+    depth: Count = 4
     """Its layers."""
-    heads: int = 4
+    heads: Count = 4
     """Its attention heads."""
-    feed_forward: int = 384
+    feed_forward: Count = 384
     """Width of its feed-forward layers."""
     vision: TokenVision = TokenVision.AUTO
     """Who reads images: checkpoint (its own image processor and vision tower), patches of our own, or auto."""
@@ -77,11 +78,11 @@ class TokenConfig:
     """What a checkpoint that sees is asked, in its own chat format and after the images."""
     split_images: bool = False
     """Whether its image processor may cut an image into tiles, with many more tokens (SmolVLM)."""
-    patch: int = 16
+    patch: Count = 16
     """Pixels of an image patch's side, with vision=patches."""
-    lora_rank: int = 0
+    lora_rank: Natural = 0
     """A checkpoint's weights stay frozen and adapters of this rank learn instead, 0 trains all."""
-    lora_alpha: float = 16.0
+    lora_alpha: Positive = 16.0
     """Scale of the adapters times their rank."""
 
     def __post_init__(self) -> None:
@@ -113,9 +114,9 @@ class TokenPolicyConfig:
 
     observation_keys: tuple[str, ...] = ()
     """What it reads beside the instruction, [] for everything the world shows."""
-    history: int = 1
+    history: Count = 1
     """Frames H that it reads."""
-    chunk: int = 4
+    chunk: Count = 4
     """Steps C that it executes of a decision, all that it predicts."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX

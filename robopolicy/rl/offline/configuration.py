@@ -5,23 +5,24 @@ from enum import Enum
 from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
 class AgentConfig:
     """What every agent has. Raises ConfigError unless discount is in (0, 1) and tau in (0, 1]."""
 
-    width: int = 256
+    width: Count = 256
     """Units of every hidden layer."""
-    depth: int = 2
+    depth: Count = 2
     """Hidden layers."""
     layer_norm: bool = False
     """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
-    rate: float = 3e-4
+    rate: Positive = 3e-4
     """Learning rate."""
-    discount: float = 0.99
+    discount: Share = 0.99
     """What a reward is worth one control step later."""
-    tau: float = 0.005
+    tau: Share = 0.005
     """How far slow copies follow at every step."""
 
     def __post_init__(self) -> None:
@@ -40,15 +41,15 @@ class IqlConfig(AgentConfig):
     builds: ClassVar[str] = "robopolicy.rl.offline.iql:Iql"
     layer_norm: bool = True
     """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
-    rate: float = 1e-3
+    rate: Positive = 1e-3
     """Learning rate."""
-    expectile: float = 0.9
+    expectile: Share = 0.9
     """Which expectile of the recorded actions' values a state is worth; 0.5 is their mean."""
-    critics: int = 2
+    critics: Count = 2
     """Of which the smallest counts."""
-    temperature: float = 3.0
+    temperature: NonNegative = 3.0
     """Of the weight exp(temperature * advantage) with which actions are imitated."""
-    cap: float = 100.0
+    cap: Positive = 100.0
     """Largest weight."""
 
     def __post_init__(self) -> None:
@@ -61,11 +62,11 @@ class IqlConfig(AgentConfig):
 class Td3Config(AgentConfig):
     """What agents with a deterministic actor have (TD3, arXiv:1802.09477). Raises ConfigError unless delay >= 1."""
 
-    policy_noise: float = 0.2
+    policy_noise: NonNegative = 0.2
     """Standard deviation of the noise on the target's action."""
-    noise_clip: float = 0.5
+    noise_clip: Positive = 0.5
     """Its bound."""
-    delay: int = 2
+    delay: Count = 2
     """Critic steps per actor step."""
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class Td3BcConfig(Td3Config):
     """TD3+BC, Fujimoto & Gu 2021, arXiv:2106.06860. Raises ConfigError unless alpha >= 0."""
 
     builds: ClassVar[str] = "robopolicy.rl.offline.td3_bc:Td3Bc"
-    alpha: float = 2.5
+    alpha: NonNegative = 2.5
     """Weight of Q, scaled to a mean size of 1, against imitation."""
 
     def __post_init__(self) -> None:
@@ -96,15 +97,15 @@ class ReBracConfig(Td3Config):
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.rebrac:ReBrac"
-    beta_actor: float = 0.1
+    beta_actor: NonNegative = 0.1
     """Weight of the actor's squared distance to the recorded action, summed over elements, against Q of size 1."""
-    beta_critic: float = 0.01
+    beta_critic: NonNegative = 0.01
     """What the squared distance to the action recorded next costs in targets, in units of reward; 0 needs none."""
-    depth: int = 3
+    depth: Count = 3
     """Hidden layers."""
     layer_norm: bool = True
     """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
-    rate: float = 1e-3
+    rate: Positive = 1e-3
     """Learning rate."""
 
     def __post_init__(self) -> None:
@@ -125,13 +126,13 @@ class PrdcConfig(Td3Config):
     """PRDC, Ran et al. 2023, arXiv:2306.06569. Raises ConfigError unless alpha, beta and slack are at least 0."""
 
     builds: ClassVar[str] = "robopolicy.rl.offline.prdc:Prdc"
-    alpha: float = 2.5
+    alpha: NonNegative = 2.5
     """Weight of Q, scaled to a mean size of 1, against the distance to the neighbour's action."""
-    beta: float = 2.0
+    beta: NonNegative = 2.0
     """Weight of standardised states beside actions in distances: large asks for the same state, 0 for none."""
     index: NeighbourIndex = NeighbourIndex.EXACT
     """How neighbours are found; exact is slow while the actor is far from all data and beta is small."""
-    slack: float = 1.0
+    slack: NonNegative = 1.0
     """How much further, as a share, an approximate neighbour may be; most are the nearest all the same."""
 
     def __post_init__(self) -> None:
@@ -148,27 +149,27 @@ class SacConfig(AgentConfig):
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.sac:Sac"
-    critics: int = 10
+    critics: Count = 10
     """Of which the smallest counts, for targets and for the actor."""
-    diversity: float = 1.0
+    diversity: NonNegative = 1.0
     """Weight of the critics' penalty for agreeing about how Q changes with the action; 0 is SAC-N."""
-    depth: int = 3
+    depth: Count = 3
     """Hidden layers."""
     target_entropy: float | None = None
     """Null for minus the number of action elements."""
     learn_temperature: bool = True
     """Whether the price of entropy follows the target."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """It, at first."""
     entropy_backup: bool = True
     """Whether targets pay for entropy too."""
-    actor_rate: float | None = None
+    actor_rate: Positive | None = None
     """Learning rate of actor and temperature, null for that of the critics."""
-    subset: int | None = None
+    subset: Count | None = None
     """Targets take the smallest of so many critics, drawn anew at every update, and the actor climbs the mean of all
     (REDQ, arXiv:2101.05982); null for the smallest of all in both.
     """
-    delay: int = 1
+    delay: Count = 1
     """Critic steps per step of actor and temperature."""
 
     def __post_init__(self) -> None:
@@ -188,19 +189,19 @@ class RlpdConfig(SacConfig):
     Ten critics with normalised layers, of which two make a target; the paper updates 20 times a step (WSRL: 4).
     """
 
-    diversity: float = 0.0
+    diversity: NonNegative = 0.0
     """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
-    depth: int = 2
+    depth: Count = 2
     """Hidden layers."""
     layer_norm: bool = True
     """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
-    subset: int | None = 2
+    subset: Count | None = 2
     """Targets take the smallest of so many critics, drawn anew at every update, and the actor climbs the mean of all
     (REDQ, arXiv:2101.05982); null for the smallest of all in both.
     """
     entropy_backup: bool = False
     """Whether targets pay for entropy too."""
-    temperature: float = 0.1
+    temperature: Positive = 0.1
     """The price of entropy, at first; the paper's 1 drowns rewards that are paid once an episode."""
 
 
@@ -212,23 +213,23 @@ class CqlConfig(SacConfig):
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.cql:Cql"
-    critics: int = 2
+    critics: Count = 2
     """Of which the smallest counts, for targets and for the actor."""
-    diversity: float = 0.0
+    diversity: NonNegative = 0.0
     """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
-    alpha: float = 0.5
+    alpha: NonNegative = 0.5
     """Weight of the conservative term, which pushes Q down over all actions and up at recorded ones. The papers' 5 is
     for returns in the hundreds: where an episode earns about 1 it lifts the recorded actions' Q to 8.
     """
-    samples: int = 10
+    samples: Count = 10
     """Actions per state and source that stand for all of them: uniform, the actor's, the actor's in the next state."""
     calibrated: bool = False
     """Cal-QL: never push the Q of the actor's actions below the return that was recorded from there on."""
     entropy_backup: bool = False
     """Whether targets pay for entropy too."""
-    actor_rate: float | None = 1e-4
+    actor_rate: Positive | None = 1e-4
     """Learning rate of actor and temperature, null for that of the critics."""
-    temperature: float = 0.05
+    temperature: Positive = 0.05
     """The price of entropy, at first; the papers' 1 drowns rewards that are paid once an episode."""
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, NonNegative, Positive, Share
 from robopolicy.core.registry import Kinds
 
 
@@ -11,10 +12,10 @@ from robopolicy.core.registry import Kinds
 class CriticFitConfig:
     """How an agent's critic is fitted to recorded decisions."""
 
-    steps: int = 1500
+    steps: Count = 1500
     """Updates before the first round."""
     # More did harm: the longer a critic learns from one log, the steeper it is wrong where nothing was recorded.
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions an update."""
 
     def __post_init__(self) -> None:
@@ -32,21 +33,21 @@ class ChainPpoConfig:
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:ChainPpo"
     tunes_chain: ClassVar[bool] = True
     """It learns through the scored steps that fine-tuning trains, as many as that is set to."""
-    iterations: int = 1
+    iterations: Count = 1
     """How often a round draws new decisions; beyond one the candidate itself draws them."""
-    decisions: int = 4096
+    decisions: Count = 4096
     """Recorded observations at which the policy decides anew."""
-    epochs: int = 4
+    epochs: Count = 4
     """Passes over them."""
-    minibatch: int = 1024
+    minibatch: Count = 1024
     """Decisions in a minibatch."""
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """The policy's."""
-    clip: float = 0.05
+    clip: Positive = 0.05
     """Width of the ratio's clip range."""
-    target_kl: float | None = 0.1
+    target_kl: Positive | None = 0.1
     """KL divergence of whole decisions that ends an iteration's epochs, null for no end."""
-    ratio_tolerance: float = 1e-4
+    ratio_tolerance: NonNegative = 1e-4
     """How far a policy's score of its own fresh decisions may be from the one it acted with."""
 
     def __post_init__(self) -> None:
@@ -63,15 +64,15 @@ class WeightedImitationConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:WeightedImitation"
-    steps: int = 500
+    steps: Count = 500
     """Updates a round."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions an update."""
-    learning_rate: float = 3e-4
+    learning_rate: Positive = 3e-4
     """The policy's."""
-    temperature: float = 1.0
+    temperature: NonNegative = 1.0
     """How strongly better actions are preferred; 0 is plain imitation."""
-    cap: float = 20.0
+    cap: Positive = 20.0
     """Largest weight."""
 
     def __post_init__(self) -> None:
@@ -89,17 +90,17 @@ class FilteredImitationConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:FilteredImitation"
-    steps: int = 1000
+    steps: Count = 1000
     """Updates a round."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions an update."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The policy's."""
     advantage: Literal["own", "critic", "steps", "success"] = "own"
     """Of a decision: as recap's; success, whether its episode succeeded, of which all are imitated."""
-    decisions: int = 8
+    decisions: Count = 8
     """Decisions of the policy at every recorded observation, for own."""
-    positive: float = 0.3
+    positive: Share = 0.3
     """Share of the decisions that is imitated."""
 
     def __post_init__(self) -> None:
@@ -119,17 +120,17 @@ class BestOfConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:BestOf"
-    candidates: int = 16
+    candidates: Count = 16
     """Decisions at every observation."""
     proposer: Literal["base", "incumbent"] = "base"
     """Who makes them: the policy as it came, whose decisions the critic knows best, or the incumbent."""
-    decisions: int = 8192
+    decisions: Count = 8192
     """Recorded observations."""
-    steps: int = 500
+    steps: Count = 500
     """Updates a round."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions an update."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The policy's."""
 
     def __post_init__(self) -> None:
@@ -148,13 +149,13 @@ class DiffusionQlConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.diffusion_ql:DiffusionQl"
-    steps: int = 500
+    steps: Count = 500
     """Updates a round."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions an update."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The policy's."""
-    eta: float = 0.3
+    eta: NonNegative = 0.3
     """Weight of the critic beside imitation; 0 is plain imitation."""
     through: Literal["all", "last"] = "all"
     """all steps of the chain, or its last alone (deterministic policy gradient through the chain's last step): cheaper,
@@ -177,15 +178,15 @@ class AdjointMatchingConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.adjoint_matching:AdjointMatching"
-    steps: int = 600
+    steps: Count = 600
     """Updates a round."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Recorded observations an update, with a chain for each."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The policy's."""
-    strength: float = 5.0
+    strength: NonNegative = 5.0
     """What a unit of value is worth in log-probability (the inverse temperature); 0 leaves the flow as it is."""
-    pessimism: float = 1.0
+    pessimism: NonNegative = 1.0
     """Standard deviations over critics that are taken off their mean value; 1 is the smaller of two."""
 
     def __post_init__(self) -> None:
@@ -205,23 +206,23 @@ class RecapConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:Recap"
-    steps: int = 1000
+    steps: Count = 1000
     """Updates a round."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions an update."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """The policy's."""
     advantage: Literal["own", "critic", "steps"] = "own"
     """Of a decision: own, min Q minus the mean of what the policy would decide there, so that the action counts and not
     the state; critic, min Q - V; steps, what was paid during it and V behind it, minus V before it.
     """
-    decisions: int = 8
+    decisions: Count = 8
     """Decisions of the policy at every recorded observation, for own."""
-    positive: float = 0.3
+    positive: Share = 0.3
     """Share of the decisions that counts as better than usual."""
-    dropout: float = 0.3
+    dropout: Share = 0.3
     """Share of what is learned from which the indicator is hidden."""
-    guidance: float = 2.5
+    guidance: NonNegative = 2.5
     """Weight of "positive" beside nothing while acting: 1 is positive alone, more exaggerates (two calls a step)."""
 
     def __post_init__(self) -> None:
@@ -244,9 +245,9 @@ class ImaginedPpoConfig:
     """As of `ChainPpoConfig`."""
     imagines: ClassVar[bool] = True
     """It learns in a world model, not from a critic of the data."""
-    iterations: int = 20
+    iterations: Count = 20
     """Of fine-tuning, a round; its critic is fitted anew in each."""
-    near_base: float = 0.05
+    near_base: NonNegative = 0.05
     """Weight of staying near the incumbent (bc, DiWA's), 0 for none."""
 
     def __post_init__(self) -> None:
@@ -263,22 +264,22 @@ class DsrlConfig:
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.dsrl:Dsrl"
-    bound: float = 1.5
+    bound: Positive = 1.5
     """Largest noise that may be chosen, in standard deviations."""
-    steps: int = 2000
+    steps: Count = 2000
     """Updates a round."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Recorded observations an update."""
-    learning_rate: float = 1e-3
+    learning_rate: Positive = 1e-3
     """Of actor and critics over noise."""
-    own_share: float = 0.5
+    own_share: Share = 0.5
     """Share of a batch in which the noise is the actor's own, so that its critics hold where it is; the paper's is 0.
     """
-    critics: int = 2
+    critics: Count = 2
     """Over noise."""
-    width: int = 256
+    width: Count = 256
     """Units of every hidden layer."""
-    depth: int = 2
+    depth: Count = 2
     """Hidden layers."""
 
     def __post_init__(self) -> None:
@@ -299,7 +300,7 @@ class IdqlConfig:
     builds: ClassVar[str] = "robopolicy.training.offline.idql:Idql"
     deploys_critic: ClassVar[bool] = True
     """The critic acts along, so it sees what the policy reads and nothing else."""
-    candidates: int = 4
+    candidates: Count = 4
     """Decisions that the first round tries; after an acceptance twice as many, after a refusal half as many more."""
 
     def __post_init__(self) -> None:
@@ -311,17 +312,17 @@ class IdqlConfig:
 class GuidedConfig:
     """Synthetic episodes, drawn by a diffusion model of the log and guided towards the policy: arXiv:2404.06356."""
 
-    count: int = 1024
+    count: Count = 1024
     """Episodes."""
-    guidance: float = 1.0
+    guidance: NonNegative = 1.0
     """How far their actions are pushed towards the policy's; 0 leaves them like the recorded ones."""
-    length: int = 16
+    length: Count = 16
     """Steps of each, a multiple of 2; recorded episodes must be as long, or end the task."""
-    steps: int = 2500
+    steps: Count = 2500
     """Training steps of the diffusion model."""
-    width: int = 128
+    width: Count = 128
     """Of its network."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Recorded subsequences a training step."""
 
     def __post_init__(self) -> None:

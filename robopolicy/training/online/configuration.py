@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.ranges import Count, Natural, NonNegative, Share
 
 
 @dataclass(frozen=True)
@@ -14,27 +15,27 @@ class OnlineConfig:
     outside [0, 1], and where there is nothing to count.
     """
 
-    steps: int = 100_000
+    steps: Natural = 100_000
     """Control steps in the world, those of the warm-up included; never exceeded, and 0 plays none."""
-    warmup: int = 5000
+    warmup: Natural = 5000
     """Control steps that the frozen policy plays before the first update."""
-    updates: float = 1.0
+    updates: NonNegative = 1.0
     """Updates per decision collected since then; every one is a batch."""
-    batch_size: int = 256
+    batch_size: Count = 256
     """Decisions a batch."""
-    retain: float = 0.0
+    retain: Share = 0.0
     """Share of every batch drawn from recorded data: 0 forgets it (WSRL), 0.5 keeps half (RLPD)."""
-    base_share: float = 0.0
+    base_share: Share = 0.0
     """Share of decisions that the frozen policy goes on making after the warm-up."""
     moments: Literal["reset", "keep"] = "reset"
     """What the optimisers' moments are when learning in the world begins: forgotten, or those of the recorded data."""
     conservative: bool = False
     """Whether cql and cal_ql go on pushing values down in the world; otherwise they are plain SAC there (WSRL)."""
-    evaluate_at: tuple[int, ...] = (0, 1, 100, 500)
+    evaluate_at: tuple[Natural, ...] = (0, 1, 100, 500)
     """Updates after which the policy is evaluated, early ones, or the dip after the switch is not seen."""
-    evaluate_every: int = 5000
+    evaluate_every: Natural = 5000
     """And after every so many, 0 for none."""
-    checkpoint_every: int = 5
+    checkpoint_every: Count = 5
     """Waves of episodes between resume points."""
 
     def __post_init__(self) -> None:
