@@ -5,15 +5,19 @@ import secrets
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidProxyStatus, InvalidStatus, WebSocketException
+from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.serving.addresses import Proxy, proxy_for, trusting, unreachable, whole_address
+from robopolicy.serving.described import camera_shapes
+from robopolicy.serving.pictures import smaller
 from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
 
 MAXIMUM_ANSWER = 64 * 2**20
@@ -24,6 +28,12 @@ BUSY = 1013
 
 KEYS = "api_key; of robopolicy drive: drive.api_key, or the environment's ROBOPOLICY_API_KEY"
 """Where a client's key comes from."""
+
+UNASKED = 1000
+"""Messages that nobody asked for, before a server is given up."""
+
+AGAIN = 0.05
+"""Seconds that an answer may come after one which is the last one's copy, at least."""
 
 DESCRIBED = ("observation", "action", "history", "chunk", "prediction", "chunking", "fps", "instructions", "world")
 """What a server says of its policy, and must say again after a connection was lost."""
@@ -42,10 +52,12 @@ class PolicyClient:
     name is that of a wss:// address then. A proxy that the environment names (`addresses`) is used, with a
     RobopolicyWarning where it can read along, but never to reach this machine. A connection that was lost between two
     requests is opened again once, and the server's history then begins anew; a server that describes another policy
-    than before (`DESCRIBED`) is refused. A server of ours seals its answers: one that is damaged, or belongs to another
+    than before (`DESCRIBED`) is refused. Pictures that are larger than the policy reads are made smaller before they
+    are sent, as the server would. A server of ours seals its answers: one that is damaged, or belongs to another
     request, is not returned, and the connection is given up. Raises ConfigError on an address that contradicts itself,
     ServingError: nobody listens, refused observation, no answer in time, one that cannot be trusted; RefusedError,
-    which is one: wrong API key, another policy.
+    which is one: wrong API key, another policy. thrown_away: answers that came without being asked for, and were not
+    used.
     """
 
     def __init__(
@@ -69,6 +81,8 @@ class PolicyClient:
         self._stack = ExitStack()
         self._numbers = itertools.count(secrets.randbits(48))
         self._sealed = self._known = False
+        self._cameras: dict[str, tuple[int, ...]] = {}
+        self._last, self._took, self.thrown_away = b"", 0.0, 0
         self.metadata: dict[str, Any] = {}
         self.trouble: ServingError | None = None  # why it cannot connect, while it goes on trying
         proxy = proxy_for(self.address)
@@ -104,22 +118,69 @@ class PolicyClient:
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         if self.session is not None:
             message[SESSION] = self.session
-        connection = self._connection if self._connection is not None else self._open()
-        if self._sealed:
-            message[REQUEST] = next(self._numbers)
-        data = pack(message)
-        try:
-            connection.send(data)
-        except ConnectionClosed:
-            connection = self._open()
-            connection.send(data)
-        answer = self._receive(connection, "an answer")
-        if self._sealed and answer.pop(REQUEST, None) != fingerprint(data):
+        asked = time.monotonic()
+        connection, data = self._sent(message)
+        answer = self._received(connection, "an answer", message)
+        if not self._sealed:
+            answer = self._not_the_last(connection, answer)
+        self._took = time.monotonic() - asked
+        found = self._decoded(answer)
+        if self._sealed and found.pop(REQUEST, None) != fingerprint(data):
             self.close()
             raise ServingError(f"{self.address} answered another request than the one it was sent; it is not used.")
+        return found
+
+    def _sent(self, message: dict[str, Any]) -> tuple[ClientConnection, bytes]:
+        """Send a message, over a new connection where the old one was lost; return the connection and what was sent."""
+        lost: ConnectionClosed | None = None
+        for _ in range(2):
+            connection = self._connection if self._connection is not None else self._open()
+            fitted = _fitted(message, self._cameras)
+            data = pack(fitted | {REQUEST: next(self._numbers)} if self._sealed else fitted)
+            most = self.metadata.get("message_bytes")
+            if self._sealed and isinstance(most, int) and len(data) > most:
+                raise RefusedError(
+                    f"The message has {len(data)} bytes, and {self.address} reads {most} at most.{_largest(fitted)}"
+                )
+            try:
+                self._throw_away(connection)
+                connection.send(data)
+                return connection, data
+            except ConnectionClosed as error:
+                lost = error
+                self.close()
+        raise ServingError(f"{self.address} closes every connection before it is asked ({lost}).") from lost
+
+    def _throw_away(self, connection: ClientConnection) -> None:
+        """Take what lies there before a request is sent: it answers none, and would shift all later answers by one."""
+        with suppress(TimeoutError):
+            for _ in range(UNASKED):
+                connection.recv(timeout=0)
+                self.thrown_away += 1
+            self.close()
+            raise ServingError(f"{self.address} sends more than {UNASKED} messages that nobody asked for.")
+
+    def _not_the_last(self, connection: ClientConnection, answer: bytes) -> bytes:
+        """Return an answer that is not the last one come twice, which would be one and the same to the last byte.
+
+        A policy may answer the same again, without timings: then nothing comes after it, for twice as long as it takes.
+        """
+        for _ in range(UNASKED):
+            if answer != self._last:
+                break
+            try:
+                later = connection.recv(timeout=max(AGAIN, 2 * self._took))
+            except (TimeoutError, ConnectionClosed):
+                break
+            if isinstance(later, str):
+                raise self._refused(connection, later)
+            self.thrown_away += 1
+            answer = later
+        self._last = answer
         return answer
 
-    def _receive(self, connection: ClientConnection, what: str) -> dict[str, Any]:
+    def _received(self, connection: ClientConnection, what: str, asked: Mapping[str, Any]) -> bytes:
+        """Return the next message; asked: the request that it answers."""
         try:
             message = connection.recv(timeout=self.timeout)
         except TimeoutError as error:
@@ -130,11 +191,20 @@ class PolicyClient:
             ) from error
         except ConnectionClosed as error:
             self.close()
-            raise ServingError(f"{self.address} closed the connection before {what} came ({error}).") from error
+            large = error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG
+            raise (RefusedError if large else ServingError)(
+                f"{self.address} closed the connection before {what} came ({error}).{_largest(asked) if large else ''}"
+            ) from error
         if isinstance(message, str):
-            busy = self._close_code(connection) == BUSY
-            self.close()
-            raise (ServingError if busy else RefusedError)(f"{self.address} refused the request: {message}")
+            raise self._refused(connection, message)
+        return message
+
+    def _refused(self, connection: ClientConnection, text: str) -> ServingError:
+        busy = self._close_code(connection) == BUSY
+        self.close()
+        return (ServingError if busy else RefusedError)(f"{self.address} refused the request: {text}")
+
+    def _decoded(self, message: bytes) -> dict[str, Any]:
         try:
             return self._read(message)
         except SpecError as error:
@@ -164,9 +234,9 @@ class PolicyClient:
     def _open(self) -> ClientConnection:
         """Connect, and learn what is served. Raises RefusedError where that is another policy than before."""
         self.close()
-        self._sealed = False
+        self._sealed, self._last = False, b""
         self._connection = connection = self._connected()
-        said = self._receive(connection, "its metadata")
+        said = self._decoded(self._received(connection, "its metadata", {}))
         changed = [key for key in DESCRIBED if pack({key: said.get(key)}) != pack({key: self.metadata.get(key)})]
         if self._known and changed:
             self.close()
@@ -176,6 +246,7 @@ class PolicyClient:
                 "obeyed. Connect anew to be driven by that one."
             )
         self.metadata, self._known = said, True
+        self._cameras = camera_shapes(said) if self._sealed else {}
         return connection
 
     def _connected(self) -> ClientConnection:
@@ -228,6 +299,36 @@ def _may_be_starting(error: Exception) -> bool:
     if isinstance(error, InvalidProxyStatus):
         return error.response.status_code in (502, 503, 504)  # what proxies say of servers that do not listen
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
+
+
+def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], prefix: str = "") -> dict[Any, Any]:
+    """Return a message whose pictures are no larger than the policy reads them; cameras: name in it -> that shape."""
+    fitted = {}
+    for key, value in message.items():
+        name = prefix + str(key).replace(".", "/")
+        if isinstance(value, Mapping):
+            fitted[key] = _fitted(value, cameras, name + "/")
+        else:
+            known = name in cameras and isinstance(value, np.ndarray)
+            fitted[key] = smaller(value, cameras[name]) if known else value
+    return fitted
+
+
+def _largest(message: Mapping[Any, Any]) -> str:
+    """Return which field of a message is the largest, and what to do about it; "" where none is an array."""
+    waiting, arrays = [("", message)], dict[str, np.ndarray]()
+    while waiting:
+        prefix, part = waiting.pop()
+        for key, value in part.items():
+            if isinstance(value, Mapping):
+                waiting.append((f"{prefix}{key}/", value))
+            elif isinstance(value, np.ndarray):
+                arrays[f"{prefix}{key}"] = value
+    if not arrays:
+        return ""
+    name = max(arrays, key=lambda each: arrays[each].nbytes)
+    largest = arrays[name]
+    return f" '{name}' is its largest field, {list(largest.shape)} {largest.dtype}: make it smaller before sending."
 
 
 def _change(key: str, before: Any, now: Any) -> str:

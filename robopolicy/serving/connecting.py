@@ -5,6 +5,10 @@ import os
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import ServerAddress
 
+STARTING = 5.0
+"""Seconds that a server may take to start, where its robot has as much patience: a connection says earlier than the
+robot gives up that nobody listens."""
+
 SHORTEST = 1.0
 """Seconds that a connection waits for an answer at least; a driver with less patience gives up before."""
 
@@ -20,5 +24,6 @@ def connected(server: ServerAddress, patience: float) -> PolicyClient:
         server.port,
         api_key=server.api_key or os.environ.get("ROBOPOLICY_API_KEY") or None,
         timeout=max(patience, SHORTEST),
+        patience=min(STARTING, patience / 2),
         certificate=server.certificate,
     )

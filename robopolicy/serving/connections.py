@@ -7,7 +7,8 @@ from collections import Counter
 from typing import Any, cast
 
 from websockets.asyncio.server import ServerConnection
-from websockets.frames import Frame, Opcode
+from websockets.frames import CloseCode, Frame, Opcode
+from websockets.protocol import State
 
 from robopolicy.serving.limits import Limits
 
@@ -64,11 +65,14 @@ class Door:
 
 
 class LimitedConnection(ServerConnection):
-    """A connection that is cut where there are too many, and where its client floods it with pings."""
+    """A connection that is cut where there are too many, and where its client floods it with pings. One that sends too
+    large a message is told so in a text first, as of everything else that is refused.
+    """
 
     def __init__(self, *arguments: Any, door: Door, **options: Any):
         super().__init__(*arguments, **options)
         self._door = door
+        self._fail, self.protocol.fail = self.protocol.fail, self._failed
         self._entered: str | None = None
         self._pings = (0.0, 0)
 
@@ -86,6 +90,15 @@ class LimitedConnection(ServerConnection):
         if self._entered is not None:
             self._door.leave(self._entered)
             self._entered = None
+
+    def _failed(self, code: int, reason: str = "") -> None:
+        if code == CloseCode.MESSAGE_TOO_BIG and self.protocol.state is State.OPEN:
+            most = self._door.limits.message
+            self.protocol.send_text(
+                f"A message has at most {most} bytes here ({reason}): are images larger than 1280 x 720, and than the "
+                "policy reads them? Make them smaller before sending.".encode()
+            )
+        self._fail(code, reason)
 
     def process_event(self, event: Any) -> None:
         """Cut the connection where more pings come than anybody needs."""

@@ -12,6 +12,7 @@ from robopolicy.core.holding import Kind, kind_of, kinds_of
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
 from robopolicy.core.turns import Turns, turns_of
+from robopolicy.serving.inputs import accepted_names
 
 LONGEST_HISTORY = 1000
 """Frames; a server that asks for more describes no policy."""
@@ -171,3 +172,22 @@ def _names(described: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of a vector's elements, () where they are not one for each."""
     names = tuple(map(str, described.get("names") or ()))
     return names if len(names) == int(np.prod([int(size) for size in described["shape"]])) else ()
+
+
+def camera_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return what a client may call the policy's cameras -> shape in which it reads them, [height, width, 3].
+
+    Nothing of a server that does not say so, and no name that may be either of two cameras of different sizes.
+    """
+    fields, rename = metadata.get("observation"), metadata.get("rename")
+    try:
+        read = {key: _field(key, each)[0] for key, each in _mapping(fields).items()}
+        names = accepted_names(read, _mapping(rename or {}))
+    except (ServingError, SpecError, TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        return {}  # `described_policy` says what is wrong with it
+    shapes: dict[str, set[tuple[int, ...]]] = {}
+    for key, shape in read.items():
+        if key.startswith(IMAGE_PREFIX) and len(shape) == 3 and shape[-1] == 3:
+            for name in names[key]:
+                shapes.setdefault(name, set()).add(shape)
+    return {name: next(iter(each)) for name, each in shapes.items() if len(each) == 1}

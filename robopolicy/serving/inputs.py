@@ -12,22 +12,33 @@ Accepted names, first match wins ("/" stands for "." or nesting, so {"observatio
     task                          task, prompt
 
 Names of one's own are mapped to those in the left column (`rename`). An array is one frame, or [n <= H, ...], the
-newest frames (oldest first), which replace what the server remembers. Images are uint8, height x width x 3; 3 x height
-x width (openpi's ALOHA) is turned, and other sizes are resized with black borders, as openpi's server does. Without a
-task the policy's only instruction is used; one that reads several refuses to guess.
+newest frames (oldest first), which replace what the server remembers. Images are RGB, uint8 (or floats from 0 to 1,
+which are taken times 255), height x width x 3; 3 x height x width (openpi's ALOHA) is turned, and other sizes are
+resized with black borders, as openpi's server does. Nobody can see whether a picture is BGR, as OpenCV reads them: turn
+such a one, picture[..., ::-1]. Without a task the policy's only instruction is used; one that reads several refuses to
+guess. Needs numpy and msgpack alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.history import begin, move
-from robopolicy.core.policy import PolicySpec
-from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, TASK, Field, Observation, validate_observation
-from robopolicy.serving.limits import Limits
+from robopolicy.core.spec import (
+    ENVIRONMENT_STATE,
+    IMAGE_PREFIX,
+    STATE,
+    TASK,
+    Field,
+    Observation,
+    PolicySpec,
+    cameras_of,
+    validate_observation,
+)
+from robopolicy.serving.limits import IMAGE_BYTES, Limits
+from robopolicy.serving.pictures import pixels, resized
 from robopolicy.serving.protocol import OURS
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
@@ -41,13 +52,7 @@ class Session:
 
     def __init__(self, spec: PolicySpec, rename: Mapping[str, str] | None = None, limits: Limits | None = None):
         self.spec, self.limits = spec, limits or Limits.of(spec)
-        self._accepted = {key: _names(key, spec) for key in spec.observation}
-        for name, key in (rename or {}).items():
-            if key not in self._accepted:
-                raise SpecError(
-                    f"'{name}' is renamed to '{key}', no field of the policy.{did_you_mean(key, spec.observation)}"
-                )
-            self._accepted[key].insert(0, name.replace(".", "/"))
+        self._accepted = accepted_names(spec.observation, rename or {})
         self._frames: dict[str, np.ndarray] = {}
 
     def reset(self) -> None:
@@ -60,7 +65,7 @@ class Session:
         Raises SpecError (field missing, wrong shape or dtype, more than a limit allows) and NonFiniteError; the history
         is then unchanged.
         """
-        names = _flat(message, self.limits)
+        names = flat(message, self.limits)
         if unknown := [name for name in names if name.startswith("robopolicy/")]:
             raise SpecError(
                 f"'{unknown[0].replace('/', '.')}' is nothing that a request can say.{did_you_mean(unknown[0], OURS)} "
@@ -89,57 +94,70 @@ class Session:
             if parts[0].ndim != parts[1].ndim or parts[0].shape[:-1] != parts[1].shape[:-1] or not parts[0].ndim:
                 raise SpecError(f"{' and '.join(_PROPRIOCEPTION)} have shapes {[list(each.shape) for each in parts]}.")
             return self._shaped(key, " + ".join(_PROPRIOCEPTION), np.concatenate(parts, axis=-1), field)
-        kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if key.startswith(IMAGE_PREFIX) else f"field '{key}'"
-        sent = ", ".join(sorted(names)) or "nothing"
-        raise SpecError(
-            f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message holds: {sent}."
-            f"{did_you_mean(accepted[0], names) if names else ''}"
-        )
+        raise SpecError(self._missing(key, names))
+
+    def _missing(self, key: str, names: Mapping[str, Any]) -> str:
+        """Return what to do about a message that holds nothing called like the field `key`."""
+        image, accepted = key.startswith(IMAGE_PREFIX), self._accepted[key]
+        kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if image else f"field '{key}'"
+        used = {next((name for name in each if name in names), "") for each in self._accepted.values()}
+        rest = {name: value for name, value in names.items() if name not in used and not isinstance(value, str)}
+        unused = [name for name, value in rest.items() if (getattr(value, "ndim", 1) >= 3) == image]
+        text = f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message holds: "
+        text += f"{', '.join(sorted(names)) or 'nothing'}."
+        if image and len(unused) == 1:
+            return f"{text} If '{unused[0]}' is it: serve.rename={{{unused[0]}: {key}}} for the server."
+        return text + (did_you_mean(accepted[0], unused) if unused else "")
 
     def _shaped(self, key: str, name: str, array: np.ndarray, field: Field) -> np.ndarray:
         """Return `array`, one frame or several, as frames [n <= H, *shape] of `field`."""
         is_image = key.startswith(IMAGE_PREFIX)
-        if array.dtype.kind not in "biuf" or (is_image and array.dtype != np.uint8):
+        if array.dtype.kind not in "biuf":
             raise SpecError(f"'{name}' has dtype {array.dtype}; '{key}' needs {field.dtype}.")
         frames = array[None] if array.ndim == len(field.shape) else array
         if frames.ndim == len(field.shape) + 1 and len(frames) > self.spec.history:
             raise SpecError(f"'{name}' has {len(frames)} frames; the policy reads the newest {self.spec.history}.")
-        if is_image and frames.ndim == 4 and len(frames):
-            frames = self._images(frames, field)
+        if is_image:
+            frames = self._images(key, name, frames, field)
         if frames.ndim != len(field.shape) + 1 or frames.shape[1:] != field.shape or not len(frames):
             raise SpecError(f"'{name}' has shape {list(array.shape)}; '{key}' needs {list(field.shape)}.")
         return frames if is_image else _float32(frames)
 
-    def _images(self, frames: np.ndarray, field: Field) -> np.ndarray:
+    def _images(self, key: str, name: str, frames: np.ndarray, field: Field) -> np.ndarray:
         """Return images [n, h, w, 3] or [n, 3, h, w] as [n, height, width, 3] of `field`, where that can be done."""
-        if frames.shape[1:] == field.shape:
+        if frames.dtype == np.uint8 and frames.shape[1:] == field.shape:
             return frames
-        if frames.shape[-1] != 3 and frames.shape[1] == 3:
-            frames = np.moveaxis(frames, 1, -1)
-        possible = frames.shape[-1] == 3 and 0 < frames[0].size <= self.limits.image
-        return np.stack([resized(frame, field.shape[:2]) for frame in frames]) if possible else frames
-
-
-def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Return an image [h, w, 3] uint8 as [*size, 3]: scaled to fit, its aspect kept, centred on black."""
-    height, width = size
-    if image.shape[:2] == (height, width):
-        return image
-    scale = min(height / image.shape[0], width / image.shape[1])
-    inner = max(1, round(scale * image.shape[0])), max(1, round(scale * image.shape[1]))
-    scaled = Image.fromarray(image).resize((inner[1], inner[0]), Image.Resampling.BILINEAR)
-    result = np.zeros((height, width, 3), np.uint8)
-    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
-    result[top : top + inner[0], left : left + inner[1]] = np.asarray(scaled)
-    return result
+        found = pixels(frames)
+        if found is None and frames.dtype != np.uint8:
+            most = f" up to {np.max(frames):g}" if frames.dtype.kind == "f" and frames.size else ""
+            raise SpecError(
+                f"'{name}' has dtype {frames.dtype}{most}; '{key}' needs uint8 (or floats from 0 to 1), RGB."
+            )
+        if found is None or found.ndim != 4 or not found.size:
+            return frames
+        height, width = found.shape[1:3]
+        if found[0].size > self.limits.image:
+            most = "1280 x 720" if self.limits.image == IMAGE_BYTES else str(self.limits.image // 3)
+            raise SpecError(
+                f"'{name}' is {width} x {height}; at most {most} pixels are read: make it smaller before sending."
+            )
+        return np.stack([resized(frame, field.shape[:2]) for frame in found])
 
 
 def _array(name: str, value: Any) -> np.ndarray:
     """Return what a message holds under `name` as an array. Raises SpecError where it is none."""
     if isinstance(value, np.ndarray):
         return value
+    if isinstance(value, bytes | str):
+        coded = " A coded picture (JPEG, PNG) is not read: send its pixels." if isinstance(value, bytes) else ""
+        raise SpecError(
+            f"'{name}' is {len(value)} {'bytes' if isinstance(value, bytes) else 'characters'} without a shape and a "
+            f"dtype: send an array, as openpi_client.msgpack_numpy packs them.{coded}"
+        )
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
+        whole = array.ndim >= 3 and array.dtype == np.int64 and array.size and 0 <= array.min() <= array.max() <= 255
+        return array.astype(np.uint8) if whole else array  # lists say no dtype, and pixels in them are certain
     except (ValueError, OverflowError, TypeError) as error:
         raise SpecError(f"'{name}' is no array ({str(error)[:100]}).") from error
 
@@ -150,7 +168,7 @@ def _float32(array: np.ndarray) -> np.ndarray:
         return array.astype(np.float32)
 
 
-def _flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
+def flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
     """Return {"a/b": value} of nested mappings. Raises SpecError past a limit."""
     names: dict[str, Any] = {}
     waiting: list[tuple[str, Mapping[Any, Any], int]] = [("", message, 1)]
@@ -171,8 +189,21 @@ def _flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
     return names
 
 
-def _names(key: str, spec: PolicySpec) -> list[str]:
-    """Return every name under which a client may send `key`."""
+def accepted_names(fields: Iterable[str], rename: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return every name under which a client may send the fields of a policy, field -> names.
+
+    rename: name in the client's messages -> field. Raises SpecError on one that there is not.
+    """
+    fields = list(fields)
+    accepted = {key: _names(key, cameras_of(fields)) for key in fields}
+    for name, key in rename.items():
+        if key not in accepted:
+            raise SpecError(f"'{name}' is renamed to '{key}', no field of the policy.{did_you_mean(key, fields)}")
+        accepted[key].insert(0, name.replace(".", "/"))
+    return accepted
+
+
+def _names(key: str, cameras: Sequence[str]) -> list[str]:
     if key == STATE:
         return ["observation/state", "state"]
     if key == ENVIRONMENT_STATE:
@@ -180,8 +211,8 @@ def _names(key: str, spec: PolicySpec) -> list[str]:
     if not key.startswith(IMAGE_PREFIX):
         return [key.replace(".", "/")]
     camera = key.removeprefix(IMAGE_PREFIX)
-    taken = [name for other in spec.cameras if other != camera for name in (*_own_names(other), *_alike(other, spec))]
-    return [*_own_names(camera), *(name for name in _alike(camera, spec) if name not in taken)]
+    taken = [name for other in cameras if other != camera for name in (*_own_names(other), *_alike(other, cameras))]
+    return [*_own_names(camera), *(name for name in _alike(camera, cameras) if name not in taken)]
 
 
 def _own_names(camera: str) -> list[str]:
@@ -189,12 +220,12 @@ def _own_names(camera: str) -> list[str]:
     return [f"observation/images/{name}", f"images/{name}", f"observation/{name}", name]
 
 
-def _alike(camera: str, spec: PolicySpec) -> list[str]:
+def _alike(camera: str, cameras: Sequence[str]) -> list[str]:
     """Return names that say this camera where no other camera could be meant by them."""
     names = [f"observation/{camera.replace('.', '/')}_image"]
     if "wrist" in camera:
         names += ["observation/wrist_image", "observation/wrist_image_left"]
-    if camera == spec.cameras[0]:
+    if camera == cameras[0]:
         names += ["observation/image", "observation/exterior_image_1_left"]
     return names
 

@@ -2,7 +2,8 @@
 
 One binary message per observation and per answer; an error is a text message, then close code 1011 (1013 where the
 server is busy). The first message of a connection is the server's metadata. Keys that begin with `robopolicy.` are this
-project's extensions.
+project's extensions. Arrays of two relatives are read too: openpi's with text keys, as clients in Java or C++ write
+them, and those of PyPI's msgpack-numpy, {b"nd", b"type", b"kind", b"shape", b"data"}.
 """
 
 import math
@@ -45,6 +46,17 @@ CHECK = "robopolicy.check"
 """Last key of a sealed message: the CRC-32 of all bytes before the value, which has four."""
 
 _KINDS = "biuf"
+
+_ARRAYS = "send arrays, as openpi_client.msgpack_numpy packs them"
+
+_WAYS_OUT = {
+    "max_array_len": f" Its lists are too long, a picture as lists of numbers perhaps: {_ARRAYS}.",
+    "max_ext_len": f" It holds an extension type of msgpack, which says nothing here: {_ARRAYS}.",
+}
+"""What to do about some of msgpack's errors, by a word in them."""
+
+_OF_ARRAYS = {"__ndarray__", "__npgeneric__", "nd", "data", "dtype", "type", "kind", "shape"}
+"""Keys of an array in the dialects that are read."""
 
 _DTYPE_LENGTH = 16
 """Characters of the longest dtype that is read; numpy would parse a list of a million of them."""
@@ -99,7 +111,7 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
         nonlocal count
         count += len(part)
         if count > limits.elements:
-            raise SpecError(f"The message lists more than {limits.elements} values; send arrays.")
+            raise SpecError(f"The message lists more than {limits.elements} values: {_ARRAYS}.")
         return part
 
     try:
@@ -117,7 +129,10 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
         raise
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.exceptions.UnpackException) as error:
         text = str(error)[:200]
-        raise SpecError(f"The message is not msgpack in openpi's form ({type(error).__name__}: {text}).") from error
+        way_out = next((said for mark, said in _WAYS_OUT.items() if mark in text), "")
+        raise SpecError(
+            f"The message is not msgpack in openpi's form ({type(error).__name__}: {text}).{way_out}"
+        ) from error
 
 
 def _encode(value: Any) -> Any:
@@ -134,19 +149,40 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: dict[Any, Any]) -> Any:
-    if b"__ndarray__" in value:
-        dtype, data, shape = _dtype(value[b"dtype"]), value[b"data"], value[b"shape"]
-        whole = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
-        if not whole or not isinstance(data, bytes) or math.prod(shape) * dtype.itemsize != len(data):
-            raise SpecError(f"An array of shape {shape[:8]} and dtype {dtype} does not fit its {len(data)} bytes.")
-        return np.frombuffer(data, dtype).reshape(shape)
-    if b"__npgeneric__" in value:
-        return _dtype(value[b"dtype"]).type(value[b"data"])
-    return value
+    """Return the array or number that a mapping stands for, and every other one as it is. Raises SpecError."""
+    if b"data" not in value and "data" not in value:
+        return value
+    said = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
+    kind = said.get("dtype", said.get("type"))
+    marked = not said.keys().isdisjoint(("__ndarray__", "__npgeneric__", "nd"))
+    if kind is None or not (marked or "shape" in said):
+        return value
+    if said.get("kind", b"") not in (b"", "") or not said.keys() <= _OF_ARRAYS:
+        raise SpecError(
+            f"An array with the keys {', '.join(map(str, said))[:100]} is read in no form: {_ARRAYS}. Objects and "
+            "structures are never unpacked."
+        )
+    dtype, data = _dtype(kind), said["data"]
+    if "__npgeneric__" in said and not isinstance(data, bytes):
+        return dtype.type(data)
+    shape = said.get("shape", ())
+    if not isinstance(data, bytes) or not isinstance(shape, list | tuple):
+        raise SpecError(
+            f"An array's data are bytes and its shape is a list, not {type(data).__name__} and {shape!r:.40}."
+        )
+    whole = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
+    if not whole or math.prod(shape) * dtype.itemsize != len(data):
+        raise SpecError(f"An array of shape {shape[:8]} and dtype {dtype} does not fit its {len(data)} bytes.")
+    array = np.frombuffer(data, dtype).reshape(shape)
+    return array if "shape" in said else array[()]
 
 
 def _dtype(text: Any) -> np.dtype:
-    dtype = np.dtype(text) if isinstance(text, str) and len(text) <= _DTYPE_LENGTH else None
+    name = text.decode("ascii", "replace") if isinstance(text, bytes) and len(text) <= _DTYPE_LENGTH else text
+    try:
+        dtype = np.dtype(name) if isinstance(name, str) and len(name) <= _DTYPE_LENGTH else None
+    except TypeError:
+        dtype = None
     if dtype is None or dtype.kind not in _KINDS:
         raise SpecError(f"Arrays of dtype {str(text)[:40]!r} are refused; use bool, integers or floats.")
     return dtype

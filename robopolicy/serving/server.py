@@ -29,6 +29,7 @@ import torch
 from websockets.asyncio.server import Server, ServerConnection
 from websockets.asyncio.server import serve as listen
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError, SpecError
@@ -247,8 +248,10 @@ class PolicyServer:
         try:
             await connection.send(sealed(self.metadata()))
             await conversation.hold()
-        except ConnectionClosed:
-            pass  # the client went away; its sessions go with this call
+        except ConnectionClosed as closed:  # the client went away; its sessions go with this call
+            if closed.sent is not None and closed.sent.code == CloseCode.MESSAGE_TOO_BIG:
+                self.metrics.refused["observation"] += 1
+                self.log("refused", logging.WARNING, connection=number, reason="observation", text=closed.sent.reason)
         except Exception as error:  # told to this client, as the protocol wants; the others go on
             await self._refuse(connection, number, error)
         finally:
@@ -280,8 +283,8 @@ class PolicyServer:
 
     def metadata(self) -> dict[str, Any]:
         """Return what a client learns on connecting: fields, history, chunk, how far plans reach and how they follow on
-        from others, rate, instructions, names it may use, and the world that the policy was trained in, None where it
-        is not known.
+        from others, rate, instructions, names it may use, how images are meant and how large they may be, and the world
+        that the policy was trained in, None where it is not known.
         """
         spec, origin = self.policy.spec, origin_of(self.policy)
         return {
@@ -295,6 +298,8 @@ class PolicyServer:
             "fps": spec.fps,
             "instructions": list(spec.instructions),
             "rename": dict(self.settings.rename),
+            "images": {"color": "rgb", "dtype": "uint8", "layout": "hwc", "pixels": self.limits.image // 3},
+            "message_bytes": self.limits.message,
             "world": None if origin is None else origin.to_json(),
         }
 

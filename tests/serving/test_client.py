@@ -2,6 +2,7 @@
 
 import ssl
 import threading
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -61,6 +62,88 @@ def test_answers_that_cannot_be_trusted_are_not_returned(port, request):
             client.infer({"state": np.zeros(1)})
         with pytest.raises(ServingError, match=r"another request|checksum"):
             client.infer({"state": np.zeros(1)})
+
+
+def numbered(times, timed, pause=0.0):
+    """What an openpi server does that counts its requests, and sends each answer as often as `times` says."""
+
+    def talk(connection):
+        connection.send(pack({}))
+        for number, _ in enumerate(connection):
+            time.sleep(pause)
+            timing = {"server_timing": {"infer_ms": 1.0 + number}} if timed else {}
+            for _ in range(times(number)):
+                connection.send(pack({"actions": np.full((1, 1), number), **timing}))
+
+    return talk
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.03])
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("times", [lambda number: 2, lambda number: 3 if number == 1 else 1], ids=["all", "one"])
+def test_an_answer_that_comes_twice_shifts_no_later_one(times, timed, pause):
+    with listening(numbered(times, timed, pause)) as port, PolicyClient(port=port) as client:
+        answers = [client.infer({"state": np.zeros(1)})["actions"][0, 0] for _ in range(6)]
+        assert answers == list(range(6))
+        assert client.thrown_away >= 2
+
+
+def test_a_policy_without_clock_may_answer_the_same_again():
+    def talk(connection):
+        connection.send(pack({}))
+        for _ in connection:
+            connection.send(pack({"actions": np.ones((1, 1))}))
+
+    with listening(talk) as port, PolicyClient(port=port) as client:
+        assert [client.infer({})["actions"].item() for _ in range(3)] == [1.0] * 3
+        assert client.thrown_away == 0
+
+
+def test_a_server_that_talks_without_being_asked_and_one_that_hangs_up_are_given_up():
+    def flood(connection):
+        for _ in range(3000):
+            connection.send(pack({}))
+        connection.recv()
+
+    with listening(flood) as port, PolicyClient(port=port) as client:
+        time.sleep(0.3)
+        with pytest.raises(ServingError, match=r"more than 1000 messages that nobody|closed the connection"):
+            for _ in range(10):
+                client.infer({})
+
+    with listening(lambda connection: connection.send(pack({}))) as port, PolicyClient(port=port) as client:
+        time.sleep(0.1)
+        with pytest.raises(ServingError, match=r"closes every connection|closed the connection before"):
+            client.infer({"state": np.zeros(1)})
+
+
+@contextmanager
+def listening(talk):
+    """Yield the port of a server that talks so."""
+    with serve(talk, "127.0.0.1", 0, max_size=2**16) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.socket.getsockname()[1]
+        server.shutdown()
+
+
+def test_a_message_that_is_too_large_names_its_largest_field():
+    large = {"state": np.zeros(2), "images": {"top": np.zeros((200, 300, 3), np.uint8)}}
+
+    def ours(connection):
+        connection.send(sealed({"server": "robopolicy", "message_bytes": 70_000}))
+        connection.recv()
+
+    def others(connection):
+        connection.send(pack({}))
+        connection.recv()
+
+    for talk, text in ((ours, r"has 180\d\d\d bytes, .* reads 70000 at most"), (others, "1009")):
+        with (
+            listening(talk) as port,
+            PolicyClient(port=port) as client,
+            pytest.raises(RefusedError, match=text + r".*'images/top' is its largest field, \[200, 300, 3\] uint8"),
+        ):
+            client.infer(large)
 
 
 @contextmanager

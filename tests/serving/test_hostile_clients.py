@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,9 +25,11 @@ from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import ServerAddress
 from robopolicy.serving.connecting import connected
-from robopolicy.serving.inputs import Session, resized
+from robopolicy.serving.driver import ActionLimits, Driver
+from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
 from robopolicy.serving.log import JsonLines, Log
+from robopolicy.serving.pictures import resized
 from robopolicy.serving.protocol import RESET, SEED, SESSION, pack, unpack
 
 SERVERS = {
@@ -146,7 +149,35 @@ def test_what_goes_beyond_a_limit_is_refused_in_a_sentence(ports, flood):
 
 
 def test_a_message_larger_than_anything_honest_is_cut_off(ports):
-    assert told(ports["odd"], b"\0" * (Limits.of(Echo().spec).message + 1))[1] == 1009
+    port, large = ports["odd"], pack(observation() | {FRONT: np.zeros((2, 1080, 1920, 3), np.uint8)})
+    for data in (b"\0" * (Limits.of(Echo().spec).message + 1), large):
+        before = refusals(port)
+        text, code = told(port, data)
+        assert code == 1009 and "A message has at most" in text and "smaller before sending" in text
+        until = time.monotonic() + 10  # the server counts it once the connection is closed
+        while refusals(port) == before and time.monotonic() < until:
+            time.sleep(0.05)
+        assert refusals(port) == before + 1
+
+
+def refusals(port):
+    """How many observations a server has refused."""
+    found = re.search(r'refused_total{reason="observation"} (\d+)', status(port, "/metrics")[1])
+    return int(found[1]) if found else 0
+
+
+def test_a_robot_with_a_large_camera_is_driven(ports):
+    with PolicyClient(port=ports["odd"]) as client:
+        assert client.metadata["images"] == {"color": "rgb", "dtype": "uint8", "layout": "hwc", "pixels": 1280 * 720}
+        with Driver(client, hold=np.zeros(1), limits=ActionLimits(unbounded=True)) as driver:
+            shown = {STATE: np.array([3.0, 0.0]), FRONT: np.full((1080, 1920, 3), 60, np.uint8)}
+            for _ in range(2):
+                assert driver.step(shown | {"task": "go"}).tolist() == [3.0]
+        assert driver.counts["held"] == 0
+        means = client.infer(shown | {"task": "go"})["actions"][2, 0]
+        assert 2040 <= means < 2060, "black above and below, as the server resizes"
+    text, code = told(ports["odd"], pack(shown))
+    assert code == 1011 and "is 1920 x 1080; at most 1280 x 720 pixels are read" in text
 
 
 def test_limits_follow_from_the_policy():

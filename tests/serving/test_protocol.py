@@ -7,6 +7,7 @@ import pytest
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.serving.inputs import Session
+from robopolicy.serving.limits import Limits
 from robopolicy.serving.protocol import CHECK, pack, sealed, unpack, unsealed
 
 
@@ -125,3 +126,102 @@ def test_a_sealed_message_that_is_damaged_anywhere_is_refused():
     for wrong in (data[:-1], data + b"\0", pack(message), pack({CHECK: 1}), b""):
         with pytest.raises(SpecError):
             unsealed(wrong)
+
+
+def openpi_in_java(array):
+    """An array as a client in Java or C++ writes openpi's form: the keys are text."""
+    return {"__ndarray__": True, "data": array.tobytes(), "dtype": array.dtype.str, "shape": list(array.shape)}
+
+
+def msgpack_numpy(array):
+    """An array as PyPI's msgpack-numpy 0.4.8 writes it."""
+    return {b"nd": True, b"type": array.dtype.str, b"kind": b"", b"shape": array.shape, b"data": array.tobytes()}
+
+
+def in_text(array):
+    return {key.decode(): value for key, value in msgpack_numpy(array).items()}
+
+
+def old_msgpack_numpy(array):
+    """Before kinds; by Packer(use_bin_type=False) texts may be bytes too."""
+    return {b"nd": True, b"type": array.dtype.str.encode(), b"shape": array.shape, b"data": array.tobytes()}
+
+
+def unmarked(array):
+    return {"data": array.tobytes(), "dtype": str(array.dtype), "shape": array.shape}
+
+
+DIALECTS = [openpi_in_java, msgpack_numpy, in_text, old_msgpack_numpy, unmarked]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_arrays_of_other_dialects_are_read(dialect):
+    spec = PolicySpec(FIELDS, Field((1,)), 1, 1, 1, 1, 10.0)
+    for state in (STATES, STATES.astype(np.float32), STATES.astype(">f4"), STATES.astype(np.int64)):
+        message = {"observation/state": dialect(state), "images": {"base": dialect(BASE), "wrist": dialect(WRIST)}}
+        observation = Session(spec).observe(unpack(msgpack.packb(message)))
+        assert observation[STATE].tolist() == [[STATES.tolist()]]
+        assert np.array_equal(observation["observation.images.wrist"][0, 0], WRIST)
+
+
+def test_numbers_of_other_dialects_are_read():
+    number = np.float32(2.5)
+    for sent in (
+        {b"nd": False, b"type": "<f4", b"data": number.tobytes()},
+        {"nd": False, "type": "<f4", "data": number.tobytes()},
+        {"__npgeneric__": True, "data": 2.5, "dtype": "<f4"},
+    ):
+        assert unpack(msgpack.packb({"a": sent}))["a"] == number
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "|O"},
+        {"dtype": "V8"},
+        {"dtype": [["a", "<f4"]]},
+        {"dtype": "<f4," * 9},
+        {"kind": b"O"},
+        {"kind": b"V"},
+        {"shape": [7]},
+        {"shape": [-8]},
+        {"shape": "8"},
+        {"shape": [8.0]},
+        {"data": "text of eight"},
+        {"data": [1.0] * 8},
+        {"data": b"\x80\x04K\x05."},
+        {"order": "F"},
+    ],
+    ids=str,
+)
+def test_no_dialect_brings_objects_or_lies_about_sizes(dialect, change):
+    array = dialect(STATES)
+    name, value = next(iter(change.items()))
+    if name == "dtype":
+        name = next(key for key in array if key in ("dtype", "type", b"type"))
+    elif name in {key.decode() if isinstance(key, bytes) else key for key in array}:
+        name = next(key for key in array if key in (name, name.encode()))
+    if name in ("kind", "order") and dialect is unmarked:
+        return
+    with pytest.raises(SpecError, match=r"refused|fit|bytes|form"):
+        unpack(msgpack.packb({"observation/state": {**array, name: value}}))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([[[0] * 3] * 40] * 40, "a picture as lists of numbers perhaps: send arrays, as openpi_client"),
+        (msgpack.ExtType(42, b"1234"), "extension type of msgpack.*send arrays"),
+        (b"\xff\xd8\xff\xe0" * 9, "is 36 bytes without a shape and a dtype.*JPEG"),
+        ("aGVsbG8=", "is 8 characters without a shape"),
+    ],
+    ids=["lists", "extension", "jpeg", "base64"],
+)
+def test_what_is_no_array_is_told_how_arrays_are_sent(value, text):
+    spec = PolicySpec(FIELDS, Field((1,)), 1, 1, 1, 1, 10.0)
+    message = {"state": STATES.tolist(), "images": {"base": value, "wrist": openpi_in_java(WRIST)}}
+    with pytest.raises(SpecError, match=text):
+        Session(spec).observe(unpack(msgpack.packb(message), Limits.of(spec)))
+    small = message | {"images": {"base": BASE.tolist(), "wrist": WRIST.tolist()}}
+    assert np.array_equal(Session(spec).observe(unpack(msgpack.packb(small)))["observation.images.base"][0, 0], BASE)

@@ -130,7 +130,7 @@ BAD = {
     "misspelt field": ({STATE + "s": np.zeros(2)}, r"no field 'observation.state'.*Did you mean 'observation/states'"),
     "scalar state": (observation(0) | {STATE: 0}, r"observation/state' has shape \[\]"),
     "wrong size": (observation(0, level=0) | {FRONT: np.zeros((5, 6, 4), np.uint8)}, r"has shape \[5, 6, 4\]"),
-    "float image": (observation(0) | {FRONT: np.zeros((4, 6, 3))}, "needs uint8"),
+    "float image": (observation(0) | {FRONT: np.full((4, 6, 3), 7.0)}, "float64 up to 7; .* needs uint8"),
     "not finite": (observation(np.nan), "not finite"),
     "policy error": (
         observation(-1.0),

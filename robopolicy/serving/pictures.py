@@ -1,0 +1,87 @@
+"""Pictures of a camera as a policy reads them: RGB, uint8, height x width x 3, in the size of its field.
+
+Client and server make the same of a picture to the last bit, so a client may do it before sending. Needs numpy alone;
+Pillow, where it is installed, is several times as fast.
+"""
+
+import numpy as np
+
+try:
+    from PIL.Image import Resampling, fromarray
+except ImportError:  # a robot's computer: `_scaled` computes what Pillow would
+    fromarray = Resampling = None
+
+_BITS = 22
+"""Binary places of a weight, as in Pillow's Resample.c."""
+
+
+def pixels(frames: np.ndarray) -> np.ndarray | None:
+    """Return pictures [..., h, w, 3] or [..., 3, h, w] as uint8 [..., h, w, 3], None where they are none for certain.
+
+    They are uint8, or floats within 0 to 1, which openpi's servers take too: floats beyond may mean anything.
+    """
+    if frames.dtype.kind == "f" and frames.size and frames.min() >= 0 and frames.max() <= 1:  # NaN is neither
+        frames = np.rint(frames * 255).astype(np.uint8)
+    if frames.dtype != np.uint8 or frames.ndim < 3:
+        return None
+    if frames.shape[-1] != 3 and frames.shape[-3] == 3:
+        frames = np.moveaxis(frames, -3, -1)
+    return frames if frames.shape[-1] == 3 else None
+
+
+def smaller(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return what a camera shows, [..., h, w, 3] or [..., 3, h, w], as the server would read it where that is smaller.
+
+    shape: in which the policy reads it, [height, width, 3]; the frames are then [..., *shape]. What is no picture stays
+    as it is: the server says what is wrong with it.
+    """
+    frames = pixels(sent)
+    if frames is None or frames.ndim > 4 or not frames.size:
+        return sent
+    if frames[..., 0, 0, 0].size * int(np.prod(shape)) >= frames.size:
+        return frames
+    every = frames.reshape(-1, *frames.shape[-3:])
+    return np.stack([resized(each, shape[:2]) for each in every]).reshape(*frames.shape[:-3], *shape)
+
+
+def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
+    """Return an image [h, w, 3] uint8 as [*size, 3]: scaled to fit, its aspect kept, centred on black."""
+    height, width = size
+    if image.shape[:2] == (height, width):
+        return image
+    scale = min(height / image.shape[0], width / image.shape[1])
+    inner = max(1, round(scale * image.shape[0])), max(1, round(scale * image.shape[1]))
+    if fromarray is None or Resampling is None:
+        scaled = _scaled(_scaled(image, inner[1], 1), inner[0], 0)
+    else:
+        scaled = np.asarray(fromarray(image).resize((inner[1], inner[0]), Resampling.BILINEAR))
+    result = np.zeros((height, width, 3), np.uint8)
+    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+    result[top : top + inner[0], left : left + inner[1]] = scaled
+    return result
+
+
+def _scaled(image: np.ndarray, count: int, axis: int) -> np.ndarray:
+    """Return an image [h, w, 3] uint8 with `count` rows or columns along `axis`, as Pillow's BILINEAR makes them.
+
+    Every new pixel is a weighted mean of those below a triangle, as wide as two new pixels (two old ones where there
+    are fewer of those), in whole numbers.
+    """
+    before = image.shape[axis]
+    if before == count:
+        return image
+    support = max(before / count, 1.0)
+    centre = (np.arange(count) + 0.5) * (before / count)
+    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
+    after = np.minimum((centre + support + 0.5).astype(np.int64), before)
+    place = first[:, None] + np.arange((after - first).max())
+    weight = np.maximum(1 - np.abs((place - centre[:, None] + 0.5) / support), 0.0) * (place < after[:, None])
+    whole = (weight / weight.sum(1, keepdims=True) * 2**_BITS + 0.5).astype(np.int32)
+    shape = [1, 1, 1]
+    shape[axis] = count
+    total = np.full_like(image, 0, np.int32, shape=(*image.shape[:axis], count, *image.shape[axis + 1 :]))
+    total += 1 << (_BITS - 1)
+    for term in range(place.shape[1]):
+        read = np.minimum(place[:, term], before - 1)
+        total += np.take(image, read, axis).astype(np.int32) * whole[:, term].reshape(shape)
+    return (total >> _BITS).astype(np.uint8)
