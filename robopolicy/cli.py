@@ -1,9 +1,11 @@
 """The command line: one verb per job, `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."""
 
 import re
+import signal
 import string
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from robopolicy import __version__
-from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, did_you_mean
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, did_you_mean, in_a_sentence, is_interruption
 from robopolicy.core.registry import ask_for
 from robopolicy.verbs.verb import VERBS, Verb, declaration
 
@@ -60,17 +62,34 @@ def main(arguments: list[str] | None = None) -> int:
         output.print(f"robopolicy {__version__}")
         return 0
     try:
-        return run_verb(arguments[0], arguments[1:], output)
-    except RobopolicyError as error:
-        text = f"[bold red]Error:[/] {escape(str(error))}"
-        Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
-        return 2
+        try:
+            return run_verb(arguments[0], arguments[1:], output)
+        except Exception as error:
+            if is_interruption(error):
+                return _interrupted(arguments[0])
+            if not (said := in_a_sentence(error)):
+                raise
+            text = f"[bold red]Error:[/] {escape(said)}"
+            Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
+            return 2
     except KeyboardInterrupt:
+        return _interrupted(arguments[0])
+
+
+def _interrupted(verb: str) -> int:
+    """Say how to go on after Ctrl-C, which may be pressed again meanwhile, and return the exit status."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
         again = "Nothing is lost: run the same command again to go on."
-        if not declaration(arguments[0]).resumes:
+        if not declaration(verb).resumes:
             again = "The same command begins anew."
         Console(stderr=True, emoji=False).print(f"\nInterrupted. {again}")
-        return INTERRUPTED
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+    return INTERRUPTED
 
 
 def _show(message: Warning | str, category: type[Warning], *_: object) -> None:
@@ -97,6 +116,10 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     given = overrides(name, verb, arguments)
     config = compose(given, origin, verb.sections)
     _say_unread(name, verb, config, given)
+    if config.json is not None:
+        from robopolicy.core.storage import require_writable  # imports safetensors
+
+        require_writable(config.json)
     ask_for(config.run.plugins)
     return int(VERBS.load(name)(config) or 0)
 

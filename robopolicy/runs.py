@@ -5,15 +5,14 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from robopolicy.configuration import Config, to_yaml
+from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import DRAWN
@@ -101,7 +100,7 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     if written.exists() and _has_begun(path):
         way_out = "Give this one a name with run.name=NAME, or start over with run.overwrite=true."
         try:  # what an older version had no setting for is at its default
-            earlier = to_plain(from_plain(Config, cast(Any, OmegaConf.to_container(OmegaConf.load(written)))))
+            earlier = to_plain(from_plain(Config, read_yaml(written)))
         except ConfigError as error:
             raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
         old, new = ({name: plain[name] for name in sections} for plain in (earlier, to_plain(config)))

@@ -3,8 +3,8 @@
 Nothing here imports torch. `configs/recipe/<name>.yaml` holds what differs from the defaults.
 """
 
-from robopolicy.configuration.composition import compose, groups, to_yaml
+from robopolicy.configuration.composition import compose, groups, read_yaml, to_yaml
 from robopolicy.configuration.config import Config
 from robopolicy.configuration.description import Described, described
 
-__all__ = ["Config", "Described", "compose", "described", "groups", "to_yaml"]
+__all__ = ["Config", "Described", "compose", "described", "groups", "read_yaml", "to_yaml"]

@@ -14,12 +14,14 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from robopolicy.configuration.config import Config
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.resources import resource
+from robopolicy.core.storage import read_text
 from robopolicy.core.structured import Tagged, from_plain, to_plain
 from sims.names import WORLDS, suite_of
 
@@ -107,6 +109,8 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
     except HydraException as error:
         hint = " A recipe names its world as 'world: {name: push_t}'." if "override 'world'" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
+    except (OmegaConfBaseException, RecursionError, ValueError) as error:
+        raise ConfigError(f"The settings cannot be put together: {in_one_line(error)}.") from error
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
 
@@ -264,5 +268,37 @@ def _group_option(group: str, value: str, store: ConfigStore) -> str:
     if not path.is_file():
         raise ConfigError(f"{group}={value}: there is no such file.")
     package = "_global_" if group == "recipe" else group
-    store.store(group=group, name=path.stem, package=package, node=OmegaConf.to_container(OmegaConf.load(path)))
+    store.store(group=group, name=path.stem, package=package, node=read_yaml(path))
     return path.stem
+
+
+LONGEST_YAML, MOST_VALUES = 2**18, 20_000
+"""Bytes of a YAML file that is parsed (the parser takes seconds for more), and what it may expand to by its aliases."""
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, of plain values alone. Raises ConfigError where it holds anything else."""
+    import yaml
+    from omegaconf._utils import get_yaml_loader
+
+    text, loader = read_text(path, ConfigError, LONGEST_YAML), get_yaml_loader()
+    try:
+        if _values(yaml.compose(text, loader), {}) > MOST_VALUES:
+            raise ConfigError(f"{path} expands to more than {MOST_VALUES} values: write them out, without aliases.")
+        found = OmegaConf.to_container(OmegaConf.create(yaml.load(text, loader) or {}))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is no YAML of plain settings ({in_one_line(error)}).") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, not sections with settings.")
+    return {str(key): value for key, value in found.items()}
+
+
+def _values(node: Any, known: dict[int, float]) -> float:
+    """Return how many values a YAML node stands for, aliases counted wherever they stand; known: by node, in work."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")  # met again inside of itself
+        inside = getattr(node, "value", ())
+        children = inside if isinstance(inside, list) else ()
+        parts = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
+        known[id(node)] = 1 + sum(_values(part, known) for part in parts)
+    return known[id(node)]

@@ -61,6 +61,39 @@ def in_one_line(value: object, length: int = 300) -> str:
     return (text if len(text) <= length else f"{text[:length]} ...").removesuffix(".")
 
 
+def in_a_sentence(error: BaseException) -> str:
+    """Return what the user is told of an error: ours, the system's, or that memory ran out; "" of any other one."""
+    if isinstance(error, RobopolicyError):
+        return str(error)
+    if isinstance(error, OSError):
+        places = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+        return f"{places}: {error.strerror}." if places and error.strerror else f"{in_one_line(error)}."
+    if isinstance(error, RecursionError):
+        return f"A file or a setting is nested too deeply ({in_one_line(error, 80)})."
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    ):
+        return (
+            f"This takes more memory than there is ({in_one_line(error, 200)}). Choose smaller sizes, such as "
+            "world.batch_size or the verb's batch_size, or end what else runs here."
+        )
+    return ""
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Whether an error is Ctrl-C, or made of one by a library that it came through."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or (type(error).__module__ == "ctypes" and INTERRUPT in str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+INTERRUPT = "KeyboardInterrupt"
+"""How ctypes names the error that a call ended with, in an error of its own without a cause."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Return the one of `choices` that is most like `name`, "" where none is near."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), "")

@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,20 @@ def _temporary(name: str) -> tuple[str, str]:
     return ".tmp", f".{name[:_LONGEST_NAME]}.robopolicy-"
 
 
+def require_writable(path: Path) -> None:
+    """Raise StorageError unless `write_atomic` could write `path`: asked before work whose results go there."""
+    path = Path(path)
+    with storage_errors(path):
+        if os.path.lexists(path) and not path.is_file():
+            raise StorageError(f"{path} is no file that could be replaced: choose another path.")
+        with suppress(FileNotFoundError):
+            path.lstat()  # refuses names that are too long
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(*_temporary(path.name), path.parent)
+        os.close(handle)
+        Path(temporary).unlink()
+
+
 def sweep(folder: Path, name: str = "") -> None:
     """Remove what a killed `write_atomic` or `write_folder_atomic` left in `folder`; nobody else may write there.
 
@@ -119,7 +133,7 @@ def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limi
         with open(path, "rb") as file:
             data = file.read() if limit is None else file.read(limit + 1)
         if limit is not None and len(data) > limit:
-            raise failure(f"{path} has more than {limit >> 20} MiB, which no file of its kind has: it is not read.")
+            raise failure(f"{path} has more than {limit} bytes, which no file of its kind has: it is not read.")
         return data.decode()
     except FileNotFoundError as error:
         raise failure(f"{path} does not exist. Is this the folder you meant?") from error
