@@ -9,7 +9,7 @@ import numpy as np
 from robopolicy.core.errors import ConfigError, RobopolicyError
 from robopolicy.core.registry import fixed_arguments, load_dotted
 from robopolicy.core.spec import Observation, WorldSpec
-from robopolicy.core.world import Controller, Rows
+from robopolicy.core.world import Controller, Rows, begin_episodes
 
 
 class NamedController:
@@ -27,6 +27,13 @@ class NamedController:
             self.inner.reset(rows)
         except Exception as error:
             raise self._said("reset", error) from error
+
+    def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
+        """Give it the seeds [R] of the episodes in `rows` [R], if it wants them; raises ConfigError where it raises."""
+        try:
+            begin_episodes(self.inner, seeds, rows)
+        except Exception as error:
+            raise self._said("begin", error) from error
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return its actions [B, A] for an observation [B, H, ...]; raises ConfigError where it raises."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.special import ndtri
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.randomness import numpy_generator
+from robopolicy.core.randomness import keyed, uniforms
 from robopolicy.core.spec import Field, Observation
-from robopolicy.core.world import Controller, Rows
+from robopolicy.core.world import Controller, Rows, begin_episodes
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ def noise_level(name: str) -> Noise:
 class NoisyController:
     """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) within their range.
 
-    action_field: the world's action, whose bounds must be finite where there is noise; seed: of its own generator, so
-    equal seeds repeat the same disturbances for the same number of rows. Raises ConfigError when one is infinite.
+    action_field: the world's action, whose bounds must be finite where there is noise; seed: of the disturbances, which
+    belong to the episode whose seed `begin` is given and to its control step, whatever the row and its neighbours;
+    before `begin`, to the row. Raises ConfigError when a bound is infinite.
     """
 
     def __init__(self, controller: Controller, noise: Noise | float, seed: int, action_field: Field):
@@ -63,27 +65,43 @@ class NoisyController:
                 "Noise is a share of the action's range, and this action has no finite bounds: give it low and high, "
                 "or play without noise, noise=[none]."
             )
-        self._generator = numpy_generator(seed, "sims/noisy_controller")
-        self._spell: np.ndarray | None = None
-        self._held: np.ndarray | None = None
+        self._seed = seed
+        self._held = np.zeros((0, *action_field.shape))
+        self._episodes = self._step = self._spell = np.zeros(0, dtype=np.int64)
 
     def reset(self, rows: Rows = None) -> None:
         """End the spells of `rows` [R], None for all, and reset the controller under it."""
         self._controller.reset(rows)
-        if self._spell is not None:
+        if len(self._spell):
             self._spell[slice(None) if rows is None else np.asarray(rows)] = 0
+
+    def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
+        """Disturb episodes with `seeds` [R] in `rows` [R], None for all, from their first control step on."""
+        begin_episodes(self._controller, seeds, rows)
+        if rows is None:
+            self._start(len(seeds))
+        index = slice(None) if rows is None else np.asarray(rows)
+        self._episodes[index], self._step[index] = seeds, 0
+
+    def _start(self, rows: int) -> None:
+        """Have so many rows, each the episode of its own number."""
+        self._episodes, self._step, self._spell = np.arange(rows), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._held = np.zeros((rows, *self._held.shape[1:]))
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
         actions = self._controller.act(observation)
         if not self._disturbs:
             return np.asarray(actions, dtype=np.float64)
-        count, noise, draw = len(actions), self._noise, self._generator
-        if self._spell is None or self._held is None or len(self._spell) != count:
-            self._spell, self._held = np.zeros(count, dtype=np.int64), np.zeros_like(actions, dtype=np.float64)
-        noisy = actions + noise.gaussian * 0.5 * (self._high - self._low) * draw.standard_normal(actions.shape)
-        chances = draw.random(count)
-        fresh = self._low + (self._high - self._low) * draw.random(actions.shape)
+        noise, size = self._noise, int(np.prod(actions.shape[1:]))
+        if len(self._spell) != len(actions):
+            self._start(len(actions))
+        drawn = uniforms(keyed(self._seed, self._episodes, self._step), 2 * size + 1)
+        self._step += 1
+        chances, random = drawn[:, 0], drawn[:, 1 : size + 1].reshape(actions.shape)
+        normal = ndtri(np.maximum(drawn[:, size + 1 :], 2.0**-54)).reshape(actions.shape)
+        noisy = actions + noise.gaussian * 0.5 * (self._high - self._low) * normal
+        fresh = self._low + (self._high - self._low) * random
         # A free row starts a spell with the chance that makes `random` the long-run share of steps in spells.
         chance = noise.random / (noise.random + noise.hold * (1.0 - noise.random))
         begin = (self._spell == 0) & (chances < chance)

@@ -12,7 +12,7 @@ import numpy as np
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.spec import TASK, Observation
-from robopolicy.core.world import Controller, Rows
+from robopolicy.core.world import Controller, Rows, begin_episodes
 from sims.task import Task
 
 TRAINING, HELD_OUT, ALL = "training", "held_out", "all"
@@ -99,6 +99,10 @@ class InPlainWords:
     def reset(self, rows: Rows = None) -> None:
         """Let the controller forget `rows` [R], all of them for None."""
         self.controller.reset(rows)
+
+    def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
+        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        begin_episodes(self.controller, seeds, rows)
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, A] for an observation [B, H, ...] with texts `task` [B] in any words."""

@@ -6,6 +6,7 @@ them; one that also learns is trained and fine-tuned (see `robopolicy.core.polic
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import NonFiniteError, RobopolicyError, SpecError
+from robopolicy.core.errors import NonFiniteError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.policy import Decision, Policy, ScoredPolicy, TensorObservation, Trainable, missing_members
+from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import TASK, PolicySpec
 
 TOLERANCE = 1e-5
@@ -76,7 +78,8 @@ def check_policy(
     """Check `policy` up to `level`, None for as far as it has the methods; return the level that it keeps.
 
     acts: shapes, types, ranges and finiteness of decisions; equal generators give equal decisions after a reset, and
-    nothing draws from global randomness; observations stay untouched; bad ones raise SpecError or NonFiniteError.
+    nothing draws from global randomness; a row's decision and noise are its own, whatever the other rows; observations
+    stay untouched; bad ones raise SpecError or NonFiniteError.
     scores: `log_prob` gives `act`'s log-probabilities to 1e-5 and treats rows apart; other generators decide otherwise.
     trains: scores have gradients; train and eval mode act alike; `loss` is finite, per sample, repeatable and moves the
     weights; a copy prepared for fine-tuning conforms, moves by a step of its optimiser, leaves the policy it came from
@@ -145,6 +148,7 @@ def _check_acting(policy: Policy, scored: ScoredPolicy | None, observation: Tens
         _check_decision(policy, observation, deterministic)
         if scored is not None:
             _check_choices(scored, observation, deterministic)
+        _check_rows(policy, observation, deterministic)
     if scored is not None:
         _check_scores(scored, observation)
     _check_errors(policy, observation)
@@ -175,6 +179,32 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
         assert _equal(decision, _act(policy, observation, deterministic=deterministic)), (
             f"{how}: inference_mode differs"
         )
+
+
+def _check_rows(policy: Policy, observation: TensorObservation, deterministic: bool) -> None:
+    """Check that rows decide alike in another order and among fewer: an outcome belongs to its episode."""
+    batch = len(cast(list[str], observation[TASK]))
+    order = list(range(batch - 1, -1, -2))
+
+    def decided(rows: list[int]) -> Tensor:
+        policy.reset()
+        generator = EpisodeGenerator(1)
+        generator.begin(rows)
+        some: TensorObservation = {}
+        for key, value in observation.items():
+            some[key] = value[rows] if isinstance(value, Tensor) else [value[row] for row in rows]
+        with warnings.catch_warnings(), generator.decision():
+            warnings.simplefilter("ignore", RobopolicyWarning)
+            return policy.act(some, generator, deterministic=deterministic).actions.cpu()
+
+    whole, fewer = decided(list(range(batch)))[order], decided(order)
+    near = ((whole - fewer).abs().flatten(1) <= 1e-3 * whole.abs().max().clamp_min(1.0)).all(1)
+    # Most rows and not all: fewer rows round otherwise, which may now and then make another token the likeliest.
+    assert float(near.float().mean()) > 0.5, (
+        f"act(deterministic={deterministic}): a row's decision depends on the other rows, so that outcomes would "
+        "depend on world.batch_size. Draw noise [rows, ...] with normal, uniform or integers of "
+        "robopolicy.core.randomness."
+    )
 
 
 def _check_untouched(before: TensorObservation, observation: TensorObservation, how: str) -> None:

@@ -17,7 +17,7 @@ from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.player import PlayedStep, PolicyActor
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Field, Observation, WorldSpec, require_fit
-from robopolicy.core.world import Controller, Rows
+from robopolicy.core.world import Controller, Rows, begin_episodes
 from robopolicy.data.configuration import CorrectConfig
 
 PROGRESS = 1e-3
@@ -53,7 +53,7 @@ class Operator:
         self._middle, self._kept = _undoing(spec.action, config.rewind)
         self._chunk = np.zeros((rows, policy.spec.chunk, spec.action.size))
         self._done = np.zeros((rows, spec.horizon, spec.action.size))
-        self._time, self._undone, self._idle = (np.zeros(rows, np.int64) for _ in range(3))
+        self._time, self._undone, self._idle, self._seeds = (np.zeros(rows, np.int64) for _ in range(4))
         self._taken = np.full(rows, -1)  # the control step at which the operator took over, -1 before
         self._earned, self._best = np.zeros(rows), np.zeros(rows)
 
@@ -65,6 +65,12 @@ class Operator:
         self._taken[index] = -1
         self.policy.reset(rows)
         self.expert.reset(rows)
+
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Give policy and expert the seeds [R] of the episodes in `rows` [R], None for all."""
+        self._seeds[slice(None) if rows is None else np.asarray(rows)] = seeds
+        self.policy.begin(seeds, rows)
+        begin_episodes(self.expert, seeds, rows)
 
     def choose(self, observation: Observation) -> tuple[Array, Turn]:
         """Return the next control step of every row, [B, 1, A], and whose it is."""
@@ -80,16 +86,20 @@ class Operator:
         back = taken & (self._undone < np.minimum(config.rewind, self._taken))
         place = self._time % self._chunk.shape[1]
         if (fresh := ~taken & (place == 0)).any():
-            self._chunk[fresh] = self.policy.choose(observation)[0][fresh]
+            self._chunk[fresh] = self.policy.choose(observation, fresh)[0][fresh]
         actions = self._chunk[every, place]
         if back.any():
-            before = self._done[every, np.maximum(self._taken - 1 - self._undone, 0)]
+            # A row that has ended counts on until it is given another episode.
+            undone = np.clip(self._taken - 1 - self._undone, 0, self._done.shape[1] - 1)
+            before = self._done[every, undone]
             actions = np.where(back[:, None], np.where(self._kept, before, 2 * self._middle - before), actions)
             self._undone[back] += 1
         if (forward := taken & ~back).any():
             began = forward & (self._time == self._taken + self._undone)
             if began.any():
-                self.expert.reset(began.nonzero()[0])
+                index = began.nonzero()[0]
+                self.expert.reset(index)
+                begin_episodes(self.expert, self._seeds[index], index)  # until now it was asked for other rows alone
             actions = np.where(forward[:, None], np.asarray(self.expert.act(observation), np.float64), actions)
         self._done[every, np.minimum(self._time, self._done.shape[1] - 1)] = actions
         self._time += 1

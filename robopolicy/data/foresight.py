@@ -15,7 +15,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.delayed import queued
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Observation
-from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World
+from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World, begin_episodes
 
 
 class Foresight:
@@ -46,6 +46,10 @@ class Foresight:
     def reset(self, rows: Rows = None) -> None:
         """Let the controller forget `rows` [R], all of them for None."""
         self.controller.reset(rows)
+
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        begin_episodes(self.controller, seeds, rows)
 
     def choose(self, observation: Observation) -> tuple[Array, None]:
         """Return what the controller would do from here, [B, C, A] float64; in rows that ended it means nothing.

@@ -26,7 +26,7 @@ from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import Field, Observation, PolicySpec
 from robopolicy.core.storage import read_json, recover_folder
-from robopolicy.core.world import Controller, Rows
+from robopolicy.core.world import Controller, Rows, begin_episodes
 from robopolicy.data.lerobot_format import QUALITY
 from robopolicy.data.lerobot_reading import read_columns
 
@@ -316,6 +316,10 @@ class DisturbedController:
         """Let `rows` [R] play the next episodes of the schedule, all of them for None."""
         self._controller.reset(rows)
         self._disturbances.start(rows)
+
+    def begin(self, seeds: Array, rows: Rows = None) -> None:
+        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        begin_episodes(self._controller, seeds, rows)
 
     def act(self, observation: Observation) -> Array:
         """Return disturbed actions [B, A] for an observation [B, H, ...]; the controller sees every step."""

@@ -15,8 +15,9 @@ from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
+from robopolicy.core.randomness import EpisodeGenerator, derive
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, WorldSpec
-from robopolicy.core.world import Controller, Step, World
+from robopolicy.core.world import Controller, Step, World, begin_episodes
 from robopolicy.data.chains import Chains, chain_of
 from robopolicy.data.configuration import CorrectConfig
 from robopolicy.data.corrections import Operator, Turn
@@ -38,17 +39,18 @@ def record(
 ) -> Episodes:
     """Play the episodes of `seeds` and return them in that order, failures included unless `successes_only`.
 
-    episodes: stop after this many (kept) episodes; the same ones are kept whatever the world's batch size. generator: a
-    policy's noise (its device is where the policy computes); deterministic: a policy without exploration noise;
-    teacher: says in every step what it would do from there, without exploration noise (`Episodes.labels`); kept: where
-    episodes are kept as they end: those that are there already are not played again, and the noise of the others is
-    drawn anew. Actions are stored as executed: clipped to the world's range where it clips; how many were beyond it is
-    warned of. A policy's chunks run step by step where in-chunk images, success times or labels are wanted. Raises
-    DataError (seeds used up, nothing kept), SpecError (actor, teacher and world do not fit) and ConfigError (successes
-    only, of a world that reports none).
+    episodes: stop after this many (kept) episodes. generator: its seed and device are those of a policy's noise, which
+    belongs to the episodes (`EpisodeGenerator`): the same episodes come out whatever the world's batch size;
+    deterministic: a policy without exploration noise; teacher: says in every step what it would do from there, without
+    exploration noise (`Episodes.labels`); kept: where episodes are kept as they end: those that are there already are
+    not played again. Actions are stored as executed: clipped to the world's range where it clips; how many were beyond
+    it is warned of. A policy's chunks run step by step where in-chunk images, success times or labels are wanted.
+    Raises DataError (seeds used up, nothing kept), SpecError (actor, teacher and world do not fit) and ConfigError
+    (successes only, of a world that reports none).
     """
-    draws = torch.Generator() if generator is None else generator
-    labels = None if teacher is None else actor_of(teacher, draws, deterministic=True)
+    draws = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
+    own = EpisodeGenerator(derive(draws.initial_seed(), "teacher"), draws.device)
+    labels = None if teacher is None else actor_of(teacher, own, deterministic=True)
     takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels, kept=kept)
     return _gather(takes, world.spec, episodes, successes_only)
 
@@ -92,7 +94,8 @@ def record_corrected(
 
     Raises ConfigError where what is undone has no range, beside what `record` raises.
     """
-    operator = Operator(world.spec, world.batch_size, policy, expert, config, generator)
+    noise = EpisodeGenerator.of(generator)
+    operator = Operator(world.spec, world.batch_size, policy, expert, config, noise)
     takes = _play(world, operator, seeds, None, False, generator, False, kept=kept)
     return _gather(takes, world.spec, None, False)
 
@@ -120,7 +123,7 @@ def _play(
         raise DataError("A policy draws noise: pass the generator it shall use.")
     if successes_only and not spec.reports_success:
         raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
-    generator = torch.Generator() if generator is None else generator
+    generator = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
     chosen = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
     stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
     player: Player[Any] = Player(world, chosen, stepwise=stepwise)
@@ -195,6 +198,7 @@ class _Takes:
         if self.waiting:
             first = self.waiting[: player.world.batch_size]
             player.start_wave(seeds[first])
+            begin_episodes(teacher, np.resize(seeds[first], player.world.batch_size))
             self._open(np.arange(len(first)))
 
     def add(self, played: PlayedStep[Any]) -> None:
@@ -239,7 +243,9 @@ class _Takes:
         free = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
         rows = free[: len(self.waiting)]
         if len(rows):
-            self.player.start(self.seeds[self.waiting[: len(rows)]], rows)
+            chosen = self.seeds[self.waiting[: len(rows)]]
+            self.player.start(chosen, rows)
+            begin_episodes(self.teacher, chosen, rows)
             self._open(rows)
 
     def _open(self, rows: np.ndarray) -> None:

@@ -28,7 +28,7 @@ import torch
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import uniform
 from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows, World
 from robopolicy.evaluation.intervals import wilson_bound
@@ -44,11 +44,12 @@ Coin = Literal["step", "episode"]
 class MixedPolicy:
     """A `Policy` of two: a coin says at every decision, or once an episode, whether `tuned` acts, else `base`.
 
-    share: how often the tuned policy does; decisions are not scored. `coins` [D, B] holds what came up in each decision
-    since all rows were reset. Raises ConfigError where the two act otherwise.
+    share: how often the tuned policy does; decisions are not scored. Coins are drawn with the noise of the two, so they
+    belong to the episode. `coins` [D, B] holds what came up in each decision since all rows were reset. Raises
+    ConfigError where the two act otherwise.
     """
 
-    def __init__(self, base: Policy, tuned: Policy, share: float, coin: Coin, seed: int):
+    def __init__(self, base: Policy, tuned: Policy, share: float, coin: Coin):
         if (base.spec.chunk, base.spec.action.shape) != (tuned.spec.chunk, tuned.spec.action.shape):
             raise ConfigError(
                 f"The base decides {base.spec.chunk} steps of {base.spec.action.shape}, the other policy "
@@ -58,8 +59,8 @@ class MixedPolicy:
             raise ConfigError(f"The base reads {base.spec.history} frames, the other policy {tuned.spec.history}.")
         self.base, self.tuned, self.share, self.coin = base, tuned, share, coin
         self.coins: list[torch.Tensor] = []
-        self._draws = torch.Generator().manual_seed(seed)
         self._thrown: torch.Tensor | None = None
+        self._ended = torch.zeros(0, dtype=torch.bool)  # [B]: rows whose episode's coin is to be thrown anew
 
     @property
     def spec(self) -> PolicySpec:
@@ -68,14 +69,13 @@ class MixedPolicy:
         return replace(self.base.spec, observation=seen, scored_steps=0, steps_per_action=0)
 
     def reset(self, rows: Rows = None) -> None:
-        """Reset both, and throw an episode's coin anew. rows: indices [R], None for all."""
+        """Reset both, and let an episode's coin be thrown anew. rows: indices [R], None for all."""
         self.base.reset(rows)
         self.tuned.reset(rows)
         if rows is None:
             self.coins, self._thrown = [], None
         elif self._thrown is not None:
-            chosen = torch.as_tensor(np.asarray(rows), dtype=torch.int64)
-            self._thrown[chosen] = self._throw(len(chosen))
+            self._ended[torch.as_tensor(np.asarray(rows), dtype=torch.int64)] = True
 
     @torch.no_grad()
     def act(
@@ -85,13 +85,12 @@ class MixedPolicy:
         both = [
             each.act(observation, generator, deterministic=deterministic).actions for each in (self.base, self.tuned)
         ]
-        if self._thrown is None or self.coin == "step":
-            self._thrown = self._throw(len(both[0]))
-        self.coins.append(self._thrown.clone())
-        return Decision(torch.where(self._thrown.to(both[0].device)[:, None, None], both[1], both[0]))
-
-    def _throw(self, count: int) -> torch.Tensor:
-        return torch.rand(count, generator=self._draws) < self.share
+        thrown = uniform((len(both[0]),), generator).cpu() < self.share
+        if self._thrown is not None and self.coin == "episode":
+            thrown = torch.where(self._ended, thrown, self._thrown)
+        self._thrown, self._ended = thrown, torch.zeros_like(thrown)
+        self.coins.append(thrown)
+        return Decision(torch.where(thrown.to(both[0].device)[:, None, None], both[1], both[0]))
 
 
 @dataclass
@@ -196,15 +195,16 @@ def deploy(
 ) -> Deployed:
     """Play an episode for each of `seeds` [E], in waves of the world's batch size, and return what came of it.
 
+    The share changes from wave to wave, so that here, unlike in an evaluation, their size is part of the plan.
     deployment: says the share of every wave and is told what happened; None replaces the base at once. Both policies
     act without exploration noise. Raises ConfigError as `MixedPolicy` does.
     """
     shares: list[float] = []
     success: list[Array] = []
-    for number, start in enumerate(range(0, len(seeds), world.batch_size)):
+    for start in range(0, len(seeds), world.batch_size):
         wave = seeds[start : start + world.batch_size]
         share = 1.0 if deployment is None else deployment.choose()
-        mixed = MixedPolicy(base, tuned, share, coin, derive(seed, f"coins/{number}"))
+        mixed = MixedPolicy(base, tuned, share, coin)
         found = play_wave(world, mixed, wave, seed, device=device)
         if deployment is not None:
             deployment.tell(share, *_thrown(mixed, found.lengths), found.success.tolist())
@@ -229,7 +229,7 @@ def known_base(
     """Play the base alone; return the heads, coins and success [n] that `Deployment.tell` takes, with a share of 0."""
     found: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
     for start in range(0, len(seeds), world.batch_size):
-        alone = MixedPolicy(base, base, 0.0, coin, seed)
+        alone = MixedPolicy(base, base, 0.0, coin)
         wave = play_wave(world, alone, seeds[start : start + world.batch_size], seed, device=device)
         heads, coins = _thrown(alone, wave.lengths)
         for name, values in (("heads", heads), ("coins", coins), ("success", wave.success.tolist())):

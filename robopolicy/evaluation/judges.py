@@ -19,7 +19,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import derive
+from robopolicy.core.randomness import EpisodeGenerator, derive
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.segments import quantile
 from robopolicy.core.world import World
@@ -229,8 +229,8 @@ class CriticJudge:
         device, found = self.data.episodes.device, np.zeros(len(seeds))
         for first in range(0, len(seeds), world.batch_size):
             part = seeds[first : first + world.batch_size]
-            generator = torch.Generator(device).manual_seed(derive(self.seed, f"am-q {int(part[0])}"))
-            player = Player(world, PolicyActor(policy, generator, deterministic=self.deterministic))
+            noise = EpisodeGenerator(derive(self.seed, "am-q"), device)
+            player = Player(world, PolicyActor(policy, noise, deterministic=self.deterministic))
             player.start_wave(part)
             total, count = np.zeros(world.batch_size), np.zeros(world.batch_size)
             for place, played in enumerate(player):

@@ -8,6 +8,7 @@ from typing import Any
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.randomness import NOISE_VERSION
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.data.kept import Kept
@@ -43,8 +44,8 @@ class Unfinished:
         if kept.known and (left := len(kept.left(episodes))):
             self.played_later += left
             warnings.warn(
-                f"{len(kept.known)} of {episodes} episodes are recorded already. Whoever acts with noise draws it anew "
-                "for the others, so they are not those of an unbroken run; run.overwrite=true records all anew.",
+                f"{len(kept.known)} of {episodes} episodes are recorded already, and the others are played now; "
+                "run.overwrite=true records all anew.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -65,7 +66,8 @@ def _what_counts(config: Config) -> dict[str, Any]:
     section, label = config.collect, config.collect.label_policy
     named = (config.world.name, section.controller, label)
     sources = [file_hash(file) for name in named if (file := source_of(name)) is not None]
-    return {"actor": who_acts(config), "teacher": hashes(Path(label)) if label else {}, "sources": sources}
+    teacher = hashes(Path(label)) if label else {}
+    return {"actor": who_acts(config), "teacher": teacher, "sources": sources, "noise": NOISE_VERSION}
 
 
 def who_acts(config: Config) -> dict[str, Any]:

@@ -72,6 +72,9 @@ class _Broken(DenoisingPolicy):
             return replace(decision, actions=decision.actions * 100)
         if self.breakage == "global randomness":
             return replace(decision, actions=decision.actions + 1e-4 * torch.rand(()))
+        if self.breakage == "noise of the batch":
+            own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
+            return replace(decision, actions=decision.actions * torch.rand(len(decision.actions), 1, 1, generator=own))
         if self.breakage == "dropout" and self.training:
             return replace(decision, actions=decision.actions * 0.9)
         if self.breakage == "shape":
@@ -150,6 +153,7 @@ class _Broken(DenoisingPolicy):
         ("score", "differs from act"),
         ("mutates", "changed 'observation.state'"),
         ("frozen noise", "same actions"),
+        ("noise of the batch", "depends on the other rows.*robopolicy.core.randomness"),
         ("detached", "no gradient"),
         ("rows", "log_prob"),
         ("unchecked", "raised"),

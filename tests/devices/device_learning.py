@@ -192,7 +192,7 @@ def judged(device: str) -> dict[str, Any]:
     best = BestOfPolicy(policy, agent_of("iql", device, interface), interface, 3)
     found: dict[str, Any] = {"fqe": fitted.values(data.transitions.state, flat), **played(best, device)}
     for coin in ("step", "episode"):
-        mixed = MixedPolicy(policy, made("diffusion", device), 0.5, coin, 0)
+        mixed = MixedPolicy(policy, made("diffusion", device), 0.5, coin)
         mixed.reset()
         mixed.reset(np.array([0]))
         found[coin] = played(mixed, device)

@@ -99,7 +99,7 @@ class Says:
 
 @pytest.mark.parametrize("coin", ["step", "episode"])
 def test_the_coin_says_who_decides(coin):
-    mixed = MixedPolicy(Says(0.0), Says(1.0), 0.5, coin, seed=3)
+    mixed = MixedPolicy(Says(0.0), Says(1.0), 0.5, coin)
     mixed.reset()
     seen, draws = {"observation.state": torch.zeros(64, 1, 1)}, torch.Generator()
     acted = torch.stack([mixed.act(seen, draws).actions[:, 0, 0] for _ in range(3)])
@@ -117,4 +117,4 @@ def test_the_coin_says_who_decides(coin):
 
 def test_policies_that_act_otherwise_take_no_turns():
     with pytest.raises(ConfigError, match="act alike"):
-        MixedPolicy(Says(0.0), Says(1.0, chunk=4), 0.5, "step", 0)
+        MixedPolicy(Says(0.0), Says(1.0, chunk=4), 0.5, "step")
