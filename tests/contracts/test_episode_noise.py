@@ -104,7 +104,7 @@ class Stranger:
     def act(self, observation: Any, generator: torch.Generator, *, deterministic: bool = False) -> Decision:
         actions = self.inner.act(observation, generator, deterministic=deterministic).actions
         noise = torch.randn(actions.shape, generator=generator, device=generator.device) + torch.rand_like(actions)
-        return Decision(actions + noise)
+        return Decision((actions + 0.3 * noise).clamp(-1, 1))
 
 
 MAKERS: dict[str, Callable[[], Policy]] = {
