@@ -21,8 +21,9 @@ from robopolicy.configuration.plan import PlanSection
 from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
+from robopolicy.core.episodes import require_recorded
 from robopolicy.core.errors import CameraError, ConfigError, RobopolicyError, RobopolicyWarning, SpecError
-from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
+from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
@@ -36,6 +37,7 @@ from robopolicy.core.spec import (
     image_options,
     image_sizes,
     images_of,
+    require_alike,
     require_fit,
     shown_sizes,
 )
@@ -143,7 +145,7 @@ def _made_world(
     if section.name == WORLD_MODEL:
         return _imagined_world(section, rows, history, seed, device)
     if section.name == DEMONSTRATIONS:
-        return _demonstrated_world(section, rows, history, seed)
+        return _demonstrated_world(section, rows, history, seed, renaming_of(policy))
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
     shown = _shown(section, policy, filmed)
     try:
@@ -204,10 +206,10 @@ def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
     return "" if reader is None else reader.mapping_for(spec)
 
 
-def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int) -> World:
+def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int, rename: Mapping[str, str]) -> World:
     if section.data is None:
         raise ConfigError("Which demonstrations? Set world.data=FOLDER, a LeRobotDataset such as collect writes.")
-    episodes = read_dataset(section.data)
+    episodes = read_dataset(section.data, rename=rename)
     world = DemonstratedWorld(
         episodes.observation_fields,
         episodes.action_field,
@@ -242,7 +244,9 @@ def _imagined_world(
                 "set world.data=FOLDER."
             )
         fields = fields_read(model)
-        episodes = seen_ahead(fields, origin_of(model), read_dataset(data, cameras=cameras_of(fields)))
+        recorded = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
+        episodes = seen_ahead(fields, origin_of(model), recorded)
+        require_recorded(data, episodes, fields, model.spec.action, "world model")
         chosen = keyframes(episodes) if imagination.starts == "keyframes" else None
         starts = recorded_starts(episodes, model.context, chosen)
     return ImaginedWorld(
@@ -277,6 +281,10 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
     else:
         origin = origin_of(model) or WorldOrigin(model.spec.name)
         simulator = make_saved_world(origin, section.model or Path(), rows, **options)
+    shown = simulator.spec.observation
+    pairs = {f"'{key}'": (field, shown[key]) for key, field in fields.items() if key in shown}
+    sides = ("to the world model", f"in the simulator '{simulator.spec.name}' that it begins in")
+    require_alike({**pairs, "the action": (model.spec.action, simulator.spec.action)}, sides)
 
     def starts(seeds: np.ndarray) -> Context:
         chosen = np.arange(len(seeds))
@@ -447,6 +455,7 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
         return policy
     planned = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
     remember_origin(planned, origin_of(policy))
+    remember_renaming(planned, renaming_of(policy))
     return planned
 
 

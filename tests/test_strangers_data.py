@@ -207,7 +207,12 @@ ROWS = {
     "frame rate against timestamps": (slower, [], 2, ["episode 0 has frame 1", "fps 5", "correct fps"]),
     "another frame rate": (slow_throughout, [], 2, ["has 5 steps per second and the policy acts at 10", "resample"]),
     "columns of float64": (double, [], 0, ["Decisions: "]),
-    "actions in another order": (swap, [], 2, ["has 'up' as element 0 of 'action' and the policy 'right'", "order"]),
+    "actions in another order": (
+        swap,
+        [],
+        2,
+        ["Element 0 of 'action' is 'up' in", "but 'right' to the policy", "one order"],
+    ),
     "columns that nobody knows": (
         lambda f: f.put("gripper.temperature", [20.0] * sum(LENGTHS), pa.float64()),
         [],

@@ -19,7 +19,7 @@ from robopolicy.core.checkpoints import (
     write_checkpoint,
 )
 from robopolicy.core.errors import CheckpointError, did_you_mean
-from robopolicy.core.origin import WORLD, WorldOrigin, described_origin, remember_origin
+from robopolicy.core.origin import described_origin, remember_described
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import recover_folder
 from worldmodels.protocol import LearnedModel
@@ -75,5 +75,5 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
             model: LearnedModel = made.restore(description["model"], spec, weights)
         except CheckpointError as error:  # of a part that the description names
             raise CheckpointError(f"{folder}: {error}") from error
-    remember_origin(model, WorldOrigin.from_json(description.get(WORLD), folder / "config.json"))
+    remember_described(model, description, folder / "config.json")
     return read_weights(model, folder, device, weights).eval()

@@ -17,7 +17,7 @@ from robopolicy.core.candidates import best_of, repeated
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import integers
-from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.core.spec import TASK, PolicySpec, require_alike
 from robopolicy.core.world import Rows
 from robopolicy.nn.aggregates import AGGREGATED
 from worldmodels.configuration import PlanConfig
@@ -129,11 +129,16 @@ def _require_same_task(policy: Policy, model: WorldModel) -> None:
     """Raise ConfigError where policy and model mean different things by an action, or by a field that both read."""
     own, its = policy.spec, fields_read(model)
     both = {f"'{key}'": (field, its[key]) for key, field in own.observation.items() if key in its}
-    for what, (mine, theirs) in {**both, "actions": (own.action, model.spec.action)}.items():
-        named = bool(mine.names and theirs.names)
-        if mine.shape != theirs.shape or (named and mine.names != theirs.names):
+    pairs = {**both, "actions": (own.action, model.spec.action)}
+    begun = "The world model that plans is of another task than the policy:"
+    for what, (mine, theirs) in pairs.items():
+        if mine.shape != theirs.shape:
             raise ConfigError(
-                f"The world model that plans is of another task than the policy: by {what} it means "
-                f"{list(theirs.names) or list(theirs.shape)}, the policy {list(mine.names) or list(mine.shape)}. "
-                "Plan in a model of the world that the policy acts in."
+                f"{begun} by {what} it means {list(theirs.shape)}, the policy {list(mine.shape)}. {_ELSEWHERE}"
             )
+    sides = ("to the policy", "to the world model that plans")
+    rates = (own.fps, model.spec.fps)
+    require_alike(pairs, sides, rates=rates, error=ConfigError, renamed=_ELSEWHERE, converted=_ELSEWHERE)
+
+
+_ELSEWHERE = "Plan in a model of the world that the policy acts in."

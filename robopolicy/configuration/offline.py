@@ -66,6 +66,8 @@ class OfflineSection:
     """
     without: tuple[Natural, ...] = ()
     """Episodes of `dataset` to leave out, by number, such as broken ones."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """Other names for columns and elements of the data, as train.rename (default: the policy's own)."""
     policy: Path | None = None
     """Checkpoint of the policy to improve (default: what train wrote under the same name and seed)."""
     agent: AgentSection = field(default_factory=AgentSection)

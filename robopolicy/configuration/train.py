@@ -1,6 +1,6 @@
 """Pre-training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from robopolicy.core.ranges import Natural
@@ -17,7 +17,13 @@ class TrainSection(PretrainConfig):
     """Further datasets of the same robot, such as corrections."""
     encoder: Path | None = None
     """World model whose latent the policy shall read (for imagine)."""
-    episodes: Natural = 0
-    """Use the first so many of `data`, 0 for all."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """Other names for columns and elements of the data, its own -> those to read it by: {image:
+    observation.images.image, state: observation.state, actions: action, motor_0: x}. The checkpoint remembers them.
+    """
+    episodes: Natural | tuple[Natural, ...] = 0
+    """Use these of `data`, [0,2,5], or the first so many, 0 for all."""
+    without: tuple[Natural, ...] = ()
+    """Episodes of `data` to leave out, by number, such as broken ones."""
     evaluate_episodes: Natural = 200
     """Episodes of the judgement at the end, 0 for none."""

@@ -27,6 +27,8 @@ class WorldModelSection(Tagged):
     config: Any = field(default_factory=EnsembleConfig)
     data: tuple[Path, ...] = ()
     """Folders of LeRobotDatasets (default: what collect wrote under the same name and seed)."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """Other names for columns and elements of the data, as train.rename."""
     policies: tuple[Path, ...] = ()
     """Checkpoints of policies that collect further rollouts."""
     include_base: bool = False

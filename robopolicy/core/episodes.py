@@ -16,9 +16,9 @@ from torch import Tensor
 
 from robopolicy.core.action_bounds import hull
 from robopolicy.core.arrays import integers
-from robopolicy.core.errors import DataError, did_you_mean
+from robopolicy.core.errors import ConfigError, DataError, did_you_mean
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, require_alike
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
@@ -415,8 +415,70 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
     if first.action_field.shape != other.action_field.shape:
         raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
     fields, theirs = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
-    for key, field in fields.items():
-        if field.names and theirs[key].names and field.names != theirs[key].names:
-            raise DataError(f"Elements of '{key}' differ: {', '.join(field.names)} and {', '.join(theirs[key].names)}.")
+    require_alike(
+        {f"'{key}'": (field, theirs[key]) for key, field in fields.items()},
+        ("in the first episodes", "in those that are to be joined with them"),
+        error=DataError,
+        renamed=RENAME_DATA,
+        converted=CONVERT_DATA,
+    )
     if first.fps != other.fps:
         raise DataError(f"Control rates differ: {first.fps} and {other.fps} steps per second.")
+
+
+def chosen_episodes(
+    recorded: Episodes, where: object, section: str, episodes: int | Sequence[int] = 0, without: Sequence[int] = ()
+) -> Episodes:
+    """Return the episodes of a dataset that settings choose.
+
+    episodes: their numbers, or how many from the first on, 0 for all; without: numbers of some to leave out; section:
+    that the settings stand in, and where: the dataset, both for the text. Raises ConfigError where one is not there, or
+    none is left.
+    """
+    count = len(recorded)
+    kept = [*range(min(episodes or count, count))] if isinstance(episodes, int) else [*dict.fromkeys(episodes)]
+    for setting, numbers in (("episodes", kept), ("without", without)):
+        beyond = [number for number in numbers if not 0 <= number < count]
+        if beyond:
+            raise ConfigError(
+                f"{section}.{setting} names episode {beyond[0]}; {where} holds 0 to {count - 1} ({count} episodes)."
+            )
+    kept = [number for number in kept if number not in set(without)]
+    if not kept:
+        raise ConfigError(f"{section}.episodes and {section}.without leave no episode of {where} ({count}).")
+    return recorded if len(kept) == count and kept == sorted(kept) else recorded.select(kept)
+
+
+RENAME_DATA = (
+    'Bring the columns and "names" in meta/info.json into one order; or, if the two are one quantity, call both alike, '
+    "in the section that names the data: {train.rename}."
+)
+CONVERT_DATA = "Convert one of the two, or correct the unit in the meta/robopolicy of the one that is labelled wrongly."
+
+
+def require_recorded(
+    where: object, episodes: Episodes, observation: Mapping[str, Field], action: Field, whose: str = "policy"
+) -> None:
+    """Raise DataError unless `episodes` hold the columns that one reads who sees `observation` (key -> field) and acts
+    by `action`, with the same shapes, elements and units; see `spec.require_alike`.
+
+    where: where they lie, for the text; whose: "policy" or "world model".
+    """
+    fields: Mapping[str, Field] = {**episodes.observation_fields, "action": episodes.action_field}
+    pairs: dict[str, tuple[Field, Field]] = {}
+    for key, own in {**observation, "action": action}.items():
+        if key not in fields:
+            alike = [name for name in fields if name != "action"]
+            raise DataError(
+                f"{where} has no column '{key}', which the {whose} reads; it has {', '.join(alike)}."
+                f"{did_you_mean(key, alike)} Rename it, in the section that names the data "
+                f"(train.rename={{COLUMN: {key}}}), or train a {whose} on what is there."
+            )
+        if fields[key].shape != own.shape:
+            raise DataError(
+                f"{where} has '{key}' as {list(fields[key].shape)} and the {whose} {list(own.shape)}, in every "
+                f"episode: convert the column, or train a {whose} on this one."
+            )
+        pairs[f"'{key}'"] = (fields[key], own)
+    sides = (f"in {where}", f"to the {whose}")
+    require_alike(pairs, sides, error=DataError, renamed=RENAME_DATA, converted=CONVERT_DATA)

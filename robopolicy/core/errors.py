@@ -2,7 +2,8 @@
 
 import difflib
 import importlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 
 
@@ -106,6 +107,18 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     if near:
         return f" Did you mean '{near}'?"
     return f" Known: {', '.join(known)}." if known else ""
+
+
+def as_setting(name: str, pairs: Mapping[str, str]) -> str:
+    """Return a setting whose value is a mapping, quoted as a shell and the command line take it."""
+
+    def key(text: str) -> str:
+        return re.sub(r"([\\\[\](){}:=,'\"])", r"\\\1", text)
+
+    def value(text: str) -> str:
+        return text if re.fullmatch(r"[\w./-]+", text) else "'" + text.replace("'", r"\'") + "'"
+
+    return f'"{name}={{' + ", ".join(f"{key(own)}: {value(other)}" for own, other in pairs.items()) + '}"'
 
 
 def require_extra(module: str, extra: str) -> ModuleType:

@@ -9,6 +9,8 @@ from robopolicy.core.narrowing import is_mapping, is_sequence
 
 WORLD = "world"
 """Where config.json says which world a policy or world model was trained in."""
+RENAMED = "renamed"
+"""Where it says which other names the columns and elements of its data had."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,34 @@ def origin_of(trained: object) -> WorldOrigin | None:
     return getattr(trained, "trained_in", None)
 
 
+def remember_renaming(trained: object, renamed: Mapping[str, str]) -> None:
+    """Let every checkpoint that is written of a policy or world model from now on say by which other names it read the
+    columns and elements of its data, {the data's: its own}, so that later readings of the same data agree.
+    """
+    if renamed or renaming_of(trained):
+        cast(Any, trained).renamed = dict(renamed)
+
+
+def renaming_of(trained: object) -> Mapping[str, str]:
+    """Return the other names under which a policy or world model read its data, empty where it had none."""
+    return getattr(trained, RENAMED, {})
+
+
+def remember_described(trained: object, description: Mapping[str, Any], where: object) -> None:
+    """Let what was loaded say what the entries `described_origin` of its description do; CheckpointError as there."""
+    remember_origin(trained, WorldOrigin.from_json(description.get(WORLD), where))
+    renamed = description.get(RENAMED) or {}
+    if not is_mapping(renamed) or not all(isinstance(name, str) for pair in renamed.items() for name in pair):
+        raise CheckpointError(f"{where}: '{RENAMED}' is {str(renamed)[:80]!r}, not names and other names for them.")
+    remember_renaming(trained, renamed)
+
+
 def described_origin(trained: object) -> dict[str, Any]:
-    """Return the entries of config.json that say which world it was trained in, none where that is not known."""
-    origin = origin_of(trained)
-    return {} if origin is None else {WORLD: origin.to_json()}
+    """Return the entries of config.json that say which world it was trained in and under which other names it read its
+    data, none where that is not known.
+    """
+    origin, renamed = origin_of(trained), renaming_of(trained)
+    return ({} if origin is None else {WORLD: origin.to_json()}) | ({RENAMED: dict(renamed)} if renamed else {})
 
 
 def texts(value: Any) -> Iterator[str]:

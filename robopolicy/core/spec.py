@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from robopolicy.core.arrays import Array
-from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, SpecError, did_you_mean
+from robopolicy.core.errors import (
+    ConfigError,
+    NonFiniteError,
+    RobopolicyError,
+    RobopolicyWarning,
+    SpecError,
+    as_setting,
+    did_you_mean,
+)
 from robopolicy.core.narrowing import is_mapping, is_sequence
 
 if TYPE_CHECKING:
@@ -193,14 +201,16 @@ class PolicySpec:
 def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
     """Raise `SpecError` unless `policy` can act in `world`: all it reads is shown, and actions have one shape.
 
-    Vectors whose elements both sides name must have the same names in the same order: equal shapes alone would let a
-    policy act on other quantities than it learned from.
+    Equal shapes alone would let a policy act on other quantities than it learned from, so what both sides declare of a
+    vector is compared too; see `require_alike`.
     """
-    require_fields(policy.observation, policy.action, world)
+    require_fields(policy.observation, policy.action, world, policy.fps)
 
 
-def require_fields(observation: Mapping[str, Field], action: Field, world: WorldSpec) -> None:
-    """Raise `SpecError` as `require_fit` does, for one that reads `observation` (key -> field) and acts by `action`."""
+def require_fields(observation: Mapping[str, Field], action: Field, world: WorldSpec, fps: float = 0.0) -> None:
+    """Raise `SpecError` as `require_fit` does, for one that reads `observation` (key -> field) and acts by `action`,
+    `fps` times a second (0: not known).
+    """
     for key, field in observation.items():
         if key not in world.observation:
             camera = key.startswith(IMAGE_PREFIX)
@@ -222,23 +232,152 @@ def require_fields(observation: Mapping[str, Field], action: Field, world: World
             f"The policy's actions are {_describe(action)}, those of the world '{world.name}' are "
             f"{_describe(world.action)}. Is this the world it was trained for?"
         )
-    for key, field in observation.items():
-        _require_same_elements(f"'{key}'", field, world.observation[key], world.name)
-    _require_same_elements("the action", action, world.action, world.name)
+    pairs = {f"'{key}'": (field, world.observation[key]) for key, field in observation.items()}
+    sides = ("to the policy", f"in the world '{world.name}'")
+    require_alike({**pairs, "the action": (action, world.action)}, sides, rates=(fps, world.fps))
 
 
-def _require_same_elements(what: str, own: Field, other: Field, world: str) -> None:
-    """Raise SpecError naming the first element that the two call differently; fields without names are not compared."""
-    if not own.names or not other.names:
-        return
-    for place, (mine, theirs) in enumerate(zip(own.names, other.names, strict=False)):
+RENAMED = (
+    'Is this the world it was trained for? If the two are one quantity, give it one name: "names" in the checkpoint\'s '
+    "config.json (of LeRobot's, in robopolicy.json beside it) or, before training, "
+    "{train.rename}."
+)
+CONVERTED = (
+    'Convert one of them; where only what is declared is wrong, correct "unit" in the checkpoint\'s config.json or in '
+    "the world."
+)
+
+
+def require_alike(
+    pairs: Mapping[str, tuple[Field, Field]],
+    sides: tuple[str, str],
+    *,
+    rates: tuple[float, float] = (0.0, 0.0),
+    error: type[RobopolicyError] = SpecError,
+    renamed: str = RENAMED,
+    converted: str = CONVERTED,
+) -> None:
+    """Compare what two sides declare of the same fields, name -> (one side's, the other's), of equal shapes.
+
+    Raises `error` where both name an element otherwise or say another unit. Where names are mere numbers (motor_0),
+    bounds differ, or control rates (steps per second, 0: not known), a warning says so. What one side leaves open
+    agrees with everything. sides: "to the policy", "in the world 'push_t'"; renamed: the way out of other names, in
+    which {train.rename} becomes that setting; converted: that of other units.
+    """
+    for what, (own, other) in pairs.items():
+        place = misnamed(own.names, other.names)
+        if place is not None:
+            mine, theirs = own.names[place], other.names[place]
+            way_out = renamed.replace("{train.rename}", as_setting("train.rename", {mine: theirs}))
+            raise error(f"Element {place} of {what} is '{mine}' {sides[0]}, but '{theirs}' {sides[1]}. {way_out}")
+        if not same_units(own, other):
+            raise error(f"{what} is in '{own.unit}' {sides[0]}, in '{other.unit}' {sides[1]}. {converted}")
+    doubts = [text for what, (own, other) in pairs.items() for text in _doubts(what, own, other, sides)]
+    if not same_rate(*rates):
+        doubts.append(f"The control rate is {rates[0]:g} steps per second {sides[0]}, {rates[1]:g} {sides[1]}")
+    if doubts:
+        warnings.warn(f"{'. '.join(doubts)}.", RobopolicyWarning, stacklevel=1)  # one place: each text is said once
+
+
+def misnamed(own: Sequence[str], other: Sequence[str]) -> int | None:
+    """Return the first place where two lists of names contradict each other, None where they do not.
+
+    A name that is a mere number (motor_0) says nothing but its place, so it contradicts no other name, unless the same
+    names stand in another order.
+    """
+    if not own or not other:
+        return None
+    reordered = sorted(own) == sorted(other)
+    for place, (mine, theirs) in enumerate(zip(own, other, strict=False)):
+        elsewhere = (not is_number(mine) and mine in other) or (not is_number(theirs) and theirs in own)
+        said = not is_number(mine) and not is_number(theirs)
+        if mine != theirs and (said or elsewhere or reordered):
+            return place
+    return None
+
+
+def is_number(name: str) -> bool:
+    """Return whether an element's name is nothing but a number behind a word: motor_0, agent_pos[1], joint3, 7."""
+    return not name.strip() or re.fullmatch(r"(.*\D)?\d+[\])]?", name.strip()) is not None
+
+
+def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list[str]:
+    """Return sentences without their full stop on what two fields of one shape do not promise each other."""
+    found: list[str] = []
+    for mine, theirs in zip(own.names, other.names, strict=False):
         if mine != theirs:
-            raise SpecError(
-                f"Element {place} of {what} is '{mine}' to the policy, but '{theirs}' in the world '{world}'. Is this "
-                'the world it was trained for? If the two are one quantity in one unit, give it one name: "names" in '
-                "the checkpoint's config.json (of LeRobot's, in robopolicy.json beside it) or, before training, in the "
-                "dataset's meta/info.json and meta/robopolicy."
+            found.append(
+                f"The elements of {what} are compared by their number alone: the first unlike names are '{mine}' "
+                f"{sides[0]} and '{theirs}' {sides[1]}, so see yourself that the {own.size} stand in one order"
             )
+            break
+    if own.is_image or own.shape != other.shape:  # pixels
+        return found
+    for name in ("low", "high"):
+        mine, theirs = (np.broadcast_to(np.asarray(getattr(each, name), float), each.shape) for each in (own, other))
+        said = np.isfinite(mine) & np.isfinite(theirs)
+        apart = said & ~np.isclose(np.where(said, mine, 0), np.where(said, theirs, 0), rtol=1e-3, atol=1e-6)
+        if apart.any():
+            place = int(apart.argmax())
+            element = f" in '{own.names[place]}'" if own.names else f" in element {place}" if own.size > 1 else ""
+            found.append(
+                f"The {'lower' if name == 'low' else 'upper'} bound of {what} is {mine.flat[place]:g}{element} "
+                f"{sides[0]}, {theirs.flat[place]:g} {sides[1]}"
+            )
+    return found
+
+
+def same_rate(own: float, other: float) -> bool:
+    """Return whether two control rates agree, or one is not known (0); LeRobot rounds them to whole numbers."""
+    if not own or not other:
+        return True
+    rounded = own in (round(other), other) or other == round(own)
+    return abs(own - other) <= (0.05 if rounded else 0.01) * max(own, other)
+
+
+def same_units(own: Field, other: Field) -> bool:
+    """Return whether two fields declare the same unit, however it is spelled, or one of them none.
+
+    A unit is one text for all elements, or a list of as many units as there are elements, separated by commas.
+    """
+    mine, theirs = _units(own), _units(other)
+    if len(mine) == len(theirs):
+        return all(not a or not b or a == b for a, b in zip(mine, theirs, strict=True))
+    return not any(mine) or not any(theirs) or _once(mine) == _once(theirs)
+
+
+def _units(field: Field) -> tuple[str, ...]:
+    """Return a field's units in one spelling: one per element where it says so many, or one for all."""
+    parts = tuple(_spelled(part) for part in re.split(r"[,;]", field.unit))
+    return parts[:1] * field.size if len(set(parts)) == 1 else parts
+
+
+def _once(units: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(unit for unit in units if unit))
+
+
+_SPELLINGS = {
+    "": ("none", "unknown", "-"),
+    "1": ("dimensionless", "unitless"),
+    "%": ("percent", "pct"),
+    "cm": ("centimeter", "centimeters", "centimetre", "centimetres"),
+    "deg": ("degree", "degrees", "°"),
+    "kg": ("kilogram", "kilograms"),
+    "m": ("meter", "meters", "metre", "metres"),
+    "mm": ("millimeter", "millimeters", "millimetre", "millimetres"),
+    "N": ("newton", "newtons"),
+    "rad": ("radian", "radians"),
+    "s": ("sec", "second", "seconds"),
+    "/": ("per",),
+}
+_SHORT = {word: unit for unit, words in _SPELLINGS.items() for word in words}
+
+
+def _spelled(unit: str) -> str:
+    """Return a unit in one spelling: "radians per second", "rad s^-1" and "rad / s" are rad/s."""
+    words = re.sub(r"[a-zA-Z]+|°|^\s*-\s*$", lambda word: _SHORT.get(word[0].strip().lower(), word[0]), unit)
+    quotient = re.sub(r"[\s*·]+([a-zA-Z]+)\s*(\^\s*)?(-|⁻)\s*(1|¹)", r"/\1", words)
+    return re.sub(r"[\s*·()\[\]]+", "", quotient).replace("²", "^2")
 
 
 def _describe(field: Field) -> str:

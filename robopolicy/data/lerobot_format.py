@@ -22,7 +22,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.origin import WorldOrigin
-from robopolicy.core.spec import IMAGE_PREFIX
+from robopolicy.core.spec import IMAGE_PREFIX, require_alike
 from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
 from robopolicy.data.lerobot_reading import (
@@ -41,6 +41,7 @@ __all__ = ["read_dataset", "recorded_origin", "write_dataset"]
 
 ORIGIN = f"{SIDECAR}/world.json"
 """File inside a dataset that says which world its episodes were recorded in."""
+APART = "Write them into a dataset of their own."
 QUALITY = f"{SIDECAR}/quality.json"
 """File inside a dataset of graded quality that says how its episodes were made."""
 
@@ -80,6 +81,14 @@ def write_dataset(
         _require_same_columns(folder, features, round(episodes.fps))
         before = read_dataset(folder, cameras=())
         _require_same_world(folder, origin)
+        there, new = ({**each.observation_fields, "action": each.action_field} for each in (before, episodes))
+        require_alike(
+            {f"'{key}'": (field, new[key]) for key, field in there.items()},
+            (f"in {folder}", "in the episodes that are to be appended"),
+            error=DataError,
+            renamed=APART,
+            converted=APART,
+        )
     sources = (folder if before else None, origin, quality)
     write_folder_atomic(folder, lambda target: _fill(target, episodes, features, columns or {}, *sources))
 

@@ -38,27 +38,39 @@ from robopolicy.data.lerobot_checks import (
     table_within,
 )
 from robopolicy.data.lerobot_media import read_images, read_videos
+from robopolicy.data.renaming import advice, names_in, renamed_features, with_names
 
+NO_OTHER_NAMES: Mapping[str, str] = {}
 SIDECAR = "meta/robopolicy"
 """Folder inside a dataset with what LeRobot's format has no place for."""
 
 
-def read_dataset(folder: Path, episodes: Sequence[int] | None = None, cameras: Sequence[str] | None = None) -> Episodes:
+def read_dataset(
+    folder: Path,
+    episodes: Sequence[int] | None = None,
+    cameras: Sequence[str] | None = None,
+    rename: Mapping[str, str] = NO_OTHER_NAMES,
+) -> Episodes:
     """Read `folder` into memory: the chosen `episodes` (None: all) and `cameras` (None: all, (): no images).
 
-    Raises DataError: folder missing, not a dataset, written by an older LeRobot, never finalised, episode or camera
-    absent, damaged file. An episode that changes its task on the way is read as several, each told its own.
+    rename: other names for columns and elements, {the dataset's: ours}; see `renaming`. Raises DataError: folder
+    missing, not a dataset, written by an older LeRobot, never finalised, episode or camera absent, damaged file. An
+    episode that changes its task on the way is read as several, each told its own.
     """
     folder = recover_folder(Path(folder))
     with reading(folder):
-        return _read(folder, episodes, cameras)
+        return with_names(_read(folder, episodes, cameras, rename), rename)
 
 
-def _read(folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] | None) -> Episodes:
-    information = read_information(folder)
+def _read(
+    folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] | None, rename: Mapping[str, str]
+) -> Episodes:
+    on_disk = read_information(folder)
+    stored = {rename.get(column, column): column for column in on_disk["features"]}
+    information = {**on_disk, "features": renamed_features(on_disk["features"], rename, folder)}
     shown = _chosen_cameras(information, cameras, folder)
     paths = _data_files(folder)
-    table = _read_table(folder, information, paths, list(shown.values()))
+    table = _read_table(folder, information, paths, list(shown.values()), stored)
     chosen = _chosen_episodes(folder, table, episodes)
     rows = np.flatnonzero(np.isin(table["episode_index"], chosen))
     rows = rows[np.lexsort((table["frame_index"][rows], table["episode_index"][rows]))]
@@ -70,9 +82,9 @@ def _read(folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] |
     for name in shown.values():
         feature = information["features"][name]
         if feature["dtype"] == "video":
-            columns[name] = read_videos(folder, information, name, chosen, lengths)
+            columns[name] = read_videos(folder, on_disk, stored[name], chosen, lengths)
         elif feature["dtype"] == "image":
-            columns[name] = read_images(folder, paths, name, feature, positions, columns)
+            columns[name] = read_images(folder, paths, stored[name], feature, positions, columns)
         else:
             columns[name] = _colours(columns[name])
     ours = {name: key for key, name in shown.items()}
@@ -80,7 +92,7 @@ def _read(folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] |
     features = {ours.get(name, name): feature for name, feature in information["features"].items()}
     selected = sorted(set(chosen.tolist()))
     shapes = {key: values.shape[1:] for key, values in columns.items() if key.startswith(("observation.", "action"))}
-    sidecar = _read_sidecar(folder, information["total_episodes"], selected, lengths, shapes)
+    sidecar = _read_sidecar(folder, information["total_episodes"], selected, lengths, shapes, rename)
     if sidecar is None:
         lengths = one_task_each(folder, columns["task_index"], lengths)
     return _assemble(folder, {**information, "features": features}, columns, lengths, sidecar, tuple(shown))
@@ -98,10 +110,21 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
         if feature["dtype"] not in _NUMERIC or is_picture(feature):
             raise DataError(f"{folder} has no column '{name}' of numbers.{did_you_mean(name, information['features'])}")
     with reading(folder):
-        table = _read_table(folder, information, _data_files(folder), [], names)
+        table = _read_table(folder, information, _data_files(folder), [], {}, names)
     order = np.lexsort((table["frame_index"], table["episode_index"]))
     found = {name: torch.from_numpy(np.ascontiguousarray(table[name][order])) for name in names}
     return {name: values.squeeze(1) if values.shape[1:] == (1,) else values for name, values in found.items()}
+
+
+def require_known(rename: Mapping[str, str], folders: Sequence[Path]) -> None:
+    """Raise DataError where a name that is to be changed is that of no column or element in any of the datasets."""
+    if not rename:
+        return
+    known = set[str]().union(*(names_in(read_information(folder)["features"]) for folder in folders))
+    for name in rename:
+        if name not in known:
+            places = ", ".join(map(str, folders))
+            raise DataError(f"{places} has no column or element '{name}' to rename.{did_you_mean(name, known)}")
 
 
 def is_dataset(folder: Path) -> bool:
@@ -109,7 +132,7 @@ def is_dataset(folder: Path) -> bool:
     return (Path(folder) / "meta" / "info.json").is_file()
 
 
-def read_information(folder: Path) -> dict[str, Any]:
+def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -> dict[str, Any]:
     """Read and check `meta/info.json`: fps, features, totals. Raises DataError as `read_dataset`."""
     path = Path(folder) / "meta" / "info.json"
     if not Path(folder).is_dir():
@@ -126,7 +149,7 @@ def read_information(folder: Path) -> dict[str, Any]:
     check_information(information, path)
     if not information.get("total_episodes") or not information.get("total_frames"):
         raise DataError(f"{folder} holds no finished episode: its recording stopped early. Record it again.")
-    return information
+    return {**information, "features": renamed_features(information["features"], rename, Path(folder))}
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -140,9 +163,13 @@ def _read_table(
     information: Mapping[str, Any],
     paths: Sequence[Path],
     shown: Sequence[str],
+    stored: Mapping[str, str],
     further: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Read every data file's numeric columns [N, *shape], `further` ones too; `shown` are those of pictures."""
+    """Read every data file's numeric columns [N, *shape], `further` ones too; `shown` are those of pictures.
+
+    stored: what the files call a column of another name.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -159,15 +186,16 @@ def _read_table(
     ]
     wanted = {*numbers, *(key for key in shown if features[key]["dtype"] == "image")}
     if "action" not in wanted:
-        raise DataError(f"{folder} has no 'action' column; it has: {', '.join(features)}.")
+        raise DataError(f"{folder} has no 'action' column; it has: {', '.join(features)}.{advice(features)}")
+    in_file = {key: stored.get(key, key) for key in wanted}
     try:
         found = 0
         for path in paths:
             with pq.ParquetFile(path) as file:
-                absent = wanted - set(file.schema_arrow.names)
+                absent = set(in_file.values()) - set(file.schema_arrow.names)
                 if absent:
                     raise DataError(f"{path} lacks the column '{min(absent)}' that meta/info.json promises.")
-                check_columns(file, path, {key: features[key] for key in wanted})
+                check_columns(file, path, {in_file[key]: features[key] for key in wanted})
                 found += file.metadata.num_rows
         if found != information["total_frames"]:
             raise DataError(
@@ -176,13 +204,13 @@ def _read_table(
             )
         elements = sum(math.prod(features[key]["shape"]) for key in numbers)
         require_room(folder, "what it holds of numbers", 8 * found * elements)
-        table = pa.concat_tables([pq.read_table(path, columns=numbers) for path in paths])
+        table = pa.concat_tables([pq.read_table(path, columns=[in_file[key] for key in numbers]) for path in paths])
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
             f"{folder} has a data file without its end ({in_one_line(error, 120)}): the recording was never finalised "
             "or the copy is incomplete. Record it again, or call finalize() in the program that wrote it."
         ) from error
-    return {key: _column(folder, table.column(key), key, features[key]) for key in numbers}
+    return {key: _column(folder, table.column(in_file[key]), key, features[key]) for key in numbers}
 
 
 _SPARE_TASKS = 10_000
@@ -238,7 +266,8 @@ def _chosen_cameras(information: Mapping[str, Any], cameras: Sequence[str] | Non
         said = listed([f"{name} ({kind_in_words(what)})" for name, what in others.items()], 8)
         raise DataError(
             f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}: give what a "
-            "policy shall read LeRobot's names, such as observation.state and observation.images.wrist."
+            "policy shall read LeRobot's names, such as observation.state and observation.images.wrist, with train.rename."
+            f"{advice(features)}"
         )
     if cameras is None:
         return columns
@@ -269,7 +298,12 @@ class _Sidecar:
 
 
 def _read_sidecar(
-    folder: Path, total: int, selected: Sequence[int], lengths: np.ndarray, shapes: Mapping[str, tuple[int, ...]]
+    folder: Path,
+    total: int,
+    selected: Sequence[int],
+    lengths: np.ndarray,
+    shapes: Mapping[str, tuple[int, ...]],
+    rename: Mapping[str, str],
 ) -> _Sidecar | None:
     """Return what the side table of `folder` says of the selected ones of `total` episodes, None without one.
 
@@ -288,8 +322,12 @@ def _read_sidecar(
         recorded: Tensor = found["lengths"]
         if len(recorded) != total or recorded[selected].tolist() != lengths.tolist():
             raise DataError(f"{folder} was edited by another program: {SIDECAR} describes other episodes. {way_out}.")
-        final = {key: value[selected] for key, value in found["final"].items() if key in shapes}
-        fields = {key: field for key, field in found["observation_fields"].items() if key in shapes}
+        last, described = (
+            {rename.get(key, key): each for key, each in found[part].items()}
+            for part in ("final", "observation_fields")
+        )
+        final = {key: value[selected] for key, value in last.items() if key in shapes}
+        fields = {key: field for key, field in described.items() if key in shapes}
         for key, field in {**fields, "action": found["action_field"]}.items():
             said = wrong_in_field(field) or ("" if math.prod(field["shape"]) == math.prod(shapes[key]) else "a shape")
             if said:

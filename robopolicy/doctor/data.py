@@ -9,7 +9,7 @@ from torch import Tensor
 from robopolicy.core.action_bounds import OutsideBounds
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.finite_values import element_names, listed, nonfinite_columns
-from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, Field, WorldSpec, misnamed, same_rate, same_units
 from robopolicy.doctor.findings import Finding, Health
 
 
@@ -43,7 +43,7 @@ def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
         text = f"dataset {recorded:g} steps/s, the {whose} does not say its own"
         return Finding("control rate", Health.UNKNOWN, text, 'Write "fps": N into robopolicy.json beside config.json.')
     text = f"dataset {recorded:g} steps/s, {whose} {wanted:g}"
-    if abs(recorded / wanted - 1) < 0.01:
+    if same_rate(recorded, wanted):
         return Finding("control rate", Health.GOOD, text)
     remedy = f"Resample the data to {wanted:g} steps/s, or correct its fps if only the label is wrong."
     return Finding("control rate", Health.BAD, text, remedy)
@@ -146,16 +146,26 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
         text = f"dataset {recorded.shape}, {whose} {wanted.shape}"
         remedy = f"Data and {whose} come from other worlds, versions or image sizes: record again, or open the other."
         return Finding(key, Health.BAD, text, remedy)
-    if recorded.names and wanted.names and recorded.names != wanted.names:
-        pairs = zip(recorded.names, wanted.names, strict=True)
+    if misnamed(recorded.names, wanted.names) is not None:
+        pairs = zip(recorded.names, wanted.names, strict=False)
         different = [f"'{mine}' where the {whose} has '{other}'" for mine, other in pairs if mine != other]
         same = sorted(recorded.names) == sorted(wanted.names)
         kind = "action order" if key == "action" else "observation order"
-        remedy = "Reorder the dataset's columns by name." if same else "Rename the elements if they mean the same."
+        remedy = "Reorder the dataset's columns by name." if same else RENAME_ELEMENTS
         return Finding(
             kind if same else key, Health.BAD if same else Health.WARNING, f"{key}: {listed(different)}", remedy
         )
-    if recorded.unit and wanted.unit and recorded.unit != wanted.unit:
+    if not same_units(recorded, wanted):
         text = f"dataset in '{recorded.unit}', {whose} in '{wanted.unit}'"
-        return Finding(key, Health.WARNING, text, "Convert the dataset, or correct its label.")
+        return Finding(key, Health.BAD, text, "Convert the dataset, or correct its label.")
+    if recorded.names and wanted.names and recorded.names != wanted.names:
+        mine, other = next((a, b) for a, b in zip(recorded.names, wanted.names, strict=False) if a != b)
+        text = f"compared by their number alone: '{mine}' where the {whose} has '{other}' says nothing but its place"
+        return Finding("element names", Health.UNKNOWN, f"{key}: {text}", ORDER)
     return Finding(key, Health.GOOD, f"shape {wanted.shape} on both sides")
+
+
+RENAME_ELEMENTS = (
+    "Rename the elements if they mean the same: doctor.rename={DATASET'S NAME: NAME}, train.rename likewise."
+)
+ORDER = "See yourself that the elements are in the same order on both sides."

@@ -27,7 +27,15 @@ from robopolicy.core.errors import (
     did_you_mean,
     require_extra,
 )
-from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin
+from robopolicy.core.origin import (
+    RENAMED,
+    WORLD,
+    origin_of,
+    remember_described,
+    remember_origin,
+    remember_renaming,
+    renaming_of,
+)
 from robopolicy.core.policy import Decision, TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from, normal
 from robopolicy.core.spec import (
@@ -104,7 +112,7 @@ def load_lerobot_policy(
         policy = read_policy(folder, config, weights)
         preprocess, postprocess = read_processors(folder, config, policy)
     made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
-    remember_origin(made, WorldOrigin.from_json(settings.world, folder / SETTINGS_FILE))
+    remember_described(made, {WORLD: settings.world, RENAMED: settings.renamed}, folder / SETTINGS_FILE)
     return made
 
 
@@ -285,6 +293,7 @@ class LeRobotPolicy:
     def _set(self, settings: LeRobotSettings) -> "LeRobotPolicy":
         made = LeRobotPolicy(self.policy, self.preprocess, self.postprocess, settings, self.folder)
         remember_origin(made, origin_of(self))
+        remember_renaming(made, renaming_of(self))
         return made
 
     def reset(self, rows: Rows = None) -> None:
@@ -294,9 +303,9 @@ class LeRobotPolicy:
         """Raise ConfigError, naming file and key, where settings are of a feature that the policy does not have."""
         file = SETTINGS_FILE if self.folder is None else self.folder / SETTINGS_FILE
         called = {theirs: ours for ours, theirs in self.settings.features.items()}
-        for key in ("features", "image_sizes", "names"):
+        for key in ("features", "image_sizes", "names", "units"):
             for name in getattr(self.settings, key):
-                if name in self._features or (key, name) == ("names", "action"):
+                if name in self._features or (key, name) in (("names", "action"), ("units", "action")):
                     continue
                 nearest = did_you_mean(name, self._features)
                 if name in called:
@@ -323,15 +332,17 @@ class LeRobotPolicy:
         names = tuple(self.settings.names.get(name, ()))
         if names and len(names) != math.prod(shape):
             raise ConfigError(f"{SETTINGS_FILE} names {len(names)} elements of '{name}', which has {math.prod(shape)}.")
-        return Field(shape, names=names)
+        return Field(shape, unit=self.settings.units.get(name, ""), names=names)
 
     def named_as_in(self, world: WorldSpec) -> "LeRobotPolicy":
-        """Return this policy, its elements called as in `world`, whose data it learns from, where they had no names."""
+        """Return this policy, where it says no names or units with those of `world`, whose data it learns from."""
         mine = {name: self.spec.observation[key] for name, key in self._keys.items()} | {"action": self.spec.action}
         theirs = {name: world.observation.get(key) for name, key in self._keys.items()} | {"action": world.action}
         vectors = {name: field for name, field in theirs.items() if field is not None and len(field.shape) == 1}
         known = {name: each.names for name, each in vectors.items() if each.names and each.shape == mine[name].shape}
-        return self._set(replace(self.settings, names={**known, **self.settings.names}))
+        units = {name: each.unit for name, each in vectors.items() if each.unit and each.shape == mine[name].shape}
+        names, units = {**known, **self.settings.names}, {**units, **self.settings.units}
+        return self._set(replace(self.settings, names=names, units=units))
 
     def mapping_for(self, world: WorldSpec) -> str:
         """Return what to write where names or sizes of what it reads are others in `world`, "" where none are."""

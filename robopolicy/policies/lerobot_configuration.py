@@ -99,18 +99,22 @@ class LeRobotSettings:
     features: LeRobot's feature -> our observation key, where the two differ (`{"observation.images.top":
     "observation.images.front"}`); image_sizes: LeRobot's feature -> [height, width] of the world's images, which are
     then resized to what the policy was trained on; names: LeRobot's feature, or "action" -> what its elements are
-    called, in their order; fps: control rate it was trained at, 0 for unknown; instructions: texts it was trained with;
-    world: {name: push_t, options: {}}, the world that it is meant for, where none is named; tuning: how it explores and
-    learns; base: {steps, train_encoder} where its first denoising steps are those of a frozen base that lies beside it;
-    log_std: logarithms of the standard deviations [A] that act explores with, where they were learned.
+    called, in their order; units: likewise -> their unit, such as "rad"; fps: control rate it was trained at, 0 for
+    unknown; instructions: texts it was trained with; world: {name: push_t, options: {}}, the world that it is meant
+    for, where none is named; renamed: names of columns and elements in its data -> those by which it reads them;
+    tuning: how it explores and learns; base: {steps, train_encoder} where its first denoising steps are those of a
+    frozen base that lies beside it; log_std: logarithms of the standard deviations [A] that act explores with, where
+    they were learned.
     """
 
     features: Mapping[str, str] = field(default_factory=dict)
     image_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
     fps: float = 0.0
     instructions: tuple[str, ...] = ("",)
     world: Mapping[str, Any] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
     tuning: LeRobotTuning = field(default_factory=LeRobotTuning)
     base: Mapping[str, Any] | None = None
     log_std: tuple[float, ...] | None = None

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
-from robopolicy.core.origin import described_origin, origin_of, remember_origin
+from robopolicy.core.origin import described_origin, origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import WorldSpec, require_fit
@@ -78,6 +78,7 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
     if whole is not None:
         learner = whole(policy).to(policy.device)
         remember_origin(learner, origin_of(policy))
+        remember_renaming(learner, renaming_of(policy))
         return learner.eval()
     tuning, network = policy.settings.tuning, LeRobotNetwork(policy)
     chain = network.family.chain(tuning)
@@ -95,6 +96,7 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
         config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, network=network
     ).to(policy.device)
     remember_origin(made, origin_of(policy))
+    remember_renaming(made, renaming_of(policy))
     base = policy.settings.base
     if base is not None:
         with warnings.catch_warnings():
@@ -160,7 +162,7 @@ class FromLeRobot:
         settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
         policy = load_lerobot_policy(folder, settings=settings)
         try:
-            require_fit(policy.spec, spec)
+            require_fit(replace(policy.spec, fps=known.fps), spec)
         except SpecError as error:
             advice = policy.mapping_for(spec)
             raise SpecError(f"The data is not what {folder} reads. {error} {advice}".strip()) from error

@@ -14,7 +14,7 @@ from torch import nn
 from robopolicy.core.checkpoints import read_description, read_weights, require_format, restoring
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
-from robopolicy.core.origin import WORLD, WorldOrigin, remember_origin
+from robopolicy.core.origin import WORLD, WorldOrigin, remember_described
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.registry import asked_for, is_dotted
 from robopolicy.core.spec import WorldSpec
@@ -53,7 +53,7 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
         policy: Policy = made.load(folder, description, device)
     else:
         policy = _constructed(made, POLICIES.configuration(name), folder, description, device)
-    remember_origin(policy, WorldOrigin.from_json(description.get(WORLD), folder / "config.json"))
+    remember_described(policy, description, folder / "config.json")
     return policy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import SpecError, did_you_mean
+from robopolicy.core.errors import ServingError, SpecError, did_you_mean
 from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
@@ -168,8 +168,8 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
             f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
             f"{list(world.spec.action.shape)}: it was trained for another world.{_home(metadata)}"
         )
-    fields = {key: _named(read) for key, read in observation.items()}
-    require_fields(fields, _named(metadata["action"]), world.spec)
+    fields = {key: _declared(read) for key, read in observation.items()}
+    require_fields(fields, _declared(metadata["action"]), world.spec, policy.fps)
 
 
 def _home(metadata: Mapping[str, Any]) -> str:
@@ -180,6 +180,13 @@ def _home(metadata: Mapping[str, Any]) -> str:
     return f" It comes from '{said['name']}', which is driven where you name no world."
 
 
-def _named(described: Mapping[str, Any]) -> Field:
-    """Return shape and names of a field as a server describes it."""
-    return Field(tuple(described["shape"]), names=tuple(map(str, described.get("names") or ())))
+def _declared(described: Mapping[str, Any]) -> Field:
+    """Return a field as a server describes it, with as much of names, unit and bounds as it says."""
+    unsaid = Field(tuple(described["shape"])).to_json()
+    try:
+        field = Field.from_json({**unsaid, **{key: each for key, each in described.items() if each is not None}})
+        for bound in (field.low, field.high):
+            np.broadcast_to(bound, field.shape)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
+    return field

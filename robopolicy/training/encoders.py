@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.storage import read_json, recover_folder
 from robopolicy.policies import load_policy
@@ -33,6 +33,7 @@ def load_with_encoder(folder: Path | str, device: torch.device | str = "cpu") ->
         )
     behind = EncodedPolicy(policy, load_encoder(place, device))
     remember_origin(behind, origin_of(policy))
+    remember_renaming(behind, renaming_of(policy))
     return behind
 
 

@@ -44,7 +44,7 @@ def run(config: Config) -> int:
     names = runs_of(section.policies)
     folder = open_fresh_run(config, "bakeoff", VERB.sections)
     policies = [load_policy(path, device) for path in section.policies]
-    judges = build_judges(config, policies[0], recorded_for_gate(config, device), device)
+    judges = build_judges(config, policies[0], recorded_for_gate(config, policies[0], device), device)
     world = build_world(config.world, policies[0], episodes=section.episodes, device=device)
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.by == "success"

@@ -13,8 +13,8 @@ import torch
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_for
-from robopolicy.core.episodes import Episodes
-from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.episodes import Episodes, require_recorded
+from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.spec import cameras_of
@@ -73,6 +73,7 @@ def run(config: Config) -> int:
         student, fitted = distill(teacher, episodes, settings, folder, seed=seed)
     taken = clock.seconds
     remember_origin(student, origin_of(teacher))
+    remember_renaming(student, renaming_of(teacher))
     student.save(folder.checkpoint)
     both: dict[str, Policy] = {"teacher": teacher, "student": student}
     seconds = seconds_of(both, episodes, device)
@@ -108,9 +109,13 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
     section = config.distill
     if section.data:
         cameras = cameras_of(teacher.spec.observation)
-        return Episodes.concatenate(
-            [recorded_for(teacher, read_dataset(path, cameras=cameras)) for path in section.data]
-        )
+        parts = [
+            recorded_for(teacher, read_dataset(path, cameras=cameras, rename=renaming_of(teacher)))
+            for path in section.data
+        ]
+        episodes = Episodes.concatenate(parts)
+        require_recorded("the recorded data", episodes, teacher.spec.observation, teacher.spec.action)
+        return episodes
     world = build_world(config.world, teacher, episodes=section.episodes, device=device)
     seeds = episode_seeds(config.run.seed, "distill", section.episodes)
     played = record(world, teacher, seeds, generator=Generators(config.run.seed, device)["distill/play"])

@@ -15,12 +15,13 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.storage import read_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.data.lerobot_reading import is_dataset
+from robopolicy.data.lerobot_reading import is_dataset, require_known
 from robopolicy.doctor import Finding, Health, examine
 from robopolicy.doctor.engine import check_plan
 from robopolicy.doctor.statistics import check_columns, check_statistics
@@ -46,9 +47,10 @@ def run(config: Config) -> int:
         raise ConfigError(
             f"{data} is a checkpoint, and demonstrations are examined: robopolicy doctor DATA doctor.policy={data}"
         )
-    episodes = read_dataset(data)
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
+    require_known(config.doctor.rename, (data,))
+    episodes = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
     world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)

@@ -29,7 +29,7 @@ from robopolicy.build import (
 from robopolicy.configuration import Config
 from robopolicy.configuration.finetune import FinetuneSection
 from robopolicy.core.arrays import Array
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.origin import origin_of, remember_origin
@@ -274,6 +274,8 @@ def experts_of(config: Config, world: World) -> Episodes:
     """Read the successful episodes of finetune.experts, by default of what `collect` left."""
     paths = config.finetune.experts or (default_path(config, "collect", "dataset", None, "finetune.experts"),)
     experts = Episodes.concatenate([read_dataset(path, cameras=world.spec.cameras) for path in paths])
+    shown = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
+    require_recorded("the experts' data", experts, shown, world.spec.action)
     return experts if experts.success is None else experts.select(experts.success)
 
 

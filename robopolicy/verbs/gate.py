@@ -17,8 +17,9 @@ import torch
 from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.gate import GateSection
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.chains import read_chains
@@ -60,7 +61,7 @@ def run(config: Config) -> int:
         raise ConfigError("Which policies? Write: robopolicy gate CANDIDATE INCUMBENT")
     folder = open_fresh_run(config, "gate", VERB.sections)
     candidate, incumbent = (load_policy(path, device) for path in (section.candidate, section.incumbent))
-    judges = build_judges(config, incumbent, recorded_for_gate(config, device), device)
+    judges = build_judges(config, incumbent, recorded_for_gate(config, incumbent, device), device)
     gate = Gate(judges, margin=section.margin, relative=section.relative, confidence=section.confidence)
     verdict = gate.decide(candidate, incumbent)
     warn_of_divergence(judges)
@@ -70,11 +71,15 @@ def run(config: Config) -> int:
     return 0 if verdict.accepted else 1
 
 
-def recorded_for_gate(config: Config, device: torch.device) -> Episodes | None:
-    """Return the episodes of gate.data, or what collect wrote; None where no judge looks at recorded data."""
+def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
+    """Return the episodes of gate.data, or what collect wrote, under the names by which `policy` learned; None where no
+    judge looks at recorded data.
+    """
     if set(config.gate.judges) <= {"model", "world"}:
         return None
-    return Episodes.concatenate([read_dataset(path) for path in recorded_paths(config)]).to(device)
+    return Episodes.concatenate([read_dataset(path, rename=renaming_of(policy)) for path in recorded_paths(config)]).to(
+        device
+    )
 
 
 def recorded_paths(config: Config) -> tuple[Path, ...]:
@@ -120,6 +125,7 @@ def build_judges(
 
 def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes) -> Recorded:
     """Return what judges by recorded data look at; raises DataError where it lacks rewards."""
+    require_recorded("the recorded data", episodes, policy.spec.observation, policy.spec.action)
     if episodes.reward is None:
         raise DataError("Judges by recorded data need rewards, and this dataset has none: use gate.judges=[model].")
     interface = critic_interface(policy, episodes)

@@ -4,7 +4,6 @@ Nothing is dropped in silence: columns that are not read, episodes and decisions
 cannot be learned from is refused with the column, the episode and a way out.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ from torch import Tensor
 from robopolicy.configuration import Config
 from robopolicy.configuration.offline import OfflineSection
 from robopolicy.core.delayed import delayed, steps_ahead
-from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError, did_you_mean
+from robopolicy.core.episodes import Episodes, chosen_episodes, require_recorded
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import interventions_in_words
+from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import load_dotted
-from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec
-from robopolicy.data.lerobot_reading import read_dataset, read_information
+from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec
+from robopolicy.data.lerobot_reading import read_dataset, read_information, require_known
 from robopolicy.rl.offline.decisions import Decisions
 from robopolicy.runs import default_path, output
 from robopolicy.training.reading import describe_reading
@@ -45,6 +45,7 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     """
     section = config.offline
     first = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
+    require_known(section.rename, (first, *section.more))
     parts = [read_log(first, policy, section, section.without)]
     parts += [read_log(path, policy, section) for path in section.more]
     episodes = Episodes.concatenate(parts)
@@ -56,15 +57,14 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
 
 def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = ()) -> Episodes:
     """Return the episodes of a dataset but those `without`, paid as offline.reward says; raises as `split_data`."""
-    recorded = delayed(read_dataset(path), steps_ahead(policy.spec.observation, policy.spec.action))
+    renamed = section.rename or renaming_of(policy)
+    read = read_dataset(path, rename=renamed)
+    recorded = delayed(read, steps_ahead(policy.spec.observation, policy.spec.action))
     require_fit_of(path, recorded, policy.spec)
-    beyond = [number for number in without if not 0 <= number < len(recorded)]
-    if beyond:
-        raise ConfigError(f"offline.without names episode {beyond[0]}; {path} holds 0 to {len(recorded) - 1}.")
-    episodes = recorded.select([number for number in range(len(recorded)) if number not in without])
+    episodes = chosen_episodes(recorded, path, "offline", without=without)
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     used = dict.fromkeys((*policy.spec.observation, *vectors))
-    reading = describe_reading(path, read_information(path)["features"], episodes, tuple(used))
+    reading = describe_reading(path, read_information(path, renamed)["features"], episodes, tuple(used))
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if without:
         output.print(f"Left out by offline.without: {len(without)} episodes.")
@@ -79,26 +79,8 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
 
 
 def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
-    """Raise DataError unless the columns that a policy reads are there, with its shapes, elements and control rate."""
-    fields: Mapping[str, Field] = {**episodes.observation_fields, "action": episodes.action_field}
-    for key, own in {**spec.observation, "action": spec.action}.items():
-        if key not in fields:
-            alike = [name for name in fields if name != "action"]
-            raise DataError(
-                f"{path} has no column '{key}', which the policy reads; it has {', '.join(alike)}."
-                f"{did_you_mean(key, alike)} Rename it in the dataset, or train a policy on what is there."
-            )
-        if fields[key].shape != own.shape:
-            raise DataError(
-                f"{path} has '{key}' as {list(fields[key].shape)} and the policy {list(own.shape)}, in every episode: "
-                "convert the column, or train a policy on this one."
-            )
-        for place, (theirs, mine) in enumerate(zip(fields[key].names, own.names, strict=False)):
-            if theirs != mine:
-                raise DataError(
-                    f"{path} has '{theirs}' as element {place} of '{key}' and the policy '{mine}': bring the column "
-                    'and "names" in meta/info.json into the order of the policy, or rename what is the same.'
-                )
+    """Raise DataError unless what a policy reads is there, with its shapes, elements, units and control rate."""
+    require_recorded(path, episodes, spec.observation, spec.action)
     if not spec.fps:
         raise DataError(
             f"{path} has {episodes.fps:g} steps per second and the policy does not say its control rate: write "

@@ -25,7 +25,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.gate import GateSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
@@ -86,6 +86,7 @@ def run(config: Config) -> int:
     if isinstance(improver, Wraps):
         policy = improver.wrap(policy, lesson, derive(config.run.seed, "wrapped")).to(device)
     remember_origin(policy, origin_of(base))
+    remember_renaming(policy, section.rename or renaming_of(base))
     seed = derive(config.run.seed, "offline")
     found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = clock.seconds

@@ -18,10 +18,10 @@ import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.finite_values import require_finite_columns
-from robopolicy.core.origin import origin_of, remember_origin
+from robopolicy.core.origin import origin_of, remember_origin, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
@@ -154,7 +154,7 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
             device
         )
         return Beginning(steering, plays_noise(steering), "warm-up")
-    episodes = recorded_episodes(config, device)
+    episodes = recorded_episodes(config, given, device)
     interface = seen_by_agent(config, given, world, episodes)
     agent = AGENTS.builds(kind)(settings, interface.size, interface.actions, seed).to(device)
     acting = AgentPolicy(agent, interface, world.spec.fps)
@@ -178,7 +178,7 @@ def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.d
     frozen = plays_agent(copy.deepcopy(policy.agent))
     if isinstance(policy, SteeredPolicy) and not bool(policy.steers):
         frozen = plays_noise(policy)
-    episodes = recorded_episodes(config, device)
+    episodes = recorded_episodes(config, policy, device)
     if episodes is None:
         return Beginning(policy, frozen, "already")
     data = recorded_decisions(episodes, policy.interface, policy.agent.discount).transitions
@@ -198,14 +198,18 @@ def seen_by_agent(config: Config, given: Policy | None, world: World, episodes: 
     return Interface(episodes.observation_fields, episodes.action_field, chunk=chunk, instructions=tasks, bounds=bounds)
 
 
-def recorded_episodes(config: Config, device: torch.device) -> Episodes | None:
-    """Return the recorded episodes, None where there are none; raises DataError where values are not finite."""
+def recorded_episodes(config: Config, given: Policy | None, device: torch.device) -> Episodes | None:
+    """Return the recorded episodes, None where there are none; raises DataError where values are not finite, or do not
+    fit a policy that is given.
+    """
     section = config.online
     if section.dataset is None:
         return None
     paths = (default_path(config, "collect", "dataset", section.dataset, "online.dataset"), *section.more)
-    episodes = Episodes.concatenate([read_dataset(path) for path in paths])
+    episodes = Episodes.concatenate([read_dataset(path, rename=renaming_of(given)) for path in paths])
     require_finite_columns(episodes, rewards=True)
+    if given is not None:
+        require_recorded(section.dataset, episodes, given.spec.observation, given.spec.action)
     return episodes.to(device)
 
 

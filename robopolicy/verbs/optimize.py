@@ -20,8 +20,9 @@ from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.optimize import OptimizeSection
 from robopolicy.core.delayed import recorded_for
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy, TensorObservation, innermost
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -119,8 +120,12 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
     """Return observations [N, H, ...] of recorded episodes, or of some that the policy plays in its world."""
     section, spec = config.optimize, policy.spec
     if section.data:
-        parts = [recorded_for(policy, read_dataset(path, cameras=spec.cameras)) for path in section.data]
+        parts = [
+            recorded_for(policy, read_dataset(path, cameras=spec.cameras, rename=renaming_of(policy)))
+            for path in section.data
+        ]
         episodes = Episodes.concatenate(parts)
+        require_recorded("the recorded data", episodes, spec.observation, spec.action)
     else:
         world = build_world(config.world, policy, episodes=section.episodes, device=device)
         seeds = episode_seeds(config.run.seed, "optimize", section.episodes)

@@ -13,9 +13,9 @@ from torch import Tensor
 from robopolicy.configuration import Config
 from robopolicy.configuration.optimize import OptimizeSection
 from robopolicy.core.delayed import seen_ahead
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.origin import origin_of
+from robopolicy.core.origin import origin_of, renaming_of
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX
@@ -129,8 +129,10 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
         if not folder.exists():
             raise ConfigError(f"{folder} does not exist: name recorded episodes with optimize.data=[FOLDER].")
     cameras = [key.removeprefix(IMAGE_PREFIX) for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
-    read = [read_dataset(folder, cameras=cameras) for folder in folders]
-    return Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in read])
+    read = [read_dataset(folder, cameras=cameras, rename=renaming_of(model)) for folder in folders]
+    episodes = Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in read])
+    require_recorded("the recorded data", episodes, fields_read(model), model.spec.action, "world model")
+    return episodes
 
 
 def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:

@@ -18,12 +18,12 @@ from rich.markup import escape
 from robopolicy.build import behind, build_world, choose_device
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_in, with_latency_options
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, chosen_episodes
 from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.finite_values import require_finite_columns
+from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
 from robopolicy.core.memory import free_memory
-from robopolicy.core.origin import remember_origin
+from robopolicy.core.origin import remember_origin, remember_renaming
 from robopolicy.core.policy import PlansInternally, Policy, Trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.regression import Regressor
@@ -32,7 +32,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin
-from robopolicy.data.lerobot_reading import read_information
+from robopolicy.data.lerobot_reading import read_information, require_known
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.nn.precision import learning_in
 from robopolicy.origins import origin_of_section
@@ -78,10 +78,12 @@ def run(config: Config) -> int:
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device)
+    remember_renaming(policy, config.train.rename)
     say_model(policy, config.train)
     seen = behind(encoder, policy) if encoder is not None else policy
     places, reads_text = (data, *config.train.more), getattr(policy, "reads_instructions", None)
-    features = {name: what for path in places for name, what in read_information(path)["features"].items()}
+    renamed = config.train.rename
+    features = {name: what for path in places for name, what in read_information(path, renamed)["features"].items()}
     named = " and ".join(map(str, places))
     reading = describe_reading(named, features, recorded_episodes, seen.spec.observation, reads_text)
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
@@ -137,11 +139,19 @@ def run(config: Config) -> int:
 def demonstrations(config: Config, data: Path) -> Episodes:
     """Return the episodes of the dataset `data` and of train.more; raises DataError for what is no data or no match."""
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
-    recorded = recorded_in(config.world.options, read_dataset(data))
-    episodes = recorded.select(range(min(section.episodes or len(recorded), len(recorded))))
-    require_finite_columns(episodes, keys)
+    require_known(section.rename, (data, *section.more))
+    recorded = recorded_in(config.world.options, read_dataset(data, rename=section.rename))
+    episodes = chosen_episodes(recorded, data, "train", section.episodes, section.without)
+    if not recorded.observation_fields:
+        columns = ", ".join(read_information(data, section.rename)["features"])
+        raise DataError(
+            f"{data} has no 'observation.*' column, and policies read nothing else; it has: {columns}. Say which of them "
+            "a policy reads: train.rename={COLUMN: observation.state}."
+        )
+    if nonfinite_columns(episodes, keys, rewards=False):
+        require_finite_columns(recorded, keys)  # which counts as the settings do
     for path in section.more:
-        other = recorded_in(config.world.options, read_dataset(path))
+        other = recorded_in(config.world.options, read_dataset(path, rename=section.rename))
         try:
             require_finite_columns(other, keys)
             episodes = Episodes.concatenate([episodes, other])

@@ -19,15 +19,16 @@ from robopolicy.build import build_noisy_expert, build_world, choose_device, loa
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import DEMONSTRATIONS
 from robopolicy.core.delayed import recorded_in
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.origin import remember_origin
+from robopolicy.core.origin import remember_origin, remember_renaming
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
+from robopolicy.data.lerobot_reading import require_known
 from robopolicy.data.record import record, record_until
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.image_quality import unit_of
@@ -74,6 +75,7 @@ def run(config: Config) -> int:
     seed = derive(config.run.seed, "world model weights")
     model = WORLD_MODELS.builds(section.kind).build(section.config, world.spec, training, seed).to(device)
     remember_origin(model, origin)
+    remember_renaming(model, section.rename)
     world.close()
     clock = folder.clock()
     fitted = fit_stages(model, training, section.fit, generators, folder)
@@ -111,7 +113,12 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     """Return recorded episodes and, where steps are missing, fresh rollouts, an equal share from each source."""
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
-    parts = [recorded_in(config.world.options, read_dataset(path, cameras=config.world.cameras)) for path in paths]
+    require_known(section.rename, paths)
+    read = [read_dataset(path, cameras=config.world.cameras, rename=section.rename) for path in paths]
+    parts = [recorded_in(config.world.options, each) for each in read]
+    for path, part in zip(paths, parts, strict=True):
+        shown = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}
+        require_recorded(path, part, shown, world.spec.action, "world")
     if config.world.name == DEMONSTRATIONS:  # where nothing new can be played
         return Episodes.concatenate(parts)
     missing = section.transitions - sum(part.step_count for part in parts)

@@ -123,8 +123,14 @@ def test_inconsistent_episodes_are_refused():
         replace(episodes, action_field=replace(episodes.action_field, names=names)) for names in (("left",), ("right",))
     )
     assert len(Episodes.concatenate([named, episodes])) == 2 * len(episodes)
-    with pytest.raises(DataError, match="Elements of 'action' differ: left and right"):
+    with pytest.raises(
+        DataError, match=r"'action' is 'left' in the first episodes, but 'right' in .* rename=\{'left': 'right'\}"
+    ):
         Episodes.concatenate([named, other])
+    metres, inches = (replace(episodes, action_field=replace(episodes.action_field, unit=unit)) for unit in ("m", "in"))
+    assert len(Episodes.concatenate([metres, episodes])) == 2 * len(episodes)
+    with pytest.raises(DataError, match="'action' is in 'm' in the first episodes, in 'in' in those that are to be jo"):
+        Episodes.concatenate([metres, inches])
     with pytest.raises(DataError, match="Control rates differ"):
         Episodes.concatenate([episodes, Episodes(**{**vars_of(episodes), "fps": 20.0})])
     with pytest.raises(DataError, match="empty"):

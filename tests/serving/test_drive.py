@@ -27,7 +27,7 @@ class Counter:
     """State counts control steps; success if every action equals the state it was meant for; 9 steps an episode."""
 
     def __init__(self, batch_size=1):
-        self.spec = WorldSpec("counter", {STATE: Field((1,))}, Field((1,)), 10.0, 9)
+        self.spec = WorldSpec("counter", {STATE: Field((1,))}, Field((1,)), 5.0, 9)
         self.batch_size = batch_size
         self.count, self.right = np.zeros(batch_size), np.ones(batch_size, bool)
 
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused():
     class Blind(Counter):
         def __init__(self):
             super().__init__()
-            self.spec = WorldSpec("blind", {"observation.states": Field((1,))}, Field((1,)), 10.0, 9)
+            self.spec = WorldSpec("blind", {"observation.states": Field((1,))}, Field((1,)), 5.0, 9)
 
     with pytest.raises(SpecError, match=r"needs 'observation\.state'.*Did you mean"):
         drive(Blind(), Forecaster(), [1])

@@ -117,13 +117,19 @@ def test_what_the_model_sees_is_asked_for_and_missed():
 
 def test_a_model_of_another_task_is_named_as_such():
     for changes, what in (
-        ({"action": Field((1,), names=("lift",))}, "by actions it means \\['lift'\\], the policy \\['push'\\]"),
-        ({"observation": {STATE: Field((2,))}}, "by 'observation.state' it means \\[2\\], the policy \\[1\\]"),
+        (
+            {"action": Field((1,), names=("lift",))},
+            "Element 0 of actions is 'push' to the policy, but 'lift' to the world model that plans",
+        ),
+        (
+            {"observation": {STATE: Field((2,))}},
+            "of another task than the policy: by 'observation.state' it means \\[2\\], the policy \\[1\\]",
+        ),
     ):
         policy, model = Wanderer(), Line()
         policy.spec = replace(policy.spec, action=Field((1,), names=("push",)))
         model.spec = replace(SPEC, **changes)
-        with pytest.raises(ConfigError, match=f"world model that plans is of another task than the policy: {what}"):
+        with pytest.raises(ConfigError, match=what):
             PlannedPolicy(policy, model)
 
 
