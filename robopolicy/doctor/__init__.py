@@ -47,14 +47,19 @@ def examine(
     world: None where it is not known, so that the data are examined by themselves; generator: of the policy's noise;
     success: the policy's rate after training on this data, None where not known.
     """
-    findings = [*check_success(episodes, None if world is None else world.spec), *examine_data(episodes, world)]
+    reads_text = getattr(policy, "reads_instructions", None)
+    found = examine_data(episodes, world, reads_text)
+    findings = [*check_success(episodes, None if world is None else world.spec), *found]
     if policy is not None and not _fails(findings, "finite values"):
         findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0), success)
     return findings
 
 
-def examine_data(episodes: Episodes, world: World | None) -> list[Finding]:
-    """Examine data by itself, then against the world: fields, ranges, cameras, instructions, replay."""
+def examine_data(episodes: Episodes, world: World | None, reads_text: bool | None = None) -> list[Finding]:
+    """Examine data by itself, then against the world: fields, ranges, cameras, instructions, replay.
+
+    reads_text: whether the policy that is examined with them reads instructions, None where nobody says.
+    """
     images = check_cameras(episodes)
     findings = [*check_finite_values(episodes), *(check_fields(episodes, world.spec) if world else ()), *images]
     findings += [*check_duplicates(episodes), *check_constant_elements(episodes)]
@@ -64,7 +69,7 @@ def examine_data(episodes: Episodes, world: World | None) -> list[Finding]:
         if not _fails(findings, "finite values"):
             findings += [*check_constant_actions(episodes.actions, episodes.action_field), *check_spikes(episodes)]
         return findings
-    findings += check_instructions(episodes, world)
+    findings += check_instructions(episodes, world, reads_text)
     if _fails(findings, "finite values") or episodes.action_field.shape != world.spec.action.shape:
         return findings
     findings += check_action_range(episodes.actions, world.spec)

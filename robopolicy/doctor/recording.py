@@ -106,8 +106,11 @@ def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) 
     return Finding("ends of episodes", _health(len(which), count), text, remedy)
 
 
-def check_instructions(episodes: Episodes, world: World) -> list[Finding]:
-    """Compare instructions with those that the world knows and, at the same seeds, gives."""
+def check_instructions(episodes: Episodes, world: World, reads_text: bool | None = None) -> list[Finding]:
+    """Compare instructions with those that the world knows and, at the same seeds, gives.
+
+    Where both have a single one, or the policy reads none (reads_text False), other words make no difference.
+    """
     known = set(world.spec.instructions)
     if known == {""}:
         return []
@@ -116,6 +119,11 @@ def check_instructions(episodes: Episodes, world: World) -> list[Finding]:
     if unknown:
         first = episodes.tasks[int(unknown[0])]
         what = f"'{first}'" if first else "none"
+        single = len(set(episodes.tasks)) == 1 and len(world.spec.goals) == 1
+        if reads_text is False or (single and not reads_text):
+            own, its = what if single else "others", f"'{world.spec.goals[0]}'"
+            text = f"{own} in the data, {its} in the world: no difference to a policy that reads no instructions"
+            return [Finding("instructions", Health.UNKNOWN, text)]
         text = f"{len(unknown)} of {len(episodes)} episodes (episodes {listed(unknown)}) have an instruction that the "
         return [Finding("instructions", Health.BAD, f"{text}world does not know: {what}", remedy)]
     if episodes.seeds is None:

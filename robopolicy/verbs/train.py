@@ -145,8 +145,8 @@ def demonstrations(config: Config, data: Path) -> Episodes:
     if not recorded.observation_fields:
         columns = ", ".join(read_information(data, section.rename)["features"])
         raise DataError(
-            f"{data} has no 'observation.*' column, and policies read nothing else; it has: {columns}. Say which of them "
-            "a policy reads: train.rename={COLUMN: observation.state}."
+            f"{data} has no 'observation.*' column, and policies read nothing else; it has: {columns}. Say which of "
+            "them a policy reads: train.rename={COLUMN: observation.state}."
         )
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(recorded, keys)  # which counts as the settings do

@@ -124,7 +124,7 @@ def test_inconsistent_episodes_are_refused():
     )
     assert len(Episodes.concatenate([named, episodes])) == 2 * len(episodes)
     with pytest.raises(
-        DataError, match=r"'action' is 'left' in the first episodes, but 'right' in .* rename=\{'left': 'right'\}"
+        DataError, match=r"'action' is 'left' in the first episodes, but 'right' in .*train.rename=\{left: right\}"
     ):
         Episodes.concatenate([named, other])
     metres, inches = (replace(episodes, action_field=replace(episodes.action_field, unit=unit)) for unit in ("m", "in"))

@@ -107,5 +107,5 @@ def test_names_that_are_mere_numbers_are_compared_by_count() -> None:
     ):
         with pytest.raises(SpecError, match=f"Element 0 of '{STATE}' is '{mine[0]}' to the policy, but"):
             require_fit(policy(*mine), shown(*theirs))
-    with pytest.raises(SpecError, match=r"is 'x' to the policy, but 'y' in .* train.rename=\{'x': 'y'\}"):
+    with pytest.raises(SpecError, match=r"is 'x' to the policy, but 'y' in .*train.rename=\{x: y\}"):
         require_fit(policy("x", "speed"), shown("y", "speed"))

@@ -1,6 +1,8 @@
 """Causes that are named: statistics that disagree with the data, a world that ignores its seed; no blame on success."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from robopolicy.core.storage import write_json
 from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.doctor import Health, check_statistics, examine_data
+from robopolicy.doctor.data import check_fields
 from robopolicy.doctor.policy import check_policy_on_data
+from robopolicy.doctor.recording import check_instructions
 from robopolicy.verbs.doctor import judged_success
 from sims.registry import load_task, make_world
 
@@ -81,3 +85,39 @@ def test_the_success_is_what_train_measured_on_this_data(tmp_path):
     judged["policy"]["deterministic"]["reports_success"] = False
     write_json(run.path / "result.json", {"data": str(tmp_path / "data"), **judged})
     assert judged_success(run.checkpoint, tmp_path / "data") is None
+
+
+def test_one_task_in_other_words_is_no_fault_of_what_reads_no_text():
+    reach = make_world("reach_planar", 2)
+    episodes = record(reach, load_task("reach_planar").expert(), np.arange(2))
+    reach.close()
+    named = replace(reach.spec, instructions=("touch the ball",))
+    other = SimpleNamespace(spec=named)
+
+    def health(tasks, reads_text=None, world=other):
+        (finding,) = check_instructions(replace(episodes, tasks=tasks), world, reads_text)
+        return finding.health
+
+    assert health(("push it", "push it")) is Health.UNKNOWN
+    assert health(("push it", "push it"), True) is Health.BAD
+    several = SimpleNamespace(spec=replace(named, instructions=("left", "right")))
+    assert health(("push it", "pull it"), world=several) is Health.BAD
+    assert health(("push it", "pull it"), False, several) is Health.UNKNOWN
+
+
+def test_units_and_rates_of_data_and_world_are_compared_and_mere_numbers_by_count():
+    reach = make_world("reach_planar", 2)
+    episodes = record(reach, load_task("reach_planar").expert(), np.arange(2))
+    reach.close()
+    field = episodes.observation_fields[STATE]
+
+    def found(**changes):
+        fields = {**episodes.observation_fields, STATE: replace(field, **changes)}
+        return check_fields(replace(episodes, observation_fields=fields, fps=reach.spec.fps + 0.04), reach.spec)
+
+    assert not [each for each in found() if each.problem]
+    assert [each.health for each in found(unit="deg") if each.check == STATE] == [Health.BAD]
+    numbered = found(names=tuple(f"motor_{index}" for index in range(field.size)))
+    assert not [each for each in numbered if each.problem]
+    assert [each.health for each in numbered if each.check == "element names"] == [Health.UNKNOWN]
+    assert [each for each in found(names=field.names[::-1]) if each.check == "observation order"]
