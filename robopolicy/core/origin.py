@@ -70,10 +70,10 @@ def renaming_of(trained: object) -> Mapping[str, str]:
 def remember_described(trained: object, description: Mapping[str, Any], where: object) -> None:
     """Let what was loaded say what the entries `described_origin` of its description do; CheckpointError as there."""
     remember_origin(trained, WorldOrigin.from_json(description.get(WORLD), where))
-    renamed = description.get(RENAMED) or {}
+    renamed: object = description.get(RENAMED) or {}
     if not is_mapping(renamed) or not all(isinstance(name, str) for pair in renamed.items() for name in pair):
         raise CheckpointError(f"{where}: '{RENAMED}' is {str(renamed)[:80]!r}, not names and other names for them.")
-    remember_renaming(trained, renamed)
+    remember_renaming(trained, {str(name): str(other) for name, other in renamed.items()})
 
 
 def described_origin(trained: object) -> dict[str, Any]:

@@ -7,6 +7,7 @@ it is called: `observation.image` is read as `observation.images.image`.
 """
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,21 +136,43 @@ def is_dataset(folder: Path) -> bool:
 def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -> dict[str, Any]:
     """Read and check `meta/info.json`: fps, features, totals. Raises DataError as `read_dataset`."""
     path = Path(folder) / "meta" / "info.json"
+    if Path(folder).is_file():
+        raise DataError(f"{folder} is a file, and a LeRobotDataset is a folder. {OTHER_FORMATS}")
     if not Path(folder).is_dir():
         raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
     if not is_dataset(folder):
-        raise DataError(f"{folder} is not a LeRobotDataset: it has no meta/info.json.")
+        raise DataError(f"{folder} is not a LeRobotDataset: it has no meta/info.json. {OTHER_FORMATS}")
     information = read_json(file_within(Path(folder), "meta/info.json", "meta/info.json"), DataError)
     version = str(information.get("codebase_version", "unknown"))[:20] if isinstance(information, dict) else "unknown"
     if not version.startswith("v3."):
-        raise DataError(
-            f"{folder} has LeRobotDataset format {version}, this reads v3. Convert it with: "
-            f"python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=..."
-        )
+        raise DataError(f"{folder} has LeRobotDataset format {version}, this reads v3. {_conversion(folder, version)}")
     check_information(information, path)
     if not information.get("total_episodes") or not information.get("total_frames"):
         raise DataError(f"{folder} holds no finished episode: its recording stopped early. Record it again.")
     return {**information, "features": renamed_features(information["features"], rename, Path(folder))}
+
+
+OTHER_FORMATS = (
+    "Episodes of another format (hdf5, zarr, npz, RLDS, Minari) are written as one with LeRobot's "
+    "LeRobotDataset.create, add_frame, save_episode and finalize: robopolicy/data/README.md shows it in ten lines."
+)
+
+
+def _conversion(folder: Path, version: str) -> str:
+    """Return how a dataset of an older LeRobot becomes one of today's."""
+    if version == "v2.1":
+        root = shlex.quote(str(Path(folder).absolute()))
+        return (
+            "Convert it, where it lies, with: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=me/data "
+            f"--root={root} --push-to-hub=false"
+        )
+    if version == "v2.0":
+        return (
+            "LeRobot converts v2.1 alone: its way from v2.0 to v2.1 (lerobot 0.3, "
+            "lerobot.datasets.v21.convert_dataset_v20_to_v21) takes data sets on the Hugging Face hub and no folders. "
+            "Of a folder write the episodes anew: robopolicy/data/README.md shows it in ten lines."
+        )
+    return OTHER_FORMATS if version < "v3" or version == "unknown" else "It is newer: update robopolicy."
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -266,8 +289,8 @@ def _chosen_cameras(information: Mapping[str, Any], cameras: Sequence[str] | Non
         said = listed([f"{name} ({kind_in_words(what)})" for name, what in others.items()], 8)
         raise DataError(
             f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}: give what a "
-            "policy shall read LeRobot's names, such as observation.state and observation.images.wrist, with train.rename."
-            f"{advice(features)}"
+            "policy shall read LeRobot's names, such as observation.state and observation.images.wrist, by "
+            f"train.rename={{COLUMN: NAME}}.{advice(features)}"
         )
     if cameras is None:
         return columns

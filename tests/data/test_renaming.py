@@ -67,7 +67,7 @@ def test_what_lacks_our_names_is_refused_with_the_setting_that_gives_them(tmp_pa
     given = OverridesParser.create().parse_override(setting).value()
     assert given == {"state": STATE, "image": IMAGE_PREFIX + "image", "actions": "action"}
     assert set(read_dataset(folder, rename=given).observation) == {STATE, IMAGE_PREFIX + "image"}
-    with pytest.raises(DataError, match=r"no 'observation.\*' column.*rename=\{state: observation.state"):
+    with pytest.raises(DataError, match=r"no column 'observation.\*'.*rename=\{state: observation.state"):
         read_dataset(folder, rename={"actions": "action"})
     with pytest.raises(DataError, match=r"no column or element 'motor_9' to rename. Did you mean 'motor_"):
         require_known({"motor_9": "x"}, (folder,))
