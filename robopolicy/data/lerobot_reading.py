@@ -287,10 +287,13 @@ def _chosen_cameras(information: Mapping[str, Any], cameras: Sequence[str] | Non
     others = {name: what for name, what in features.items() if name not in _KNOWN and not name.startswith("next.")}
     if others and not any(name.startswith("observation.") for name in others):
         said = listed([f"{name} ({kind_in_words(what)})" for name, what in others.items()], 8)
+        names = (
+            " Give what a policy shall read LeRobot's names, such as observation.state and observation.images.wrist: "
+            "train.rename={COLUMN: observation.state}."
+        )
         raise DataError(
-            f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}: give what a "
-            "policy shall read LeRobot's names, such as observation.state and observation.images.wrist, by "
-            f"train.rename={{COLUMN: NAME}}.{advice(features)}"
+            f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}."
+            f"{advice(features) or names}"
         )
     if cameras is None:
         return columns

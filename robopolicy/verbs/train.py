@@ -142,12 +142,6 @@ def demonstrations(config: Config, data: Path) -> Episodes:
     require_known(section.rename, (data, *section.more))
     recorded = recorded_in(config.world.options, read_dataset(data, rename=section.rename))
     episodes = chosen_episodes(recorded, data, "train", section.episodes, section.without)
-    if not recorded.observation_fields:
-        columns = ", ".join(read_information(data, section.rename)["features"])
-        raise DataError(
-            f"{data} has no 'observation.*' column, and policies read nothing else; it has: {columns}. Say which of "
-            "them a policy reads: train.rename={COLUMN: observation.state}."
-        )
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(recorded, keys)  # which counts as the settings do
     for path in section.more:
