@@ -432,9 +432,9 @@ def note_large_vectors(fields: Mapping[str, Field]) -> None:
         )
 
 
-type Size = tuple[int, int]
+Size = tuple[int, int]
 """(height, width) of an image, in pixels."""
-type ImageSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
+ImageSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
 """What `image_size` of a world may be: one number for height and width, (height, width), or either by camera."""
 LARGEST_SIDE = 4096
 """Pixels that graphics drivers render along a side of an image."""

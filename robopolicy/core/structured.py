@@ -10,12 +10,14 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
 from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.ranges import LARGEST
 from robopolicy.core.registry import Kinds
+
+Structure = TypeVar("Structure")  # and no type parameters: the robot's side is for Python 3.10 too
 
 REGISTRY = "registry"
 """Metadata of a field that holds a name: dotted path of the `Registry` whose names the help page lists beside it."""
@@ -50,7 +52,7 @@ def to_plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def from_plain[Structure](kind: type[Structure], data: object, where: str = "") -> Structure:
+def from_plain(kind: type[Structure], data: object, where: str = "") -> Structure:
     """Build the dataclass `kind` from plain values; missing keys take the defaults, also inside a section whose
     defaults its owner has changed.
 
@@ -81,7 +83,7 @@ def from_plain[Structure](kind: type[Structure], data: object, where: str = "") 
         raise ConfigError(f"In section '{where or kind.__name__}': {error}") from error
 
 
-def narrowed[Structure](kind: type[Structure], value: Any) -> Structure:
+def narrowed(kind: type[Structure], value: Any) -> Structure:
     """Return the `kind` part of `value`, an instance of one of its subclasses with more fields."""
     return kind(**{item.name: getattr(value, item.name) for item in fields(cast(Any, kind)) if item.init})
 

@@ -16,7 +16,7 @@ from robopolicy.serving.described import DescribedPolicy
 
 STANDARD = RobotSettings()
 
-type Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
+Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 """(newest frames by field, last action [A] or None) -> the action [A] that keeps the robot still."""
 
 

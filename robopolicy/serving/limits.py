@@ -5,7 +5,6 @@ every other robot wait. Nothing honest comes near these limits.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec
 
@@ -49,7 +48,7 @@ class Limits:
     lockout: float = 10.0
 
     @classmethod
-    def of(cls, spec: PolicySpec) -> Self:
+    def of(cls, spec: PolicySpec) -> "Limits":
         """Return the limits for clients of a policy: twice the largest honest message, lists as long as its vectors."""
         vectors = [field.size for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)]
         images = [field.size for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]

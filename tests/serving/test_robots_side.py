@@ -1,0 +1,131 @@
+"""What runs on a robot's computer, the client and the driver, runs on Python 3.10 and needs three packages."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROBOTS_SIDE = ("robopolicy.serving.client", "robopolicy.serving.driver", "robopolicy.serving.connecting")
+PACKAGES = {"numpy", "msgpack", "websockets", "PIL"}
+"""The last one only where it is installed."""
+NEWER = {
+    *("typing.Self", "typing.Never", "typing.LiteralString", "typing.assert_never", "typing.reveal_type"),
+    *("typing.Required", "typing.NotRequired", "typing.Unpack", "typing.TypeVarTuple", "typing.override"),
+    *("typing.TypeAliasType", "typing.assert_type", "typing.dataclass_transform", "typing.get_overloads"),
+    *("datetime.UTC", "enum.StrEnum", "enum.verify", "enum.member", "enum.nonmember", "enum.EnumCheck"),
+    *("itertools.batched", "math.cbrt", "math.exp2", "math.sumprod", "hashlib.file_digest", "contextlib.chdir"),
+    *("asyncio.TaskGroup", "asyncio.timeout", "asyncio.timeout_at", "asyncio.Runner", "asyncio.Barrier"),
+    *("operator.call", "time.sleep_until", "inspect.getmembers_static", "collections.abc.Buffer", "os.unshare"),
+}
+"""What the standard library of Python 3.11 or 3.12 brings."""
+NEWER_NAMES = {"ExceptionGroup", "BaseExceptionGroup", "add_note", "walk_up", "aclosing_"}
+NEWER_MODULES = {"tomllib", "wsgiref.types", "importlib.resources.abc"}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """What a module imports as it is imported: names with their module, modules themselves."""
+    found, waiting = set[str](), list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            found |= {item.name for item in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{item.name}" for item in node.names}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        elif isinstance(node, (ast.If, ast.Try, ast.ClassDef, ast.With)):
+            waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+            waiting += [each for handler in getattr(node, "handlers", []) for each in handler.body]
+    return found
+
+
+def path_of(module: str) -> Path | None:
+    file = ROOT / Path(*module.split("."))
+    return next((each for each in (file.with_suffix(".py"), file / "__init__.py") if each.is_file()), None)
+
+
+def reached() -> dict[str, Path]:
+    """Every module of ours that the robot's side imports."""
+    known, waiting = dict[str, Path](), list(ROBOTS_SIDE)
+    while waiting:
+        name = waiting.pop()
+        path = path_of(name)
+        if path is None or name in known:
+            continue
+        known[name] = path
+        parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+        for each in imports(ast.parse(path.read_text())):
+            waiting += [each, each.rpartition(".")[0]]
+        waiting += parents
+    return known
+
+
+MODULES = reached()
+
+
+def nested_quotes(path: Path) -> list[int]:
+    """Lines with an f-string that holds its own quotes, a backslash or a line break in a field: Python 3.12's."""
+    lines, open_quotes = [], list[str]()
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.FSTRING_START:
+                quote = token.string.lstrip("frFR")
+                if open_quotes and quote in open_quotes:
+                    lines.append(token.start[0])
+                open_quotes.append(quote)
+            elif token.type == tokenize.FSTRING_END:
+                open_quotes.pop()
+            elif open_quotes and token.type == tokenize.STRING:
+                if any(each[0] in token.string for each in open_quotes if len(each) == 1) or "\\" in token.string:
+                    lines.append(token.start[0])
+            elif open_quotes and token.type == tokenize.COMMENT:
+                lines.append(token.start[0])
+    return lines
+
+
+def test_the_robots_side_is_known():
+    assert 15 < len(MODULES) < 45
+    assert {"robopolicy", "robopolicy.core.spec", "robopolicy.serving.pictures"} <= MODULES.keys()
+    assert "robopolicy.library" not in MODULES
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_robots_side_is_written_for_python_3_10(name):
+    text = MODULES[name].read_text()
+    tree = ast.parse(text, feature_version=(3, 10))  # type parameters, type statements, except*
+    assert not nested_quotes(MODULES[name])
+    used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not (imports(tree) | used) & NEWER
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not names & NEWER_NAMES and not imports(tree) & NEWER_MODULES
+
+
+def test_the_robots_side_needs_three_packages():
+    found = {each.partition(".")[0] for path in MODULES.values() for each in imports(ast.parse(path.read_text()))}
+    assert found - sys.stdlib_module_names - {"robopolicy"} <= PACKAGES
+
+
+def test_what_is_too_new_is_seen(tmp_path):
+    file = tmp_path / "new.py"
+    file.write_text("""a = {'b': 1}\nprint(f'{a['b']}')\nprint(f"{a['b']:{a['b']}}")\n""")
+    assert nested_quotes(file) == [2]
+    with pytest.raises(SyntaxError):
+        ast.parse("type Whole = int", feature_version=(3, 10))
+
+
+@pytest.mark.parametrize("python", ["python3.10", "python3.11"])
+def test_an_older_python_imports_the_robots_side(python):
+    """Where there is one, and as far as it has the packages."""
+    found = shutil.which(python)
+    run = [found or "", "-c", "import numpy, msgpack, websockets; print(1)"]
+    if found is None or subprocess.run([found, "-c", ""], capture_output=True).returncode:
+        pytest.skip(f"there is no {python}")
+    compiled = "import sys\nfor path in sys.argv[1:]: compile(open(path, encoding='utf-8').read(), path, 'exec')"
+    subprocess.run([found, "-c", compiled, *map(str, MODULES.values())], check=True)
+    if subprocess.run(run, capture_output=True).returncode == 0:
+        subprocess.run([found, "-c", "import " + ", ".join(ROBOTS_SIDE)], check=True, cwd=ROOT)
