@@ -73,7 +73,7 @@ def record_grid(
 
     size: cell height and width in pixels; label: title above the grid; every: keep each n-th control step (the video
     still plays in real time); hold_seconds: how long the last frame stays. The rest is as in `evaluate_policy`; with
-    its seeds and batch size the outcomes are the same. Raises ConfigError when the world cannot be rendered.
+    its seeds the outcomes are the same. Raises ConfigError when the world cannot be rendered.
     """
     if not isinstance(world, Renders):
         raise ConfigError(f"The world '{world.spec.name}' cannot be rendered: record videos in a simulator.")

@@ -22,7 +22,7 @@ from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.errors import CheckpointError, SpecError
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.policy import PolicySpec
-from robopolicy.core.randomness import Generators
+from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import TASK, Field, Observation
 from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_trained_here
 from robopolicy.plugins.features import ACTION, feature, require_names
@@ -38,9 +38,10 @@ class RobopolicyPolicy(PreTrainedPolicy):
     """One of our checkpoints, as LeRobot's commands run policies.
 
     Every row has the history that the policy reads, and all rows decide at once, every C steps, as LeRobot's `reset`
-    begins all of them at once. Images may be float 0..1 or uint8, and of any size. Raises CheckpointError where the
-    checkpoint cannot be loaded, ConfigError where none is named, and SpecError where what the environment or robot
-    shows does not fit it.
+    begins all of them at once. Its noise belongs to the episode, counted from 0 since it was loaded, so that another
+    batch size of LeRobot's gives the same outcomes. Images may be float 0..1 or uint8, and of any size. Raises
+    CheckpointError where the checkpoint cannot be loaded, ConfigError where none is named, and SpecError where what the
+    environment or robot shows does not fit it.
     """
 
     config_class = RobopolicyConfig  # pyright: ignore[reportAssignmentType]
@@ -58,8 +59,9 @@ class RobopolicyPolicy(PreTrainedPolicy):
         if not config.input_features:
             config.input_features = {key: _feature(key, field) for key, field in spec.observation.items()}
         config.output_features = {ACTION: _feature(ACTION, spec.action)}
-        generator = Generators(config.seed, device)["lerobot"]
-        self.actor = PolicyActor(self.acting, generator, deterministic=config.deterministic)
+        noise = EpisodeGenerator(config.seed, device)
+        self.actor = PolicyActor(self.acting, noise, deterministic=config.deterministic)
+        self._episodes = 0  # how many have begun
         self.reset()
         self.eval()
 
@@ -123,6 +125,8 @@ class RobopolicyPolicy(PreTrainedPolicy):
         rows = len(next(iter(arrays.values())))
         if not self._sessions:
             self._sessions = [Session(self.acting.spec, limits=self._limits) for _ in range(rows)]
+            self.actor.begin(self._episodes + np.arange(rows))
+            self._episodes += rows
         if len(self._sessions) != rows:
             raise SpecError(f"The batch has {rows} rows, before it had {len(self._sessions)}: call reset() in between.")
         texts = _texts(batch.get(TASK), rows)

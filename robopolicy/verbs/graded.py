@@ -19,7 +19,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, episode_seeds
+from robopolicy.core.randomness import NOISE_VERSION, Generators, episode_seeds
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import World
 from robopolicy.data.quality import (
@@ -178,7 +178,8 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
 
 def _known(file: Path, config: Config) -> dict[str, Any]:
     """Return what was measured of this actor before a kill: a checkpoint may have been trained further since."""
-    actor = fingerprint({"version": VERSION, "actor": who_acts(config)})
+    drawn = {"noise": NOISE_VERSION} if config.collect.policy is not None else {}
+    actor = fingerprint({"version": VERSION, "actor": who_acts(config), **drawn})
     found = read_json(file) if file.exists() else {}
     return found if found.get("actor") == actor else {"actor": actor}
 
@@ -206,6 +207,7 @@ def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) ->
         "world": world,
         "horizon": horizon,
         "actor": who_acts(config),
+        **({"noise": NOISE_VERSION} if config.collect.policy is not None else {}),  # a policy draws its own
         "levels": ground.levels,
         "episodes": section.episodes,
         "seed": config.run.seed,

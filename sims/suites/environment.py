@@ -3,9 +3,10 @@
 This module runs inside worker processes, so it imports neither torch nor anything that does.
 """
 
+import contextlib
 import copy
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -173,11 +174,12 @@ class RowEnvironment:
     """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
 
     success, success_key: see `SuccessRule`. seed_globals: seed Python's and numpy's global generators as well, for
-    environments that draw from them. increase: `step` returns the increase of the environment's reward since the step
-    before, 0 in the first, for rewards that say how far the task has come. An environment may have attributes
-    `state_keys` and `element_names` (see `observation_layout`), which count where no state_keys are given. notes: what
-    the user should know of what happened, until `take_notes` takes it. Raises ConfigError unless actions are a
-    one-dimensional Box, on a bad `success`, and where `observation_layout` does.
+    environments that draw from them: each has their state for itself, whatever its neighbours draw. increase: `step`
+    returns the increase of the environment's reward since the step before, 0 in the first, for rewards that say how far
+    the task has come. An environment may have attributes `state_keys` and `element_names` (see `observation_layout`),
+    which count where no state_keys are given. notes: what the user should know of what happened, until `take_notes`
+    takes it. Raises ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where
+    `observation_layout` does.
     """
 
     def __init__(
@@ -193,7 +195,7 @@ class RowEnvironment:
         self._rule = SuccessRule(success, success_key, self._note)
         self._seed_globals, self._increase = seed_globals, increase
         # Sum of the rewards of this episode, and the last of them: part of a snapshot.
-        self._paid = SimpleNamespace(total=0.0, last=None)
+        self._paid = SimpleNamespace(total=0.0, last=None, drawn=None)
         self.environment = make()
         own_keys, names = (_attribute(self.environment, name) for name in ("state_keys", "element_names"))
         self.layout = observation_layout(self.environment.observation_space, state_keys or own_keys or None, names)
@@ -235,7 +237,8 @@ class RowEnvironment:
                 out = np.zeros((2, self.layout.size), np.float32)
                 self.reset(0, out[0])
                 still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
-                observation, *_, info = self.environment.step(still)
+                with self._own_globals():
+                    observation, *_, info = self.environment.step(still)
                 known |= set(info)
                 self.layout.write(observation, out[1])
                 seen.append(out)
@@ -245,12 +248,30 @@ class RowEnvironment:
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D]."""
-        if self._seed_globals:
-            random.seed(int(seed))
-            np.random.seed(int(seed) % 2**32)  # noqa: NPY002 (the environment draws from it)
         self._paid.total, self._paid.last = 0.0, None
-        observation, _ = self.environment.reset(seed=int(seed), options=options)
+        with self._own_globals(int(seed)):
+            observation, _ = self.environment.reset(seed=int(seed), options=options)
         self._take(observation, out)
+
+    @contextlib.contextmanager
+    def _own_globals(self, seed: int | None = None) -> Iterator[None]:
+        """With seed_globals, let this episode's state stand in for that of the global generators; seed: begin anew."""
+        if not self._seed_globals:
+            yield
+            return
+        theirs = random.getstate(), np.random.get_state()  # noqa: NPY002 (the environment draws from it)
+        if seed is not None:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+        elif self._paid.drawn is not None:
+            random.setstate(self._paid.drawn[0])
+            np.random.set_state(self._paid.drawn[1])  # noqa: NPY002
+        try:
+            yield
+        finally:
+            self._paid.drawn = random.getstate(), np.random.get_state()  # noqa: NPY002
+            random.setstate(theirs[0])
+            np.random.set_state(theirs[1])  # noqa: NPY002
 
     def step(self, action: np.ndarray, out: np.ndarray, last: bool = False) -> tuple[float, bool, bool, bool]:
         """Act, write the observation into `out` and return reward, terminated, truncated, success.
@@ -258,7 +279,8 @@ class RowEnvironment:
         action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size; last: whether the
         world's time limit ends the episode here. Raises as `SuccessRule` does.
         """
-        observation, reward, terminated, truncated, info = self.environment.step(action)
+        with self._own_globals():
+            observation, reward, terminated, truncated, info = self.environment.step(action)
         self._take(observation, out)
         paid = float(reward)
         self._paid.total += paid

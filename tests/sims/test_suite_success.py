@@ -1,5 +1,6 @@
 """Who says that an episode has succeeded, and whether it can be repeated: asked before anything is measured."""
 
+import random
 import warnings
 from functools import partial
 
@@ -180,6 +181,25 @@ def test_an_environment_that_does_not_repeat_is_noticed_and_can_be_seeded():
         assert make().repeats
     first, again = (world.reset(seeds=[3, 4])[STATE].copy() for _ in range(2))
     assert np.array_equal(first, again)
+
+
+def test_rows_that_draw_from_global_generators_do_not_draw_from_one_another():
+    class Slips(SilentEnvironment):
+        def step(self, action):
+            slipped = np.random.normal() + random.random()  # noqa: NPY002
+            return super().step(action + np.float32(slipped))
+
+    def places(seeds):
+        world = make(Slips, rows=len(seeds), seed_globals=True)
+        world.reset(seeds=seeds)
+        return world.step(np.zeros((len(seeds), 4, 1))).trace[STATE][..., 0]
+
+    state = random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    together = places([3, 4, 5])
+    for row, seed in enumerate((3, 4, 5)):
+        np.testing.assert_array_equal(places([seed])[0], together[row])
+    assert len(np.unique(np.diff(together, axis=1))) == together[:, 1:].size
+    assert random.getstate() == state[0] and np.array_equal(np.random.get_state()[1], state[1])  # noqa: NPY002
 
 
 def test_goals_in_dictionaries_are_summed_up():
