@@ -23,6 +23,9 @@ MOST_NUMBERS = 10_000
 MOST = 2**28
 """Elements of one frame of a camera, and of all that is remembered for a policy."""
 
+type Range = tuple[np.ndarray, np.ndarray]
+"""Least and greatest of the elements of a vector, [N]."""
+
 NO_TURNS = Turns(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))
 
 
@@ -33,7 +36,8 @@ class DescribedPolicy:
     fields: what it reads of the robot -> shape of a frame; ahead: steps after which its decisions are executed, 0 for
     at once; overlap: steps by which its plans reach beyond a chunk where the server offers a chunking that follows on
     from the plan underway, else 0; shape, low, high: of an action [A]; names, unit: of its elements, () and "" where it
-    does not say; elements: field -> names of its elements; turns: how they go round.
+    does not say; elements: field -> names of its elements; turns: how they go round; known: field -> least and greatest
+    [N] of the vectors that the policy was trained on.
     """
 
     fields: Mapping[str, tuple[int, ...]]
@@ -50,6 +54,7 @@ class DescribedPolicy:
     elements: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
 
     turns: Turns = NO_TURNS
+    known: Mapping[str, Range] = field(default_factory=dict[str, Range])
 
     def with_turns(self, turns: Mapping[str, float], switches: Sequence[str]) -> "DescribedPolicy":
         """Return the same with what settings say of elements that go round or switch; see `turns_of`."""
@@ -114,6 +119,7 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
         overlap = _whole(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
         shape, low, high = _field("action", metadata["action"])
         fields = {key: _field(key, read)[0] for key, read in _mapping(metadata["observation"]).items()}
+        known = {key: _range(key, said, fields) for key, said in _mapping(metadata.get("known") or {}).items()}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
     queue = math.prod(fields.pop(QUEUE, (0,)))
@@ -132,7 +138,7 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     ahead, unit = queue // math.prod(shape), metadata["action"].get("unit") or ""
     names, elements = _names(metadata["action"]), {key: _names(read) for key, read in metadata["observation"].items()}
     policy = DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, low, high, names, unit, elements)
-    return policy.with_turns({}, ())
+    return replace(policy, known=known).with_turns({}, ())
 
 
 def _whole(value: Any) -> int:
@@ -146,6 +152,18 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
     if not is_mapping(value):
         raise ValueError(f"{value!r:.40} is no mapping")
     return value
+
+
+def _range(key: Any, said: Any, fields: Mapping[str, tuple[int, ...]]) -> Range:
+    """Return between which values the elements of a vector lay in training [N]. Raises ValueError on what is none."""
+    low, high = (np.asarray(_mapping(said)[name], np.float64) for name in ("low", "high"))
+    if (
+        key not in fields
+        or not low.shape == high.shape == (math.prod(fields[key]),)
+        or not np.isfinite([low, high]).all()
+    ):
+        raise ValueError(f"what is known of {key!r:.40} is no range of it")
+    return low, high
 
 
 def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:

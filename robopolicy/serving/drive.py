@@ -19,6 +19,7 @@ from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import Driver, Requests, Server, described_policy
 from robopolicy.serving.holding import as_served, holding
+from robopolicy.serving.notices import Notices
 
 STANDARD = RobotSettings()
 
@@ -30,22 +31,23 @@ def drive(
     *,
     rate: float = 0.0,
     robot: RobotSettings = STANDARD,
+    notices: Notices | None = None,
 ) -> dict[str, Any]:
     """Run one episode per seed, as many at a time as the world has rows, and return what happened.
 
     robot: see `RobotSettings`, and `Driver` for what it means; rate: control steps per second in real time, in which a
     robot without an action holds still; 0 for as fast as possible, where the world stands still while the server
-    answers. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch, latency_steps, held, clipped
-    and stale (see `Driver`), failures, deadline_misses (control steps that came more than a tenth of a period late) and
-    latency_ms {p50, p90, p99, max} of the requests. Every request carries the history the policy wants, taken at the
-    control rate.
+    answers; notices: where it is said what the user should know meanwhile. Returns episodes, successes, steps,
+    requests, wall_seconds, rate, prefetch, latency_steps, held, clipped, stale and outside (see `Driver`), failures,
+    deadline_misses (control steps that came more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of
+    the requests. Every request carries the history the policy wants, taken at the control rate.
     Raises SpecError, ConfigError, ServingError (world and policy do not fit, or the server fails for longer than
     patience) and NonFiniteError (an action that must not reach a robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
     clock = Clock(rate)
-    robots = _Robots(world, client, as_served(robot, client.metadata), clock)
+    robots = _Robots(world, client, as_served(robot, client.metadata), clock, notices or Notices())
     successes = steps = 0
     started = time.perf_counter()
     try:
@@ -67,7 +69,7 @@ def drive(
         "rate": rate,
         "prefetch": robots.drivers[0].prefetch,
         "latency_steps": robot.latency_steps,
-        **{name: counts[name] for name in ("held", "clipped", "stale", "failures")},
+        **{name: counts[name] for name in ("held", "clipped", "stale", "outside", "failures")},
         "deadline_misses": clock.misses,
         "latency_ms": latency_figures(robots.requests.latencies),
     }
@@ -76,7 +78,7 @@ def drive(
 class _Robots:
     """The rows of a world, each with a driver, as an actor that gives out single control steps."""
 
-    def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock):
+    def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock, notices: Notices):
         self.world, self.clock = world, clock
         self.requests, policy = Requests(client), described_policy(client.metadata)
         self.drivers = [
@@ -99,6 +101,7 @@ class _Robots:
                 patience=settings.patience,
                 wait=clock.period == 0,
                 requests=self.requests,
+                notices=notices,
                 session=str(row) if world.batch_size > 1 else "",
             )
             for row in range(world.batch_size)

@@ -14,6 +14,7 @@ from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import Driver, Requests, Server, described_policy
 from robopolicy.serving.lerobot_robot import AttachedLeRobot
+from robopolicy.serving.notices import Notices
 
 
 def drive_robot(
@@ -24,13 +25,14 @@ def drive_robot(
     rate: float,
     attached: AttachedRobot,
     settings: RobotSettings,
+    notices: Notices | None = None,
 ) -> dict[str, Any]:
     """Drive a connected robot for `episodes` of `attached.seconds` each, and return what happened.
 
-    rate: control steps a second, 0 for the policy's. Returns what `drive` does, without successes, which no robot
-    reports. Where nothing is left to do the robot stays where it is. Raises ConfigError on a rate or a time of no use,
-    what the robot raises (see `AttachedLeRobot`), and what the server did wrong once it is hopeless, or away for longer
-    than patience; the robot is the caller's to stop.
+    rate: control steps a second, 0 for the policy's; notices: where it is said what the user should know meanwhile.
+    Returns what `drive` does, without successes, which no robot reports. Where nothing is left to do the robot stays
+    where it is. Raises ConfigError on a rate or a time of no use, what the robot raises (see `AttachedLeRobot`), and
+    what the server did wrong once it is hopeless, or away for longer than patience; the robot is the caller's to stop.
     """
     requests = Requests(client)
     renamed = robot.wiring.renamed
@@ -47,6 +49,7 @@ def drive_robot(
         max_age=settings.max_age,
         patience=settings.patience,
         requests=requests,
+        notices=notices,
     )
     rate = driver.fps if rate == 0 else rate
     steps = round(attached.seconds * rate)
@@ -77,7 +80,7 @@ def drive_robot(
         "wall_seconds": time.perf_counter() - started,
         "rate": rate,
         **{name: getattr(settings, name) for name in ("prefetch", "latency_steps")},
-        **{name: driver.counts[name] for name in ("held", "clipped", "stale", "failures")},
+        **{name: driver.counts[name] for name in ("held", "clipped", "stale", "outside", "failures")},
         "deadline_misses": clock.misses,
         "latency_ms": latency_figures(requests.latencies),
     }

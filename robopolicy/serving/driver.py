@@ -33,10 +33,14 @@ from robopolicy.serving.action_limits import ActionLimits
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.described import described_policy
 from robopolicy.serving.holding import Hold, Stillness
+from robopolicy.serving.notices import Notices, far_from_known
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
 """Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
+
+LONG = 1.0
+"""Seconds without an answer after which the user is told that the robot stands still for that."""
 
 REMEMBERED_DELAYS = 10
 """Of the last answers, whose greatest delay is expected of the next one."""
@@ -110,13 +114,14 @@ class Driver:
     seconds that an episode's first chunk is waited for, and after which a server that has not answered counts as away
     (`require_server`). wait: wait for every chunk, in a simulator that stands still meanwhile. requests: shared with
     other drivers of the same connection, each of which then has a `session` of its own, by which the server tells them
-    apart. counts: how many steps were taken ("steps"), held ("held"), clipped ("clipped"), late answers thrown away
-    ("stale"), failures ("failures"). late: by how many steps the present chunk is executed later than it was meant,
-    because the robot held still meanwhile, which the policy had not foreseen. error: what the server did wrong last,
-    silence included, None since it answered. Raises ServingError where the server does not describe its policy,
-    ConfigError on a prefetch beyond the chunk, for a policy that decides further ahead than its chunks reach, on a
-    latency that leaves no answer of use, and where hold or limits do not fit its actions, `act` NonFiniteError where
-    what holds the robot still or limits it is no number, ConfigError where it is none for these actions.
+    apart. counts: how many steps were taken ("steps"), held ("held"), clipped ("clipped"), shown far outside of what
+    the policy knows ("outside"), late answers thrown away ("stale"), failures ("failures"). late: by how many steps the
+    present chunk is executed later than it was meant, because the robot held still meanwhile, which the policy had not
+    foreseen. error: what the server did wrong last, silence included, None since it answered. Raises ServingError where
+    the server does not describe its policy, ConfigError on a prefetch beyond the chunk, for a policy that decides
+    further ahead than its chunks reach, on a latency that leaves no answer of use, and where hold or limits do not fit
+    its actions, `act` NonFiniteError where what holds the robot still or limits it is no number, ConfigError where it
+    is none for these actions.
     """
 
     def __init__(
@@ -137,6 +142,7 @@ class Driver:
         wait: bool = False,
         requests: Requests | None = None,
         session: str = "",
+        notices: Notices | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         described = described_policy(client.metadata).with_turns(turns or {}, switches)
@@ -154,7 +160,7 @@ class Driver:
         self.counts: Counter[str] = Counter()
         self.error: Exception | None = None
         self._requests, self._owned = requests or Requests(client), requests is None
-        self._clock = clock
+        self._clock, self._notices = clock, notices or Notices()
         self._unanswered: float | None = None
         self._back_off, self._ask_after, self._late = BACK_OFF[0], 0.0, False
         self.reset()
@@ -247,6 +253,14 @@ class Driver:
             newest, seen = frame[None, None], self._frames.get(key)
             self._frames[key] = begin(newest, self.policy.history) if seen is None else move(seen, newest)
         self._task = str(frames[TASK]) if TASK in frames else None
+        if far := far_from_known(self.policy, shown):
+            self.counts["outside"] += 1
+            self._notices.say(
+                "outside",
+                f"{'Before it moves: ' if self._first else ''}the robot is far outside of what its policy was trained "
+                f"on, which only guesses there: {far}. Lead the robot back, or look whether units and calibration are "
+                "those of its data.",
+            )
         self._take_answer()
         if self._begins + len(self._chunk) - self._step <= self.prefetch:
             self._ask()
@@ -263,6 +277,9 @@ class Driver:
         if action is None:
             self.counts["held"] += 1
             self._held += not self._foreseen
+            if self.away > LONG:
+                why = str(self.error or self._requests.trouble or "it is silent")
+                self._notices.say("away", f"No answer for {self.away:.1f} s, the robot stands still: {why}")
             action = self._still(self._last)
         action = self._limited(np.asarray(action, dtype=np.float64), held)
         self._step, self._first = self._step + 1, False
@@ -352,12 +369,26 @@ class Driver:
             return
         self.error, self._unanswered = None, None
         self._delays.append(self._step - asked.step)
+        took = self._clock() - seen
         if begins + len(chunk) <= self._step or self._too_old(seen):
             self.counts["stale"] += 1
+            self._notices.say(
+                "late",
+                f"An answer came {took:.2g} s after what it answers, too late to be executed (max_age is "
+                f"{self.max_age:.2g} s): {self.counts['stale']} so far. The robot stands still meanwhile. Serve a "
+                "quicker policy, ask ahead (drive.prefetch), or let older answers count (drive.max_age).",
+            )
             if self._late:  # the one before was too late, too: what is asked at once again only adds to the load
                 self._later()
             self._late = True
             return
+        lasts = self.policy.chunk / self.policy.fps
+        if self._first and not self.wait and took > lasts:
+            self._notices.say(
+                "slow",
+                f"Before it moves: the first answer took {took:.2g} s, and a chunk of actions lasts {lasts:.2g} s: the "
+                "robot will stand still for most of the time. Serve a quicker policy, or ask ahead (drive.prefetch).",
+            )
         self._back_off, self._late = BACK_OFF[0], False
         chunk = self._blended(chunk, begins)
         if self.policy.ahead:

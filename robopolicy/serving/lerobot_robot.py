@@ -185,8 +185,7 @@ class AttachedLeRobot:
     def _stop(self) -> None:
         failed: list[str] = []
         free = self._calls.rested(self.answers_within)
-        moving = self._sent is not None and bool((self.still() != self._sent)[self._stops].any())
-        if self._shown and self.placed.all() and (free or moving):
+        if self._shown and self.placed.all() and (free or self._stops.any()):
             self._from_beside()  # a call that hangs, such as a camera's, must not keep a base driving
             failed += self._attempted(
                 "told to stand still", lambda: self.robot.send_action(self.wiring.command(self.still()))

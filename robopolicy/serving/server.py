@@ -38,6 +38,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import Observation
 from robopolicy.inference.chunking import Plans, plans_of
+from robopolicy.policies.known import known_ranges
 from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
@@ -283,8 +284,9 @@ class PolicyServer:
 
     def metadata(self) -> dict[str, Any]:
         """Return what a client learns on connecting: fields, history, chunk, how far plans reach and how they follow on
-        from others, rate, instructions, names it may use, how images are meant and how large they may be, and the world
-        that the policy was trained in, None where it is not known.
+        from others, rate, instructions, names it may use, how images are meant and how large they may be, the world that
+        the policy was trained in, None where it is not known, and between which values the vectors lay that it was
+        trained on.
         """
         spec, origin = self.policy.spec, origin_of(self.policy)
         return {
@@ -301,6 +303,10 @@ class PolicyServer:
             "images": {"color": "rgb", "dtype": "uint8", "layout": "hwc", "pixels": self.limits.image // 3},
             "message_bytes": self.limits.message,
             "world": None if origin is None else origin.to_json(),
+            "known": {
+                key: {"low": low.tolist(), "high": high.tolist()}
+                for key, (low, high) in known_ranges(self.policy).items()
+            },
         }
 
     def _count_batch(self, size: int) -> None:

@@ -14,11 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rich.markup import escape
+
 from robopolicy.build import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.progress import console
 from robopolicy.core.spec import Field, images_of
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
@@ -32,6 +35,7 @@ from robopolicy.serving.drive_robot import drive_robot
 from robopolicy.serving.driver import described_policy
 from robopolicy.serving.holding import as_served
 from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, make_lerobot_robot
+from robopolicy.serving.notices import Notices
 from robopolicy.serving.wiring import Wiring, wired
 from robopolicy.verbs.evaluate import evaluation_seeds
 from robopolicy.verbs.verb import Verb
@@ -56,7 +60,9 @@ def run(config: Config) -> int:
         world = build_world(simulated, batch_size=1, seed=config.run.seed)
         rate = world.spec.fps if section.rate == 0 else max(section.rate, 0.0)
         robot = _settings(config, client)
-        result = drive(world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot)
+        result = drive(
+            world, client, evaluation_seeds(config, section.episodes), rate=rate, robot=robot, notices=Notices(_note)
+        )
         world.close()
     low, high = wilson(result["successes"], result["episodes"])
     output.print(f"Success {result['successes']}/{result['episodes']} [{low:.0%}, {high:.0%}]; {_figures(result)}")
@@ -87,6 +93,7 @@ def _run_robot(config: Config) -> int:
                 rate=section.rate,
                 attached=attached,
                 settings=settings,
+                notices=Notices(_note),
             )
     output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} steps a second; {_figures(result)}")
     publish(config, {**result, "robot": section.robot})
@@ -121,8 +128,14 @@ def _figures(result: Mapping[str, Any]) -> str:
     latency = ", ".join(f"{name} {value:.1f} ms" for name, value in result["latency_ms"].items() if name != "max")
     return (
         f"latency {latency or 'not known'}; {result['deadline_misses']} late, {result['held']} held still and "
-        f"{result['clipped']} clipped of {result['steps']} steps; {result['failures']} failures of the server"
+        f"{result['clipped']} clipped of {result['steps']} steps, {result['outside']} of them far outside of what the "
+        f"policy knows; {result['stale']} answers too late to be executed; {result['failures']} failures of the server"
     )
+
+
+def _note(text: str) -> None:
+    """Print a line beside the progress bar."""
+    console.print(f"[bold yellow]Note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from robopolicy.serving.action_limits import limits_of
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.driver import ActionLimits, Driver, described_policy
+from robopolicy.serving.notices import Notices
 
 STILL = np.array([0.25])
 
@@ -163,6 +164,52 @@ def test_a_policy_without_bounds_needs_some():
     limits_of(RobotSettings(), policy, policy.names, np.array([True, False]))  # the robot's own max_relative_target
     with pytest.raises(ConfigError, match="bounds names 'lft'"):
         limits_of(RobotSettings(bounds={"lft": (-0.5, 0.5)}), policy, policy.names)
+
+
+def test_a_robot_far_from_what_its_policy_knows_is_said_before_it_moves_and_now_and_then():
+    fields = {STATE: {"shape": [2], "names": ["lift", "pan"]}}
+    server = Scripted(observation=fields, known={STATE: {"low": [0.0, -1.0], "high": [1.0, 1.0]}})
+    lines: list[str] = []
+    now = [0.0]
+    driver, _ = make(server, prefetch=0, notices=Notices(lines.append, every=10.0, clock=lambda: now[0]))
+    driver.look({STATE: np.array([1.2, 0.0])})  # a little beyond
+    assert lines == [] and driver.counts["outside"] == 0
+    driver.look({STATE: np.array([90.0, 0.0])})
+    assert len(lines) == 1 and "lift is 90 (known: 0 to 1)" in lines[0] and lines[0].startswith("Before it moves")
+    driver.act()
+    for now[0] in (1.0, 9.0, 11.0):
+        driver.step({STATE: np.array([90.0, 5.0])})
+    assert len(lines) == 2 and "pan is 5" in lines[1] and not lines[1].startswith("Before")
+    assert driver.counts["outside"] == 4
+    for wrong in (
+        {STATE: {"low": [0.0], "high": [1.0]}},
+        {STATE: {"low": [0, np.nan], "high": [1, 1]}},
+        {"x": {}},
+        [1],
+    ):
+        with pytest.raises(ServingError, match="makes no sense"):
+            described_policy(server.metadata | {"known": wrong})
+
+
+def test_answers_that_all_come_too_late_are_said_and_so_is_a_server_that_is_away():
+    server, lines = Scripted(), []
+    driver, clock = make(server, max_age=0.5, prefetch=0, patience=60.0, grace=0.0, notices=Notices(lines.append))
+    driver._first = False
+    driver.step(see())
+    clock.now = 0.6
+    server.say(driver, [0.1] * 4)
+    driver.step(see())
+    assert len(lines) == 1 and "0.6 s after what it answers, too late to be executed" in lines[0], lines
+    clock.now = 3.0
+    driver.step(see())
+    assert len(lines) == 2 and lines[1].startswith("No answer for 2.4 s, the robot stands still: it is silent"), lines
+    server.say(driver, [0.1] * 4)
+    slow, clock = make(Scripted(), max_age=9.0, prefetch=0, notices=Notices(lines.append))
+    slow.look(see())
+    clock.now = 0.7  # a chunk lasts 0.4 s
+    slow._requests.client.say(slow, [0.1] * 4)
+    assert slow.step(see()) == pytest.approx(0.1)
+    assert "Before it moves: the first answer took 0.7 s, and a chunk of actions lasts 0.4 s" in lines[2]
 
 
 @pytest.mark.parametrize(
