@@ -284,8 +284,8 @@ class PolicyServer:
 
     def metadata(self) -> dict[str, Any]:
         """Return what a client learns on connecting: fields, history, chunk, how far plans reach and how they follow on
-        from others, rate, instructions, names it may use, how images are meant and how large they may be, the world that
-        the policy was trained in, None where it is not known, and between which values the vectors lay that it was
+        from others, rate, instructions, names it may use, how images are meant and how large they may be, the world
+        that the policy was trained in, None where it is not known, and between which values the vectors lay that it was
         trained on.
         """
         spec, origin = self.policy.spec, origin_of(self.policy)

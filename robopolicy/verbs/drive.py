@@ -21,6 +21,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
+from robopolicy.core.holding import Kind
 from robopolicy.core.progress import console
 from robopolicy.core.spec import Field, images_of
 from robopolicy.core.structured import narrowed
@@ -30,6 +31,7 @@ from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.connecting import connected
+from robopolicy.serving.described import DescribedPolicy
 from robopolicy.serving.drive import drive
 from robopolicy.serving.drive_robot import drive_robot
 from robopolicy.serving.driver import described_policy
@@ -111,6 +113,8 @@ def _settings(config: Config, client: PolicyClient) -> RobotSettings:
     """Return how the robot is driven; warns of a prefetch that the server's policy leaves no choice about."""
     settings = as_served(narrowed(RobotSettings, config.drive), client.metadata)
     policy = described_policy(client.metadata)
+    for said in _without_effect(config, policy):
+        warnings.warn(said, RobopolicyWarning, stacklevel=2)
     if settings.prefetch and (policy.overlap or policy.ahead):
         asked = (
             "as soon as a chunk of its plan has been executed" if policy.overlap else "by the steps it decides ahead"
@@ -122,6 +126,25 @@ def _settings(config: Config, client: PolicyClient) -> RobotSettings:
         )
         return replace(settings, prefetch=0)
     return settings
+
+
+def _without_effect(config: Config, policy: DescribedPolicy) -> Iterator[str]:
+    """Yield which settings change nothing with this policy, and why."""
+    section = config.drive
+    if section.hold != "auto" and Kind.UNKNOWN not in policy.kinds:
+        yield (
+            f"drive.hold={section.hold} is not used: names and units say how every element of the action stands still "
+            "(drive.positions and drive.neutral say otherwise)."
+        )
+    if section.blend and policy.ahead:
+        yield f"drive.blend={section.blend} is not used: the policy decides ahead, its chunks follow on from each other."
+    elif section.blend and not section.prefetch and not policy.overlap:
+        yield (
+            f"drive.blend={section.blend} is not used: with drive.prefetch=0 nothing is left of a chunk when the next "
+            "one comes."
+        )
+    if section.max_age is not None and section.rate < 0:
+        yield f"drive.max_age={section.max_age:g} is not used: with drive.rate=-1 every answer is waited for."
 
 
 def _figures(result: Mapping[str, Any]) -> str:

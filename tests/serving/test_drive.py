@@ -250,6 +250,22 @@ def test_a_prefetch_that_cannot_be_is_refused_and_one_that_is_not_used_is_named(
         settings(observation={STATE: Field((1,)).to_json(), QUEUE: queue})
 
 
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ({"hold": "last"}, "drive.hold=last"),
+        ({"blend": 2}, "drive.blend=2"),
+        ({"max_age": 1.0, "rate": -1.0}, "max_age=1"),
+    ],
+)
+def test_settings_that_change_nothing_are_named(chosen, named):
+    client = Forecaster()
+    client.metadata["action"] = Field((1,), names=("x.vel",)).to_json()
+    config = SimpleNamespace(drive=DriveSection(**chosen))
+    with pytest.warns(RobopolicyWarning, match=f"{named} is not used"):
+        _settings(cast(Any, config), cast(Any, client))
+
+
 class Seeing:
     """A connection to a server whose policy sees by a camera of 16 px."""
 
