@@ -137,7 +137,7 @@ def _without_effect(config: Config, policy: DescribedPolicy) -> Iterator[str]:
             "(drive.positions and drive.neutral say otherwise)."
         )
     if section.blend and policy.ahead:
-        yield f"drive.blend={section.blend} is not used: the policy decides ahead, its chunks follow on from each other."
+        yield f"drive.blend={section.blend} is not used: the policy decides ahead, its chunks follow each other."
     elif section.blend and not section.prefetch and not policy.overlap:
         yield (
             f"drive.blend={section.blend} is not used: with drive.prefetch=0 nothing is left of a chunk when the next "
