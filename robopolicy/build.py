@@ -23,7 +23,15 @@ from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, Imaginat
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
 from robopolicy.core.errors import CameraError, ConfigError, RobopolicyError, RobopolicyWarning, SpecError
-from robopolicy.core.origin import WorldOrigin, origin_of, remember_origin, remember_renaming, renaming_of
+from robopolicy.core.origin import (
+    WorldOrigin,
+    about,
+    origin_of,
+    remember_folder,
+    remember_origin,
+    remember_renaming,
+    renaming_of,
+)
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
@@ -32,6 +40,7 @@ from robopolicy.core.spec import (
     LATENCY,
     QUEUE,
     TASK,
+    Field,
     WorldSpec,
     cameras_of,
     image_options,
@@ -112,23 +121,29 @@ def build_world(
     states of the simulator it was trained on (`world.simulator`, default the one named in the checkpoint), so that the
     same seed means the same initial state in both. Raises SpecError where `policy` does not fit the world.
     """
-    world = _made_world(section, policy, batch_size, episodes, seed, device, filmed)
-    if policy is not None:
-        try:
-            require_fit(as_seen_in(world, policy).spec, world.spec)
-        except RobopolicyError as error:
-            world.close()
-            if isinstance(error, SpecError) and (advice := _mapping_for(policy, world.spec)):
-                raise SpecError(f"{error} {advice}") from error
-            raise
-        if QUEUE in world.spec.observation and QUEUE not in policy.spec.observation:
-            warnings.warn(
-                f"Decisions take time in '{world.spec.name}', and this policy does not read what is still to be done "
-                f"({QUEUE}): it decides as if they took none. Train it with the same world.options.latency_steps.",
-                RobopolicyWarning,
-                stacklevel=2,
-            )
+    with about(policy):
+        world = _made_world(section, policy, batch_size, episodes, seed, device, filmed)
+        if policy is not None:
+            _require_fit(policy, world)
+    if policy is not None and QUEUE in world.spec.observation and QUEUE not in policy.spec.observation:
+        warnings.warn(
+            f"Decisions take time in '{world.spec.name}', and this policy does not read what is still to be done "
+            f"({QUEUE}): it decides as if they took none. Train it with the same world.options.latency_steps.",
+            RobopolicyWarning,
+            stacklevel=2,
+        )
     return world
+
+
+def _require_fit(policy: Policy, world: World) -> None:
+    """Raise SpecError, with what can be done about it, where a policy does not fit the world, which is closed then."""
+    try:
+        require_fit(as_seen_in(world, policy).spec, world.spec)
+    except RobopolicyError as error:
+        world.close()
+        if isinstance(error, SpecError) and (advice := _mapping_for(policy, world.spec)):
+            raise SpecError(f"{error} {advice}") from error
+        raise
 
 
 def _made_world(
@@ -142,10 +157,10 @@ def _made_world(
 ) -> World:
     rows = min(batch_size or section.batch_size, episodes or sys.maxsize)
     history = 1 if policy is None else policy.spec.history
-    if section.name == WORLD_MODEL:
-        return _imagined_world(section, rows, history, seed, device)
-    if section.name == DEMONSTRATIONS:
-        return _demonstrated_world(section, rows, history, seed, renaming_of(policy))
+    if section.name == DEMONSTRATIONS and section.cameras and policy is not None:
+        section = replace(section, cameras=tuple(dict.fromkeys((*section.cameras, *policy.spec.cameras))))
+    if section.name in (WORLD_MODEL, DEMONSTRATIONS):
+        return made_of_files(section, rows, history, seed, device, renaming_of(policy))
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
     shown = _shown(section, policy, filmed)
     try:
@@ -206,10 +221,41 @@ def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
     return "" if reader is None else reader.mapping_for(spec)
 
 
+def made_of_files(
+    section: WorldSection,
+    rows: int,
+    history: int = 1,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    rename: Mapping[str, str] | None = None,
+) -> World:
+    """Return the imagination of a world model, or recorded demonstrations, read under other names (`rename`).
+
+    Raises ConfigError where the file is not named, and where other cameras or sizes are asked for than it has.
+    """
+    if section.name == WORLD_MODEL:
+        return _imagined_world(section, rows, history, seed, device)
+    return _demonstrated_world(section, rows, history, seed, rename or {})
+
+
+def _require_images(section: WorldSection, fields: Mapping[str, Field], what: str) -> None:
+    """Raise ConfigError where a world that shows `fields`, and can draw nothing else, is asked for other images."""
+    there = shown_sizes(fields)
+    if section.cameras and set(section.cameras) != set(there):
+        raise ConfigError(
+            f"world.cameras is [{', '.join(section.cameras)}], and {what} shows {', '.join(there) or 'no camera'}: "
+            "leave world.cameras out."
+        )
+    if image_sizes(there, section.image_size, there) != there:
+        sizes = ", ".join(f"{camera} in {list(size)}" for camera, size in there.items())
+        raise ConfigError(f"world.image_size is {section.image_size}, and {what} shows {sizes}: leave it out.")
+
+
 def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int, rename: Mapping[str, str]) -> World:
     if section.data is None:
         raise ConfigError("Which demonstrations? Set world.data=FOLDER, a LeRobotDataset such as collect writes.")
-    episodes = read_dataset(section.data, rename=rename)
+    episodes = read_dataset(section.data, cameras=section.cameras or None, rename=rename)
+    _require_images(section, episodes.observation_fields, str(section.data))
     world = DemonstratedWorld(
         episodes.observation_fields,
         episodes.action_field,
@@ -232,6 +278,7 @@ def _imagined_world(
     if section.model is None:
         raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_imagining(section.model, device)
+    _require_images(section, {**fields_read(model), **model.spec.observation}, f"the world model {section.model}")
     _require_imagined_latency(section.options, model)
     imagination = section.imagination
     if imagination.starts == "simulator":
@@ -370,7 +417,9 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
             f"policy.kind={folder}, a controller records with collect.controller={folder}."
         )
-    return load_with_encoder(folder, device)
+    policy = load_with_encoder(folder, device)
+    remember_folder(policy, folder)
+    return policy
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
@@ -403,13 +452,14 @@ def load_acting(
     """
     folder = checkpoint_in(folder)
     policy = load_policy(folder, device)
+    plan = load_plan(folder) if section.engine == AUTO else None
     if section.engine != AUTO:
-        return with_engine(policy, narrowed(InferenceConfig, section))
-    plan = load_plan(folder)
-    if plan is None:
-        return policy
-    planned = partial(with_engine, policy, plan.config, plan.cache)
-    return plan.applied(policy, planned, folder, torch.device(device), chunking)
+        policy = with_engine(policy, narrowed(InferenceConfig, section))
+    elif plan is not None:
+        planned = partial(with_engine, policy, plan.config, plan.cache)
+        policy = plan.applied(policy, planned, folder, torch.device(device), chunking)
+    remember_folder(policy, folder)
+    return policy
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:

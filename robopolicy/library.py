@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device
+from robopolicy.build import build_world, choose_device, made_of_files
 from robopolicy.build import load_policy as load_checkpoint
 from robopolicy.configuration import compose
 from robopolicy.configuration.run import RunSection
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.registry import ask_for
 from robopolicy.core.storage import read_json
+from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
@@ -34,9 +35,13 @@ def load_policy(path: Path | str, device: torch.device | str = "cpu") -> Policy:
 def make_world(name: str, batch_size: int = 128, **options: Any) -> World:
     """Return a world of `batch_size` rows: a task of ours, a suite's, or your own by its dotted path.
 
-    options: what the world takes (world.options on the command line), with history, cameras and image_size. Raises
-    ConfigError with the nearest name.
+    options: what the world takes (world.options on the command line), with history, cameras and image_size. Of
+    "worldmodel" and "demonstrations" they are the settings of `world.` (model=FOLDER or data=FOLDER first of all), with
+    history, seed and device. Raises ConfigError with the nearest name.
     """
+    if name in (WORLD_MODEL, DEMONSTRATIONS):
+        own = {key: options.pop(key) for key in ("history", "seed", "device") if key in options}
+        return made_of_files(from_plain(WorldSection, to_plain({**options, "name": name}), "world"), batch_size, **own)
     from sims.registry import make_world as make
 
     return make(name, batch_size, **options)

@@ -64,6 +64,8 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
     if suite is not None:
         note(name)
         return load_dotted(suite.make, "Suite")(name.removeprefix(suite.prefix), batch_size, **options)
+    if name in ("worldmodel", "demonstrations"):
+        raise ConfigError(f"'{name}' is made of files: robopolicy.make_world makes it, and world.name={name} does.")
     if name not in WORLDS and not is_dotted(name):
         forms = ", ".join(f"'{suite.form}'" for suite in SUITES)
         raise ConfigError(

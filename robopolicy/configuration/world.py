@@ -69,5 +69,7 @@ class WorldSection:
             image_sizes(by_camera, self.image_size)  # raises ConfigError where it is no size
 
     def imagined_by(self, model: Path) -> "WorldSection":
-        """Return the section of this world in the imagination of the world model at `model`, on the same starts."""
-        return replace(self, name=WORLD_MODEL, model=model, simulator=self.name)
+        """Return the section of this world in the imagination of the world model at `model`, on the same starts; what a
+        model shows is its own.
+        """
+        return replace(self, name=WORLD_MODEL, model=model, simulator=self.name, cameras=(), image_size=None)

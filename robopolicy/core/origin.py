@@ -1,10 +1,11 @@
 """Where policies and recordings come from: the world that they were made in, as their files say it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from robopolicy.core.errors import CheckpointError
+from robopolicy.core.errors import CameraError, CheckpointError, ConfigError, SpecError
 from robopolicy.core.narrowing import is_mapping, is_sequence
 
 WORLD = "world"
@@ -52,6 +53,26 @@ def remember_origin(trained: object, origin: WorldOrigin | None) -> None:
 def origin_of(trained: object) -> WorldOrigin | None:
     """Return the world that a policy or world model was trained in, None where it is not known (LeRobot's, older)."""
     return getattr(trained, "trained_in", None)
+
+
+def remember_folder(policy: object, folder: object) -> None:
+    """Let errors about a policy say which checkpoint it was loaded from: several may be at work."""
+    cast(Any, policy).loaded_from = str(folder)
+
+
+@contextmanager
+def about(policy: object) -> Generator[None]:
+    """Let what is wrong with a policy begin with its checkpoint, where it was loaded from one."""
+    folder: str | None = getattr(policy, "loaded_from", None)
+    try:
+        yield
+    except (SpecError, ConfigError) as error:
+        if folder is None or folder in str(error):
+            raise
+        named = type(error)(f"{folder}: {error}")
+        if isinstance(named, CameraError) and isinstance(error, CameraError):
+            named.known = error.known
+        raise named from error
 
 
 def remember_renaming(trained: object, renamed: Mapping[str, str]) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
 from robopolicy.core.history import newest
+from robopolicy.core.origin import about
 from robopolicy.core.policy import Decision, Policy, Resumes, TensorObservation, is_policy, to_tensors
 from robopolicy.core.randomness import EpisodeGenerator
 from robopolicy.core.spec import Observation, check_finite, require_fit, validate_observation
@@ -233,4 +234,5 @@ class Player[Info]:
 def _require_fit(actor: object, world: World) -> None:
     """Raise SpecError where a policy reads what the world does not show, or acts otherwise."""
     if isinstance(actor, PolicyActor):
-        require_fit(actor.policy.spec, world.spec)
+        with about(actor.policy):
+            require_fit(actor.policy.spec, world.spec)

@@ -14,6 +14,7 @@ import torch
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import Acted, Segment
+from robopolicy.core.origin import about
 from robopolicy.core.player import PlayedStep, PolicyActor
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import Field, Observation, WorldSpec, require_fit
@@ -48,7 +49,8 @@ class Operator:
         config: CorrectConfig,
         generator: torch.Generator,
     ):
-        require_fit(policy.spec, spec)
+        with about(policy):
+            require_fit(policy.spec, spec)
         self.policy, self.expert, self.config = PolicyActor(policy, generator), expert, config
         self._middle, self._kept = _undoing(spec.action, config.rewind)
         self._chunk = np.zeros((rows, policy.spec.chunk, spec.action.size))

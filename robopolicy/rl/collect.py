@@ -11,6 +11,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import SpecError
 from robopolicy.core.images import FrameStore, Images, Keeping, cameras_in, store_for
+from robopolicy.core.origin import about
 from robopolicy.core.player import Decided, PlayedStep, Player, PolicyActor
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import episode_seeds
@@ -40,7 +41,8 @@ class Streams:
 
 def start_streams(world: World, policy: Policy, seed: int, name: str = "collect") -> Streams:
     """Reset every row with fresh seeds that depend on (seed, name) alone. Raises SpecError on a misfit."""
-    require_fit(policy.spec, world.spec)
+    with about(policy):
+        require_fit(policy.spec, world.spec)
     rows = world.batch_size
     policy.reset()
     return Streams(world.reset(seeds=episode_seeds(seed, name, rows)), seed, name, rows, np.zeros(rows))

@@ -22,6 +22,7 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.images import FrameStore, Keeping, store_for
 from robopolicy.core.narrowing import is_mapping
+from robopolicy.core.origin import about
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
@@ -99,7 +100,8 @@ class EpisodePlayer:
         stop_still: int = 0,
         images: Keeping = "plain",
     ):
-        require_fit(policy.spec, world.spec)
+        with about(policy):
+            require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy

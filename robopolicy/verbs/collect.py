@@ -36,6 +36,7 @@ from robopolicy.configuration.inference import AUTO
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words
+from robopolicy.core.origin import about
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.spec import require_fit
@@ -110,7 +111,8 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
     ]
     world = build_world(config.world, policy, episodes=max(shares), seed=config.run.seed, filmed=True)
     if teacher is not None:
-        require_fit(teacher.spec, world.spec)
+        with about(teacher):
+            require_fit(teacher.spec, world.spec)
     elif section.label_policy == EXPERT:
         teacher = build_foresight(config.world, world, section.label_steps, section.controller)
     parts = []

@@ -21,10 +21,10 @@ from robopolicy.configuration.world import DEMONSTRATIONS
 from robopolicy.core.delayed import recorded_in
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.origin import remember_origin, remember_renaming
+from robopolicy.core.origin import about, remember_origin, remember_renaming
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
+from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
@@ -128,6 +128,9 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     if section.include_base:
         policies = tuple(dict.fromkeys((base_of(config), *policies)))
     actors: list[Any] = [load_policy(path, generator.device) for path in policies]
+    for actor in actors:  # before any is played
+        with about(actor):
+            require_fit(actor.spec, world.spec)
     for level in section.noise:
         chance = derive(seed, f"worldmodel/noise/{level}")
         actors.append(build_noisy_expert(config.world, world, level, chance, config.collect.controller))
