@@ -49,7 +49,6 @@ TOKEN_GRPO = (
     "finetune.epochs=2",
     "finetune.minibatch=1024",
     "finetune.target_kl=0.2",
-    "finetune.ratio_tolerance=1e-4",
     "finetune.finetuned_steps=null",
 )
 """Of token policies."""

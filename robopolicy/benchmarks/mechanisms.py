@@ -38,7 +38,6 @@ TOKENS = (
     "finetune.minibatch=1024",
     "finetune.epochs=2",
     "finetune.clip=0.2",
-    "finetune.ratio_tolerance=1e-4",
 )
 """Settings of token policies; NGRPO and PRIME were made for tokens, and denoising policies collapse under them."""
 

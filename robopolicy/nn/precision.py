@@ -31,6 +31,9 @@ from robopolicy.nn.shapes import META, NumberlessAutocast
 ROUNDING = 2**-5
 """How far log-probabilities, means over elements, may be apart because of bfloat16."""
 
+OF_TOKENS = 1e-4
+"""How far log-probabilities of tokens may be apart because of the number of rows they are computed with."""
+
 _lowered: ContextVar[bool] = ContextVar("lowered", default=False)
 _again: ContextVar[bool] = ContextVar("again", default=False)
 
@@ -78,12 +81,17 @@ def learning_in(precision: LearningPrecision) -> Iterator[None]:
         _lowered.reset(token)
 
 
-def tolerance_in(precision: LearningPrecision, tolerance: float) -> float:
+def tolerance_in(precision: LearningPrecision, tolerance: float, categorical: bool = False) -> float:
     """Return how far the score of a fresh decision may be from the one it was taken with, if in fp32 it is `tolerance`.
+
+    categorical: of tokens, at least 1e-4. A Gaussian step is scored from the prediction it was drawn with; a token's
+    log-probability is a difference of logits, each of which carries the rounding of a whole transformer in batches of
+    another size: some 1e-5 in networks of any use, which is nothing to a ratio of probabilities.
 
     Kernels that are chosen by the number of rows may round a prediction differently, by 2^-8 of it. Divided by a
     Gaussian's std of 0.1 or more and averaged over a decision's elements that moves a log-probability by some 0.01.
     """
+    tolerance = max(tolerance, OF_TOKENS) if categorical else tolerance
     return max(tolerance, ROUNDING) if precision == "bf16" else tolerance
 
 

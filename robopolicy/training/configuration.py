@@ -244,8 +244,8 @@ class FinetuneConfig(AlgorithmConfig):
     log_ratio_clamp: Positive = 3.0
     """Bound on the logarithm of a ratio."""
     ratio_tolerance: NonNegative = 1e-5
-    """How far a policy's score of its own fresh decisions may be from the one it acted with; with precision=bf16, which
-    may round otherwise for another number of rows, 2^-5 at least.
+    """How far a policy's score of its own fresh decisions may be from the one it acted with, as a share of its size or
+    of 1; of tokens 1e-4 at least, and with precision=bf16, which may round otherwise for another number of rows, 2^-5.
     """
     target_kl: Positive | None = 0.1
     """KL divergence of whole decisions that ends an iteration's epochs; a step beyond twice of it is taken back. Null

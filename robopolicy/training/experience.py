@@ -268,7 +268,8 @@ def require_same_scores(
 ) -> None:
     """Check on at most 256 decisions of the current policy that the ratio is 1 before the first update.
 
-    Raises RuntimeError if a log-probability differs by more than `tolerance`, NonFiniteError if one is not finite.
+    tolerance: for log-probabilities up to 1; larger ones, and sums whose terms cancel, are rounded in proportion to
+    their own or the mean size. Raises RuntimeError if one differs by more, NonFiniteError if one is not finite.
     """
     fresh = rollouts.played & (rollouts.policy_version == iteration)
     chosen = fresh.flatten().nonzero().squeeze(1)
@@ -279,13 +280,19 @@ def require_same_scores(
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
     images = reads_images(policy, rollouts)
     logp, _ = _scored(policy, _gathered(rollouts, some, instructions, images=images))
-    difference = torch.where(rollouts.mask[some], logp - rollouts.logp_behaviour[some], 0.0).abs().max()
-    require_finite("the log-probability", difference, where)
-    if float(difference) > tolerance:
+    mask = rollouts.mask[some]
+    acted = torch.where(mask, rollouts.logp_behaviour[some], 0.0)
+    difference = torch.where(mask, logp - acted, 0.0).abs()
+    require_finite("the log-probability", difference.max(), where)
+    size = acted.abs().clamp(min=max(1.0, float(acted.abs().sum() / mask.sum().clamp(min=1))))
+    worst = (difference / size).argmax()
+    apart, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
+    if apart > allowed:
         raise RuntimeError(
-            f"Before {where} the policy scores its own decisions differently from when it acted: log-probabilities "
-            f"differ by {float(difference):.2e} (allowed {tolerance:.0e}). Sampling and scoring must share schedule, "
-            "clipping, standard deviation and mode (dropout, precision)."
+            f"Before {where} the policy scores its own decisions differently from when it acted: a log-probability of "
+            f"{float(acted.flatten()[worst]):.3g} differs by {apart:.2e} (allowed {allowed:.1e}). Sampling and scoring "
+            "must share schedule, clipping, standard deviation and mode (dropout, precision); where rounding alone "
+            f"parts them, raise ratio_tolerance above {apart / allowed * tolerance:.1e}."
         )
 
 

@@ -234,8 +234,10 @@ class _Finetuning:
             with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)):
                 rollouts = self._prepare(collected_rollouts)
                 collected = time.perf_counter()
-                spec, tolerance = self.world.spec, tolerance_in(self.config.precision, self.config.ratio_tolerance)
-                require_same_scores(rollouts, self.policy, self.iteration, spec.instructions, tolerance, self._where)
+                precision, tokens = self.config.precision, self.policy.spec.categorical
+                tolerance = tolerance_in(precision, self.config.ratio_tolerance, tokens)
+                told = self.world.spec.instructions
+                require_same_scores(rollouts, self.policy, self.iteration, told, tolerance, self._where)
             learning = learning_metrics(rollouts)
             for controller in self.controllers.values():
                 self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))

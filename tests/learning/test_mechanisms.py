@@ -30,7 +30,6 @@ LOCK = FinetuneConfig(
     clip=0.2,
     target_kl=None,
     evaluate_every=0,
-    ratio_tolerance=1e-4,
 )
 
 

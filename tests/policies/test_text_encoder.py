@@ -282,7 +282,6 @@ def test_fine_tuning_moves_opposite_tasks_in_opposite_directions(algorithm: str)
         learning_rate=3e-3,
         target_kl=None,
         evaluate_every=0,
-        ratio_tolerance=1e-4,
     )
     critic = state_critic(FIELDS, 1, width=16, instructions=TEXTS) if algorithm == "dppo" else None
     finetune(policy, critic, world, config, seed=0)
@@ -301,7 +300,7 @@ def test_a_policy_that_knows_several_tasks_is_tuned_in_a_world_with_one():
     policy = make()
     policy.prepare_finetuning(2)
     config = FinetuneConfig(algorithm="grpo", iterations=1, groups=4, group_size=4, epochs=1, evaluate_every=0)
-    assert finetune(policy, None, world, replace(config, ratio_tolerance=1e-4), seed=0).iterations == 1
+    assert finetune(policy, None, world, config, seed=0).iterations == 1
 
 
 def test_requests_served_together_follow_their_own_instructions():

@@ -125,7 +125,7 @@ def finetuned(config: FinetuneConfig, train_encoder: bool, monkeypatch) -> tuple
 
 
 CONFIG = FinetuneConfig(
-    iterations=1, rollout_length=2, groups=2, group_size=2, epochs=1, critic_warmup=0, ratio_tolerance=1e-4,
+    iterations=1, rollout_length=2, groups=2, group_size=2, epochs=1, critic_warmup=0,
     evaluate_every=0,
 )  # fmt: skip
 

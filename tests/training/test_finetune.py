@@ -8,14 +8,18 @@ import torch
 from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward
 
 from robopolicy.core.errors import CheckpointError, ConfigError, NonFiniteError
+from robopolicy.core.policy import Scores
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
+from robopolicy.nn.precision import tolerance_in
 from robopolicy.rl.algorithm import Algorithm, build_algorithm
 from robopolicy.rl.coefficients import ppo as coefficients
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.ratio_level import RatioLevel
 from robopolicy.training import update
+from robopolicy.training.collection.streams import StreamCollector
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import require_same_scores
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.state import load_trainer, save_trainer
 from robopolicy.training.update import Learner
@@ -221,6 +225,35 @@ def test_a_policy_that_scores_itself_differently_is_refused():
     policy.offset = 1e-3
     with pytest.raises(RuntimeError, match="scores its own decisions differently"):
         _tune(CONFIG, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("apart", "size", "categorical", "refused"),
+    [
+        (3e-5, 1.0, False, True),  # a Gaussian step is scored from the prediction that it was drawn with
+        (3e-5, 1.0, True, False),  # a token comes out of a transformer that rounds by the number of rows
+        (3e-5, 50.0, False, False),  # a sum over many elements is rounded in proportion
+        (5e-4, 1.0, True, True),
+        (5e-3, 5.0, True, True),
+    ],
+)
+def test_how_far_scores_may_be_apart_depends_on_their_kind_and_size(
+    apart: float, size: float, categorical: bool, refused: bool
+):
+    class Scoring(ChainPolicy):
+        def log_prob(self, observation, latents):
+            found = super().log_prob(observation, latents)
+            return Scores(torch.full_like(found.logp, size + apart), found.entropy)
+
+    world, policy = BanditWorld(8), Scoring()
+    rollouts = StreamCollector(world, policy, 2, 0, torch.Generator()).collect(0)
+    rollouts = replace(rollouts, logp_behaviour=torch.full_like(rollouts.logp_behaviour, size))
+    allowed = tolerance_in("fp32", CONFIG.ratio_tolerance, categorical)
+    if refused:
+        with pytest.raises(RuntimeError, match="raise ratio_tolerance above"):
+            require_same_scores(rollouts, policy, 0, world.spec.instructions, allowed, "a test")
+    else:
+        require_same_scores(rollouts, policy, 0, world.spec.instructions, allowed, "a test")
 
 
 def test_random_units_need_a_policy_that_can_score_them():

@@ -392,7 +392,7 @@ def aiming_episodes() -> Episodes:
 
 @pytest.mark.checks("DynaWeb")
 def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_path):
-    config = replace(CONFIG, expert_rows=0.5, ratio_tolerance=1e-4, iterations=4, learning_rate=1e-2)
+    config = replace(CONFIG, expert_rows=0.5, iterations=4, learning_rate=1e-2)
 
     def tuned_tokens(section: FinetuneConfig, run: Path | None = None) -> TokenPolicy:
         policy, folder = speaking(), None if run is None else RunFolder(run)

@@ -38,7 +38,6 @@ CONFIG = FinetuneConfig(
     epochs=1,
     minibatch=64,
     learning_rate=1e-3,
-    ratio_tolerance=1e-4,
     critic_warmup=0,
     evaluate_every=0,
 )

@@ -24,7 +24,7 @@ def test_the_readmes_mechanism_runs_by_its_dotted_path(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     config = FinetuneConfig(
         algorithm="grpo", advantage="readme_mechanism:confident", iterations=1, groups=2, group_size=2, epochs=1,
-        minibatch=16, ratio_tolerance=1e-4, evaluate_every=0,
+        minibatch=16, evaluate_every=0,
     )  # fmt: skip
     policy = token_policy(SeeingWorld(4))
     policy.prepare_finetuning()

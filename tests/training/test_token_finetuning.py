@@ -28,7 +28,6 @@ CONFIG = FinetuneConfig(
     epochs=1,
     minibatch=64,
     learning_rate=1e-3,
-    ratio_tolerance=1e-4,
     target_kl=None,
     evaluate_every=0,
 )

@@ -37,7 +37,7 @@ def test_reinforcement_learning_tunes_the_adapters_alone(checkpoints, name: str,
     before = {key: value.clone() for key, value in policy.state_dict().items()}
     learning = FinetuneConfig(
         algorithm=algorithm, iterations=2, rollout_length=2, groups=2, group_size=2, epochs=1, minibatch=64,
-        learning_rate=1e-3, ratio_tolerance=1e-4, target_kl=None, evaluate_every=0,
+        learning_rate=1e-3, target_kl=None, evaluate_every=0,
     )  # fmt: skip
     critic = state_critic(spec.observation, 1, width=16, instructions=spec.instructions)
     assert finetune(policy, critic, world, learning).iterations == 2

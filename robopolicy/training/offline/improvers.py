@@ -19,6 +19,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import adamw, clip_gradients, require_finite, set_learning_rate
+from robopolicy.nn.precision import tolerance_in
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic
@@ -141,7 +142,8 @@ class ChainPpo:
         for iteration in range(config.iterations):
             rollouts = decided_anew(policy, lesson, config.decisions, generators, iteration)
             figures = {"advantage": float((rollouts.extras["q"] - rollouts.extras["v"]).mean())}
-            require_same_scores(rollouts, policy, iteration, instructions, config.ratio_tolerance, where)
+            tolerance = tolerance_in("fp32", config.ratio_tolerance, policy.spec.categorical)
+            require_same_scores(rollouts, policy, iteration, instructions, tolerance, where)
             context = Context(iteration=iteration, iterations=config.iterations, generator=generators["minibatches"])
             figures |= learner.update(rollouts, context, generators["minibatches"], where)
         return figures
