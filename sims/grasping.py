@@ -15,6 +15,12 @@ from sims.task import Arrays, elements, newest, vector_field
 
 CUBE_HALF = 0.02
 """Half the edge of every cube, in metres."""
+START_HEIGHT = CUBE_HALF - 1.1471e-5
+"""Height of a cube's centre at the start of an episode, in metres: how deep its weight presses it into the table.
+
+At CUBE_HALF the distance to the table is 0, and rounding decides whether there is a contact: without one a cube falls
+by 1 mm in the first physics step.
+"""
 
 CUBE_NAMES = (
     "cube_x cube_y cube_z cube_r11 cube_r21 cube_r31 cube_r12 cube_r22 cube_r32 "

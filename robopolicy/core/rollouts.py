@@ -239,13 +239,17 @@ def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
     return torch.where(valid, total, 0.0).sum(-1)
 
 
-def concatenate(parts: list[Rollouts]) -> Rollouts:
+def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts:
     """Join rows of rollouts of whole episodes, padding time with decisions that are not valid; rows get new numbers.
 
+    same_groups: equal group numbers in several parts mean one group, which the parts share; else the groups of each
+    part are apart from those of the others, and those of later parts have larger numbers.
     Raises ValueError when one has observations, latents, rewards, extras or images that another lacks.
     """
     if len({part.images is None for part in parts}) > 1:
         raise ValueError("Rollouts that are to be joined differ in whether they keep images.")
+    if not same_groups:
+        parts = _with_own_groups(parts)
     offsets = [sum(len(part.episode) for part in parts[:index]) for index in range(len(parts))]
     parts = [
         replace(
@@ -277,6 +281,19 @@ def concatenate(parts: list[Rollouts]) -> Rollouts:
 
     names = [item.name for item in fields(Rollouts)]
     return Rollouts(**{name: join([getattr(part, name) for part in parts], name in ROW_FIELDS) for name in names})
+
+
+def _with_own_groups(parts: list[Rollouts]) -> list[Rollouts]:
+    """Move the group numbers of parts up as far as they must not to be those of the parts before."""
+    moved: list[Rollouts] = []
+    first = 0
+    for part in parts:
+        if len(part.group):
+            low, high = int(part.group.min()), int(part.group.max())
+            shift = max(0, first - low) if moved else 0
+            part, first = replace(part, group=part.group + shift), high + shift + 1
+        moved.append(part)
+    return moved
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:

@@ -143,7 +143,7 @@ class Preferences(Buffer):
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
         """Write all that is kept to `folder`, one dataset; nothing where there is nothing."""
         if self.kept:
-            write_pairs(folder, _apart([part for _, part in self.kept]), instructions)
+            write_pairs(folder, concatenate([part for _, part in self.kept]), instructions)
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from all tensors, those of the folder included."""
@@ -180,22 +180,11 @@ def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollout
     """Draw whole groups of all parts alike until there are as many as `wanted` episodes, fewer where there are less."""
     if not wanted or not parts:
         return []
-    every = _apart(parts)
+    every = concatenate(parts)
     groups, draws = Segments.of(every.group), context.generator
     order = torch.randperm(groups.count, generator=draws, device=draws.device)
     chosen = order[: max(1, int((groups.size()[order].cumsum(0) <= wanted).sum()))]
     return [every.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))]
-
-
-def _apart(parts: list[Rollouts]) -> Rollouts:
-    """Put parts together, the groups of each apart from those of the others."""
-    moved: list[Rollouts] = []
-    first = 0
-    for part in parts:
-        groups = Segments.of(part.group)
-        moved.append(replace(part, group=groups.index + first))
-        first += groups.count
-    return concatenate(moved)
 
 
 def _bare(rollouts: Rollouts) -> Rollouts:

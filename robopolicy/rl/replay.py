@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.rollouts import Rollouts, concatenate
-from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
@@ -64,19 +63,16 @@ class Buffer:
         self.kept = list(zip(tree["iterations"], parts, strict=True))
 
 
-def _older(rollouts: Rollouts, first_group: int) -> Rollouts:
-    """Give rows of the past groups of their own, apart from today's, and no lineage (their prefixes stay masked)."""
-    groups = Segments.of(rollouts.group).index + first_group
+def _older(rollouts: Rollouts) -> Rollouts:
+    """Give rows of the past no lineage (their prefixes stay masked)."""
     alone = torch.full_like(rollouts.parent, -1)
-    return replace(rollouts, group=groups, parent=alone, branch_decision=alone, logp_proximal=None)
+    return replace(rollouts, parent=alone, branch_decision=alone, logp_proximal=None)
 
 
 def joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
     """Return today's rows and behind them older ones, in groups of their own; as they are where there are none."""
     parts = [replace(rollouts, logp_proximal=None).without(following=True)]  # advantages are made: nothing looks ahead
-    for part in older:
-        if len(part.group):
-            parts.append(_older(part.without(following=True), int(max(int(item.group.max()) for item in parts)) + 1))
+    parts += [_older(part.without(following=True)) for part in older if len(part.group)]
     return concatenate(parts) if len(parts) > 1 else rollouts
 
 

@@ -77,7 +77,7 @@ class ExpertRows:
         order = [torch.randperm(total, generator=draws, device=draws.device) for _ in range(-(-count // total))]
         rows = expert_rollouts(self.policy, self.episodes, torch.cat(order)[:count], self.instructions, draws)
         version = torch.full_like(rows.policy_version, context.iteration)
-        rows = replace(rows, policy_version=version, group=rows.group + int(prepared.group.max()) + 1)
+        rows = replace(rows, policy_version=version)
         for shape in self.rewards:
             rows = shape(rows, context)
         returns = torch.cat([prepared.row_return, rows.row_return])

@@ -23,7 +23,7 @@ def start(uniforms: np.ndarray) -> Start:
     cube = scale(uniforms[:, 3:5], [0.14, -0.14], [0.25, -0.015])
     yaw = scale(uniforms[:, 5], -0.4, 0.4)
     goal = scale(uniforms[:, 6:8], [0.14, 0.10], [0.255, 0.14])
-    height = np.full((len(uniforms), 1), grasping.CUBE_HALF)
+    height = np.full((len(uniforms), 1), grasping.START_HEIGHT)
     joints = arm.resting_joints(tip)
     return Start(
         qpos=np.concatenate([joints, cube, height, flat_quaternion(yaw)], axis=1),

@@ -20,7 +20,7 @@ def start(uniforms: np.ndarray) -> Start:
     cube = scale(uniforms[:, 3:5], [0.145, -0.13], [0.245, -0.06])
     lower = scale(uniforms[:, 5:7], [0.145, 0.03], [0.245, 0.11])
     yaw, lower_yaw = scale(uniforms[:, 7], -0.4, 0.4), scale(uniforms[:, 8], -0.4, 0.4)
-    height = np.full((len(uniforms), 1), grasping.CUBE_HALF)
+    height = np.full((len(uniforms), 1), grasping.START_HEIGHT)
     joints = arm.resting_joints(tip)
     poses = [cube, height, flat_quaternion(yaw), lower, height, flat_quaternion(lower_yaw)]
     return Start(

@@ -14,7 +14,7 @@ from robopolicy.core.errors import SpecError, did_you_mean
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, Observation
 from robopolicy.core.world import Rows
 from sims import arm, grasping
-from sims.grasping import CUBE_HALF, GRIPPER_HOLDS, HELD_WITHIN, RELEASED, length
+from sims.grasping import CUBE_HALF, GRIPPER_HOLDS, HELD_WITHIN, RELEASED, START_HEIGHT, length
 from sims.task import Arrays, Readings, Start, Task, elements, flat_quaternion, newest, scale, vector_field
 
 CUBES, TRAYS = ("red", "green", "blue"), ("white", "black")
@@ -109,7 +109,7 @@ def start(uniforms: np.ndarray) -> Start:
     tip = scale(uniforms[:, 0:3], [0.16, -0.05, 0.085], [0.21, 0.05, 0.095])
     near = scale(uniforms[:, 3:6], [0.12, 0.11, 0.12], [0.15, 0.133, 0.15])
     aside = scale(uniforms[:, 6:9], [-0.14, -0.018, 0.10], [-0.10, 0.018, 0.14])
-    places = np.stack([near, aside, np.full_like(near, CUBE_HALF)], axis=-1)
+    places = np.stack([near, aside, np.full_like(near, START_HEIGHT)], axis=-1)
     # Ranks of three random numbers: which cube lies where, each of the six orders equally likely.
     order = np.argsort(uniforms[:, 9:12], axis=1)
     cubes = np.take_along_axis(places, order[..., None], axis=1)

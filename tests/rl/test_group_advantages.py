@@ -181,6 +181,17 @@ def test_neither_order_nor_padding_matters(name: str, seed: int, sizes: list[int
     assert not found[:, expected.shape[1] :].any()
 
 
+def test_groups_of_parts_stay_apart_unless_they_are_shared():
+    """Shards number their groups from 0 each: joined, an episode is compared with those of its own shard alone."""
+    shards = [make_rollouts([1, 1], [0, 0], [1.0, 0.0], seed=0), make_rollouts([1, 1], [0, 0], [5.0, 3.0], seed=1)]
+    joined = concatenate(shards)
+    assert joined.group.tolist() == [0, 0, 1, 1]
+    assert first(advantage_of("rloo", joined)) == pytest.approx([1, -1, 2, -2])
+    assert concatenate(shards, same_groups=True).group.tolist() == [0, 0, 0, 0]
+    own = [make_rollouts([1, 1, 1], group) for group in ([4, 4, 6], [7, 7, 9], [0, 1, 1])]
+    assert concatenate(own).group.tolist() == [4, 4, 6, 7, 7, 9, 10, 11, 11]
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), count=st.integers(1, 20))
 def test_segments_equal_slow_references(seed: int, count: int):

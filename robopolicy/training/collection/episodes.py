@@ -124,7 +124,7 @@ class EpisodeCollector:
         more = self._more(rollouts, first, len(seeds))
         if sum(more):
             added = self.player.play(requests(more), self.generator, version=version)
-            rollouts = concatenate([rollouts, added])
+            rollouts = concatenate([rollouts, added], same_groups=True)
         origins = [self.begun[group] for group in rollouts.group.tolist()]
         device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
