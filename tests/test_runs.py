@@ -61,6 +61,24 @@ def test_a_run_of_another_kind_than_the_default_goes_on_and_a_changed_setting_of
         opened()
 
 
+def test_a_run_from_before_image_sizes_were_the_environments_own_goes_on(tmp_path):
+    """world.image_size was 64 where nobody said it: for a camera that is drawn it still is."""
+
+    def opened(*settings):
+        return open_run(compose([f"run.root={tmp_path}", "run.name=x", *settings]), "train", ("run", "world"))
+
+    folder = opened("world.image_size=64", "world.cameras=[top]").path
+    (folder / "metrics.jsonl").write_text("")
+    opened("world.cameras=[top]")
+    opened("world.cameras=[top]", "world.image_size=64")
+    with pytest.raises(ConfigError, match=r"world\.image_size was 64, now \[48, 64\]"):
+        opened("world.cameras=[top]", "world.image_size=[48,64]")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("name: push_cube", "name: gymnasium:package:Id-v0"))
+    with pytest.raises(ConfigError, match=r"world\.image_size was 64, now None"):
+        opened("world.name=gymnasium:package:Id-v0", "world.cameras=[top]")
+
+
 def test_a_recording_killed_before_its_result_goes_on(tmp_path):
     """The dataset is in its place, result.json is not: the same command must not stumble over its own work."""
     assert main([*COLLECT, f"run.root={tmp_path}"]) == 0

@@ -20,14 +20,15 @@ from robopolicy.plugins.vector_environment import WorldVectorEnvironment, raw_ke
 class RobopolicyEnv(EnvConfig):
     """A world of ours in LeRobot; all rows of a batch are simulated side by side, in threads of this process.
 
-    task: any name that world.name takes; cameras, image_size: what observations show, in pixels; model: the checkpoint
-    of a world model, for task=worldmodel; options: whatever else the world takes, as world.options does; seed: of
-    starts that LeRobot does not seed. fps and features are the world's own. Raises ConfigError with the nearest name.
+    task: any name that world.name takes; cameras, image_size: what observations show (see `core.spec.image_sizes`);
+    model: the checkpoint of a world model, for task=worldmodel; options: whatever else the world takes, as
+    world.options does; seed: of starts that LeRobot does not seed. fps and features are the world's own. Raises
+    ConfigError with the nearest name.
     """
 
     task: str | None = "push_t"
     cameras: list[str] = field(default_factory=list)
-    image_size: int = 64
+    image_size: int | list[int] | dict[str, list[int]] | None = None
     model: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
     seed: int = 0

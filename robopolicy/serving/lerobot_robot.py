@@ -95,6 +95,14 @@ def _import_robots() -> dict[str, str]:
     return {name: text for name, text in failed.items() if name.startswith(PACKAGES)}
 
 
+def blue_first(robot: "Robot") -> tuple[str, ...]:
+    """Return the cameras of a robot whose pictures are BGR by their configuration; policies read RGB."""
+    configured = dict(getattr(getattr(robot, "config", None), "cameras", None) or {})
+    made = {name: getattr(camera, "config", camera) for name, camera in (getattr(robot, "cameras", None) or {}).items()}
+    modes = {name: getattr(config, "color_mode", None) for name, config in {**configured, **made}.items()}
+    return tuple(name for name, mode in modes.items() if str(getattr(mode, "value", mode)).lower() == "bgr")
+
+
 class AttachedLeRobot:
     """A LeRobot robot while it is driven; use it as a context manager, which stops it on the way out.
 
@@ -119,6 +127,7 @@ class AttachedLeRobot:
         self.robot, self.wiring = robot, wiring if settings is None else replace(wiring, settings=settings)
         self._stops = ~np.array(self.wiring.standing.keeps, dtype=bool)  # raises where nobody says how to stand still
         self.answers_within, self.camera_age = answers_within, camera_age
+        self._bgr = blue_first(robot)
         self._clock = clock
         self._calls, self._connected = _Calls(), False
         self._sent: np.ndarray | None = None
@@ -143,8 +152,10 @@ class AttachedLeRobot:
         self.stop()
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return what the robot shows now: the policy's fields -> frames [*shape]."""
-        self._shown = self._call("show what it sees", self.robot.get_observation, self.answers_within)
+        """Return what the robot shows now: the policy's fields -> frames [*shape], images RGB."""
+        shown = self._call("show what it sees", self.robot.get_observation, self.answers_within)
+        turned = {name: np.ascontiguousarray(np.asarray(shown[name])[..., ::-1]) for name in self._bgr if name in shown}
+        self._shown = {**shown, **turned}
         frames = self.wiring.frames(self._shown)
         self._require_fresh(frames)
         return frames

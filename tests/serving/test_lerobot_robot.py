@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -226,6 +227,26 @@ def test_a_motor_that_shows_nan_stops_the_robot(arm):
         driven(attached(robot, client), client)
     assert robot.commands[-1] == {"x": 0.0, "y": 0.0, "z": 0.0, "gripper": robot.commands[-2]["gripper"]}
     assert not robot.is_connected
+
+
+@pytest.mark.parametrize("mode", ["bgr", "rgb", None])
+def test_a_camera_that_shows_blue_first_is_turned_to_rgb(arm, mode):
+    """By LeRobot's own configuration of the camera, which OpenCV's may be given as color_mode: bgr."""
+    from lerobot.cameras import ColorMode
+    from lerobot.cameras.opencv import OpenCVCameraConfig
+
+    client, robot = Local(), arm(camera_names=["front"])
+    if mode is not None:
+        config = OpenCVCameraConfig(0, fps=30, width=64, height=64, color_mode=ColorMode(mode))
+        robot.cameras = {"front": SimpleNamespace(config=config)}
+    seen = []
+    good = robot.get_observation
+    robot.get_observation = lambda: seen.append(good()) or seen[-1]
+    with attached(robot, client) as shown:
+        image = shown.observe()["observation.images.front"]
+    own = seen[0]["front"]
+    assert (own[..., 0] != own[..., 2]).any()
+    assert (image == (own[..., ::-1] if mode == "bgr" else own)).all()
 
 
 def test_a_frozen_camera_stops_the_robot_once_it_moves(arm):
