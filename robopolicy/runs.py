@@ -3,7 +3,8 @@
 import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,12 @@ def run_path(config: Config, verb: str) -> Path:
     return config.run.root / verb / name / str(config.run.seed)
 
 
-def claim(path: Path) -> None:
+def claim(path: Path, way_out: str = "name this run with run.name=NAME") -> None:
     """Keep other processes out of a run folder until this one ends, however it ends.
 
-    The lock lies beside the folder, so that starting over does not remove it. Raises ConfigError where another process
-    is at work in it; two of them would mix their metrics and overwrite each other's checkpoints.
+    The lock lies beside the folder, so that starting over does not remove it. way_out: what else to do than wait.
+    Raises ConfigError where another process is at work in it; two of them would mix their metrics and overwrite each
+    other's checkpoints.
     """
     file = path.absolute().with_name(f".{path.name}.lock")
     if file in _claimed:
@@ -72,9 +74,7 @@ def claim(path: Path) -> None:
         try:
             lock.acquire()
         except Timeout:
-            raise ConfigError(
-                f"{path} is in use by another process: wait until it ends, or name this run with run.name=NAME."
-            ) from None
+            raise ConfigError(f"{path} is in use by another process: wait until it ends, or {way_out}.") from None
     _claimed[file] = lock
 
 
@@ -146,15 +146,27 @@ def _say_other_ground(folder: RunFolder, threads: int) -> None:
         )
 
 
-def open_folder(path: Path) -> RunFolder:
+def open_folder(path: Path, parts: Sequence[str] = (), way_out: str = "choose another with run.root=PATH") -> RunFolder:
     """Open a folder for this process alone, without what a killed one left in it half-written.
 
-    Raises ConfigError where another process is at work in it.
+    parts: names of what this process alone writes there, such as seeds, where others may write other parts at the same
+    time; way_out: what to do where they are taken. Raises ConfigError where another process is at work on them.
     """
-    claim(path)
+    for name in parts:
+        claim(path / name, way_out)
+    if not parts:
+        claim(path, way_out)
     folder = RunFolder(path)
-    sweep(path)
+    for name in parts or ("",):
+        sweep(path, f"{name}.json" if name else "")
     return folder
+
+
+@contextmanager
+def alone_in(path: Path) -> Iterator[None]:
+    """Wait until no other process is at this point for a folder that processes share, and keep others waiting."""
+    with FileLock(path / ".summary.lock"):
+        yield
 
 
 def is_complete(path: Path) -> bool:

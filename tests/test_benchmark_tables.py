@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from robopolicy.benchmarks import rates, recipes, tables
 from robopolicy.cli import main
@@ -185,6 +186,32 @@ def test_a_benchmark_of_another_package_is_run_by_its_dotted_path(tmp_path, monk
     assert figures["command"] == "robopolicy bench my_claim:BENCHMARK 'bench.seeds=[7,9]'"
     assert figures["threads"] >= 1 and figures["versions"]["packages"]["torch"]
     assert "Is it so?" in (tmp_path / "bench" / "my_claim-BENCHMARK" / "report.html").read_text()
+
+
+def test_other_seeds_are_measured_in_the_same_folder_at_once(tmp_path, monkeypatch):
+    """Another process is at work on seed 7: seed 8 is free, and the way out for 7 is one that works."""
+    (tmp_path / "seeded.py").write_text(
+        "from robopolicy.verbs.bench import Benchmark, Table\n"
+        "def tables(figures):\n"
+        "    return [Table('Mine', ['seed'], [[str(seed)] for seed in figures['seeds']])]\n"
+        "BENCHMARK = Benchmark('?', ('seeds',), lambda config, root: {'seeds': config.bench.seeds}, tables)\n"
+        "ALONE = Benchmark('?', (), lambda config, root: {'seeds': []}, tables)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    root = tmp_path / "bench" / "seeded-BENCHMARK"
+    root.mkdir(parents=True)
+    begun = root / ".benchmark.json.robopolicy-abcd1234.tmp"
+    with FileLock(root / ".7.lock"):
+        assert run(tmp_path, "bench.name=seeded:BENCHMARK", "bench.seeds=[8]") == 0
+        with pytest.raises(ConfigError, match=r"7 is in use by another process: .* other seeds with bench.seeds="):
+            run(tmp_path, "bench.name=seeded:BENCHMARK", "bench.seeds=[7,9]")
+    with FileLock(tmp_path / "bench" / ".seeded-ALONE.lock"), pytest.raises(ConfigError, match=r"run\.root=PATH"):
+        run(tmp_path, "bench.name=seeded:ALONE")
+    begun.touch()
+    assert run(tmp_path, "bench.name=seeded:BENCHMARK", "bench.seeds=[8,10]") == 0
+    assert not begun.exists()
+    assert json.loads((root / "benchmark.json").read_text()) == {"seeds": [8, 10]}
+    sys.modules.pop("seeded")
 
 
 def test_spread_and_interval_are_told_apart():

@@ -34,7 +34,9 @@ Of recorded data:
 - gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
 
 `tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
-where they were interrupted. A benchmark of your own is named by its dotted path, bench.name=package.module:BENCHMARK.
+where they were interrupted, and several processes may measure other seeds (bench.seeds) in one folder at once; the same
+command with all seeds then shows all. A benchmark of your own is named by its dotted path,
+bench.name=package.module:BENCHMARK.
 """
 
 import dataclasses
@@ -51,9 +53,9 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
 from robopolicy.core.run import versions
-from robopolicy.core.storage import write_atomic, write_json
+from robopolicy.core.storage import sweep, write_atomic, write_json
 from robopolicy.evaluation.report import Report, Section, render
-from robopolicy.runs import open_folder, output, print_table, publish
+from robopolicy.runs import alone_in, open_folder, output, print_table, publish
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -137,7 +139,9 @@ class Benchmark:
 def run(config: Config) -> int:
     """Run one benchmark: print its tables, write report.html and benchmark.json into runs/bench/<name>.
 
-    Figures are written before tables are made of them. Raises ConfigError where there is no such benchmark, one does
+    Processes that measure other seeds may share the folder: benchmark.json and the report then show the seeds of the
+    one that ended last, and the same command with all seeds shows all. Figures are written before tables are made of
+    them. Raises ConfigError where there is no such benchmark, one does
     not read a setting that is given, or what it makes of its figures is no `Table`.
     """
     name = config.bench.name
@@ -145,18 +149,26 @@ def run(config: Config) -> int:
     if not isinstance(benchmark, Benchmark):
         raise ConfigError(f"bench.name={name} is {benchmark!r}: name a `Benchmark`, such as package.module:BENCHMARK.")
     refuse_unread(config, benchmark)
-    root = open_folder(config.run.root / "bench" / name.replace(":", "-")).path
+    folder = config.run.root / "bench" / name.replace(":", "-")
+    if "seeds" in benchmark.reads:
+        seeds, taken = [str(seed) for seed in config.bench.seeds], "give other seeds with bench.seeds=[NUMBER]"
+        root = open_folder(folder, seeds, taken).path
+    else:
+        root = open_folder(folder).path
     figures = benchmark.measure(config, root)
-    write_json(root / "benchmark.json", figures)
-    made = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
-    publish(config, made | without(figures, benchmark.bulky))
-    report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
-    report.sections += benchmark.sections(figures, root)
-    for table in benchmark.tables(figures):
-        require_table(name, table, root)
-        report.sections.append(Section(table.title, header=table.header, rows=table.lines))
-        print_table(table.title, table.header, table.lines)
-    write_atomic(root / "report.html", render(report))
+    with alone_in(root):
+        for summary in ("benchmark.json", "report.html"):
+            sweep(root, summary)
+        write_json(root / "benchmark.json", figures)
+        made = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
+        publish(config, made | without(figures, benchmark.bulky))
+        report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
+        report.sections += benchmark.sections(figures, root)
+        for table in benchmark.tables(figures):
+            require_table(name, table, root)
+            report.sections.append(Section(table.title, header=table.header, rows=table.lines))
+            print_table(table.title, table.header, table.lines)
+        write_atomic(root / "report.html", render(report))
     output.print(f"Report: {root / 'report.html'}")
     return 0
 
