@@ -168,7 +168,7 @@ def _made_world(
     except CameraError as error:
         if policy is None or not policy.spec.cameras:
             raise
-        blind = make_world(section.name, 1, **options)
+        blind = make_world(section.name, 1, **options, cameras=error.known[:1])  # where there is nothing else to see
         blind.close()
         read = shown_sizes(policy.spec.observation)
         sizes = {camera: read.get(camera, DRAWN) for camera in error.known}  # it can show any

@@ -51,7 +51,7 @@ SHARED = ("run", "world", "plan", "lerobot")
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; return the exit status: 0 done, 1 a failed check, 2 an error the user can mend, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    warnings.showwarning = _show
+    warnings.showwarning = partial(_show, set[str]())
     output = Console(emoji=False)
     if not output.is_terminal:
         output = Console(emoji=False, width=WIDEST)
@@ -92,10 +92,14 @@ def _interrupted(verb: str) -> int:
     return INTERRUPTED
 
 
-def _show(message: Warning | str, category: type[Warning], *_: object) -> None:
-    """Print a warning: one of ours as a sentence, a library's in short."""
+def _show(shown: set[str], message: Warning | str, category: type[Warning], *_: object) -> None:
+    """Print a warning that is not among those `shown`: one of ours as a sentence, a library's in short."""
     text = str(message) if issubclass(category, RobopolicyWarning) else f"{category.__name__}: {message}"
-    Console(stderr=True, emoji=False).print(f"[bold yellow]Note:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    if text not in shown:
+        shown.add(text)
+        Console(stderr=True, emoji=False).print(
+            f"[bold yellow]Note:[/] {escape(text)}", highlight=False, soft_wrap=True
+        )
 
 
 def run_verb(name: str, arguments: list[str], output: Console) -> int:

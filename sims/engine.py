@@ -163,6 +163,11 @@ class MujocoWorld:
         return self.task.stages
 
     @property
+    def available_cameras(self) -> dict[str, str]:
+        """Name -> what a camera shows, in words."""
+        return dict.fromkeys(self.task.cameras, "drawn in any size")
+
+    @property
     def batch_size(self) -> int:
         """Number of rows B."""
         return self._batch_size

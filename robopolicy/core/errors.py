@@ -100,12 +100,19 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), "")
 
 
+MANY = 40
+"""Names of which a list helps nobody."""
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest of `choices`, else the list of them."""
+    """Return " Did you mean 'x'?" for the nearest of `choices`, else the list of them, of many the most alike."""
     known = sorted({str(choice) for choice in choices})
     near = nearest(name, known)
     if near:
         return f" Did you mean '{near}'?"
+    if len(known) > MANY:
+        alike = difflib.get_close_matches(name, known, n=5, cutoff=0.0)
+        return f" Of {len(known)} names the most alike: {', '.join(alike)}."
     return f" Known: {', '.join(known)}." if known else ""
 
 

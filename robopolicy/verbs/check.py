@@ -8,8 +8,9 @@ the world that it comes from, or world=NAME.
 """
 
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from functools import partial
 from itertools import groupby
@@ -25,7 +26,7 @@ from robopolicy.configuration.bench import BenchSection
 from robopolicy.core.conformance import check_world
 from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean
+from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, did_you_mean
 from robopolicy.core.policy import BecomesTrainable, Policy
 from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
@@ -260,17 +261,44 @@ def world_lines(config: Config, name: str) -> list[str]:
         opened.append(make_world(name, rows, **options))
         return opened[-1]
 
-    first = make(1)
-    first.reset()
-    snapshots = isinstance(first, Snapshots) and works(first.snapshot)
-    renders = isinstance(first, Renders) and works(first.render)
-    try:
-        check_world(make, snapshots=snapshots, renders=renders)
-    finally:
-        for world in opened:
-            world.close()
+    with collected_notes() as notes:
+        try:
+            first = make(1)
+            first.reset()
+            snapshots = isinstance(first, Snapshots) and works(first.snapshot)
+            renders = isinstance(first, Renders) and works(first.render)
+            check_world(make, snapshots=snapshots, renders=renders)
+        finally:
+            for world in opened:
+                world.close()
     more = f"Snapshots: {'yes' if snapshots else 'no'}. Images of it: {'yes' if renders else 'no'}."
-    return [f"You can {WORLD_ALLOWS}.", *spec_lines(first.spec), more]
+    cameras: Mapping[str, str] = getattr(first, "available_cameras", {})
+    known = ", ".join(f"{camera} ({what})" for camera, what in cameras.items())
+    seen = [f"Cameras: {known}. world.cameras=[NAME] shows one."] if known else []
+    return [f"You can {WORLD_ALLOWS}.", *spec_lines(first.spec), *seen, more, *(f"Note: {text}" for text in notes)]
+
+
+@contextmanager
+def collected_notes() -> Iterator[list[str]]:
+    """Collect the texts that are warned of by us, each once; where the body fails they are warned of after all."""
+    texts: list[str] = []
+    theirs = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        if not issubclass(category, RobopolicyWarning):
+            theirs(message, category, *rest)
+        elif str(message) not in texts:
+            texts.append(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RobopolicyWarning)
+        warnings.showwarning = show
+        try:
+            yield texts
+        except BaseException:
+            for text in texts:
+                theirs(RobopolicyWarning(text), RobopolicyWarning, __file__, 0)
+            raise
 
 
 def spec_lines(spec: WorldSpec) -> list[str]:

@@ -5,9 +5,11 @@ This module runs inside worker processes, so it imports neither torch nor anythi
 
 import contextlib
 import copy
+import inspect
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +18,32 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.registry import import_named
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, Size
+from robopolicy.core.spec import Field
 from sims.suites.families import FamilyMember, family_of
+from sims.suites.layout import (
+    CHOICES,
+    GOAL_KEYS,
+    OWN_VIEW,
+    Layout,
+    entry_of,
+    instruction_of,
+    kind_of,
+    observation_layout,
+    resized,
+)
 from sims.suites.mujoco_state import MujocoCamera, MujocoState, has_mujoco_state
-from sims.suites.success import SUCCESS_KEYS, SuccessRule
-
-ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
-"""Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
-GOAL_KEYS = ("achieved_goal", "desired_goal")
+from sims.suites.success import SUCCESS_KEYS, SuccessRule, numbers, truth
 
 MakeEnvironment = Callable[[], gymnasium.Env]
+OLD = (
+    "reset(seed=None, options=None) returns (observation, info), and step (observation, reward, terminated, truncated, "
+    "info); an environment of gym's old interface is wrapped, for instance in shimmy.GymV21CompatibilityV0(env=...)"
+)
+"""What gymnasium's interface is."""
+TASKS_TRIED = 32
+"""Episodes that are begun to learn which tasks an environment says, where it says several."""
 
 
 def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
@@ -42,7 +58,8 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
     spec.max_episode_steps, spec.order_enforce = None, False
     try:
         environment = gymnasium.make(spec, disable_env_checker=True, **env_options)
-        if not has_mujoco_state(environment) and "rgb_array" in environment.metadata.get("render_modes", ()):
+        draws = "rgb_array" in environment.metadata.get("render_modes", ())
+        if draws and not has_mujoco_state(environment) and takes_render_mode(type(environment.unwrapped)):
             environment.close()
             environment = gymnasium.make(spec, disable_env_checker=True, **{"render_mode": "rgb_array", **env_options})
     except Exception as error:  # an environment is foreign code
@@ -51,6 +68,14 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
             f"'{env_id}' could not be made with options {dict(env_options)}: {type(error).__name__}: {text}"
         ) from error
     return FamilyMember(environment, family) if family else environment
+
+
+def takes_render_mode(kind: type) -> bool:
+    """Whether a class of environments is made with a render mode, which not all do that say they have one."""
+    if kind.__init__ is object.__init__:
+        return False
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return any(each.name == "render_mode" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def registered(env_id: str) -> EnvSpec:
@@ -65,109 +90,30 @@ def registered(env_id: str) -> EnvSpec:
         family.register()
     if name not in gymnasium.registry:
         raise ConfigError(
-            f"Gymnasium knows no environment '{name}'.{did_you_mean(name, gymnasium.registry)} If a package registers "
-            f"it on import, name that package first: 'gymnasium:PACKAGE:{name}'."
+            f"Gymnasium knows no environment '{name}'. If a package registers it on import, name that package first: "
+            f"'gymnasium:PACKAGE:{name}'.{did_you_mean(name, gymnasium.registry)}"
         )
     return gymnasium.registry[name]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a gymnasium observation becomes one float32 vector, fields by LeRobot key, and camera images.
-
-    parts: (path into the observation, slice of the vector); fields: key -> slice; names: key -> one per element;
-    images: camera -> path; sizes: camera -> (height, width) of these images, "image" among them where LeRobot means it.
-    """
-
-    size: int
-    parts: tuple[tuple[tuple[str, ...], slice], ...]
-    fields: dict[str, slice]
-    names: dict[str, tuple[str, ...]]
-    images: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    sizes: dict[str, Size] = field(default_factory=dict)
-
-    def write(self, observation: Any, out: np.ndarray) -> None:
-        """Write the numbers of `observation`, an array or nested dictionaries of arrays, into `out` [size]."""
-        for path, place in self.parts:
-            value = observation
-            for key in path:
-                value = value[key]
-            out[place] = value if getattr(value, "ndim", 0) == 1 else np.ravel(value)
-
-
-def observation_layout(
-    space: spaces.Space, state_keys: Sequence[str] | None = None, element_names: Sequence[str] = ()
-) -> Layout:
-    """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS); element_names:
-    of a flat observation's numbers, () for none.
-
-    Box -> observation.state. Dict: the robot's entries -> observation.state, every other vector (goals, objects) ->
-    observation.environment_state in the space's order, uint8 images of 1, 3 or 4 channels -> cameras named after their
-    key; other images are left out. Raises ConfigError on an empty space, on an entry that is no Box, and when
-    state_keys names what the space lacks.
-    """
-    leaves = dict(_leaves(space, ()))
-    seen = [path for path, box in leaves.items() if _is_image(box) and channel_axis(box.shape) is not None]
-    images = {path[-1] if path else "pixels": path for path in seen}
-    vectors = {path: box for path, box in leaves.items() if not _is_image(box)}
-    if not vectors and not images:
-        raise ConfigError(f"The observation space {space} has neither numbers nor images of 1, 3 or 4 channels.")
-    known = {path[0] for path in vectors if path}
-    for key in state_keys or ():
-        if key not in known:
-            raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, known)}")
-    robot = set(state_keys or ROBOT_KEYS)
-    if not known & robot:
-        robot = known - {"environment_state", *GOAL_KEYS}
-    own = [path for path in vectors if not path or path[0] in robot]
-    parts, fields, names, start = [], {}, {}, 0
-    for key, paths in ((STATE, own), (ENVIRONMENT_STATE, [path for path in vectors if path not in own])):
-        begin, elements = start, []
-        for path in paths:
-            size = int(np.prod(vectors[path].shape))
-            parts.append((path, slice(start, start + size)))
-            numbered = [f"{'.'.join(path) or 'observation'}[{index}]" for index in range(size)]
-            elements += element_names if not path and len(element_names) == size else numbered
-            start += size
-        if elements:
-            fields[key], names[key] = slice(begin, start), tuple(elements)
-    sizes = {camera: _pixels(leaves[path].shape) for camera, path in images.items()}
-    if LONE not in images and LONE_ENTRY in images:
-        sizes[LONE] = sizes[LONE_ENTRY]
-    return Layout(start, tuple(parts), fields, names, images, sizes)
-
-
-def _leaves(space: spaces.Space, path: tuple[str, ...]) -> list[tuple[tuple[str, ...], spaces.Box]]:
-    if isinstance(space, spaces.Box):
-        return [(path, space)]
-    if isinstance(space, spaces.Dict):
-        return [leaf for key, item in space.spaces.items() for leaf in _leaves(item, (*path, key))]
-    raise ConfigError(
-        f"Observation entry '{'.'.join(path) or 'observation'}' is a {type(space).__name__} space; a world needs Box "
-        "entries. Wrap the environment in gymnasium.wrappers.FlattenObservation and register the result."
-    )
-
-
-def _is_image(box: spaces.Box) -> bool:
-    return box.dtype == np.uint8 and len(box.shape) == 3
 
 
 @dataclass(frozen=True)
 class Description:
     """What an environment says about itself; fps is None where it does not say.
 
-    reports_success: whether anybody says when an episode has succeeded; repeats: whether an episode begins the same way
-    again with the same seed; draws: whether it can be looked at.
+    cameras: name -> what it shows, in words; reports_success: whether anybody says when an episode has succeeded;
+    repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; tasks:
+    what it says the task is, in its own words.
     """
 
     layout: Layout
     action: Field
     fps: float | None
-    cameras: tuple[str, ...]
+    cameras: dict[str, str]
     is_goal_environment: bool
     reports_success: bool
     repeats: bool
     draws: bool
+    tasks: tuple[str, ...] = ()
 
 
 class RowEnvironment:
@@ -177,9 +123,9 @@ class RowEnvironment:
     environments that draw from them: each has their state for itself, whatever its neighbours draw. increase: `step`
     returns the increase of the environment's reward since the step before, 0 in the first, for rewards that say how far
     the task has come. An environment may have attributes `state_keys` and `element_names` (see `observation_layout`),
-    which count where no state_keys are given. notes: what the user should know of what happened, until `take_notes`
-    takes it. Raises ConfigError unless actions are a one-dimensional Box, on a bad `success`, and where
-    `observation_layout` does.
+    which count where no state_keys are given, and `action_names`. notes: what the user should know of what happened,
+    until `take_notes` takes it. task: what the environment says the episode's task is, "" where it says nothing. Raises
+    ConfigError unless actions are a Box of floats, on a bad `success`, and where `observation_layout` does.
     """
 
     def __init__(
@@ -197,61 +143,92 @@ class RowEnvironment:
         # Sum of the rewards of this episode, and the last of them: part of a snapshot.
         self._paid = SimpleNamespace(total=0.0, last=None, drawn=None)
         self.environment = make()
+        self._action_space = continuous(self.environment.action_space)
         own_keys, names = (_attribute(self.environment, name) for name in ("state_keys", "element_names"))
-        self.layout = observation_layout(self.environment.observation_space, state_keys or own_keys or None, names)
-        space = self.environment.action_space
-        if not isinstance(space, spaces.Box) or len(space.shape) != 1:
-            raise ConfigError(f"A world needs a one-dimensional Box of continuous actions; this one has {space}.")
-        self._action_space = space
-        self.action_dtype = space.dtype
+        self.layout = observation_layout(
+            self.environment.observation_space, state_keys or own_keys or None, names or ()
+        )
+        self.action_dtype = self._action_space.dtype
+        self.task = ""
         self._images: dict[str, np.ndarray] = {}
         self.state = MujocoState(self.environment, (self._paid,)) if has_mujoco_state(self.environment) else None
         self._camera = MujocoCamera(self.environment, self.state) if self.state else None
 
     def describe(self) -> Description:
         """Return the description, from which the parent process builds its spec."""
-        environment, space = self.environment, self._action_space
+        environment = self.environment
         inner: Any = environment.unwrapped
         rate = environment.metadata.get("render_fps")
         step_time = getattr(inner, "dt", None) if self.state else _dm_control_step(inner)
-        cameras = self._camera.names if self._camera else (("default",) if environment.render_mode else ())
-        reports, repeats = self._tried()
+        low, high = (tuple(map(float, np.ravel(bound))) for bound in (self._action_space.low, self._action_space.high))
+        names = tuple(map(str, _attribute(environment, "action_names") or ()))
+        own = self._camera.names if self._camera else ((OWN_VIEW,) if environment.render_mode else ())
+        shown = {
+            camera: f"{' x '.join(map(str, picture.size))}, '{picture.name}' of the observation"
+            for camera, picture in self.layout.pictures.items()
+        }
+        reports, repeats, tasks = self._tried()
         return Description(
             layout=self.layout,
-            action=Field(tuple(space.low.shape), low=tuple(map(float, space.low)), high=tuple(map(float, space.high))),
+            action=Field((len(low),), low=low, high=high, names=names if len(names) == len(low) else ()),
             fps=float(1.0 / step_time) if step_time else (float(rate) if rate else None),
-            cameras=(*self.layout.images, *cameras),
-            is_goal_environment=set(GOAL_KEYS) <= {path[0] for path, _ in self.layout.parts if path},
+            cameras={**dict.fromkeys(own, "drawn in any size"), **shown},
+            is_goal_environment=set(GOAL_KEYS) <= {part.path[0] for part in self.layout.parts if part.path},
             reports_success=reports,
             repeats=repeats,
-            draws=self._camera is not None or bool(environment.render_mode) or bool(self.layout.images),
+            draws=self._camera is not None or bool(environment.render_mode) or bool(self.layout.pictures),
+            tasks=tasks,
         )
 
-    def _tried(self) -> tuple[bool, bool]:
-        """Begin an episode twice, and return whether success is reported, and whether both went alike."""
+    def _tried(self) -> tuple[bool, bool, tuple[str, ...]]:
+        """Begin an episode twice, and return whether success is reported, whether both went alike, and the tasks."""
         space = self._action_space
-        seen: list[np.ndarray] = []
+        seen: list[list[np.ndarray]] = []
         known: set[str] = set()
         try:
             for _ in range(2):
                 out = np.zeros((2, self.layout.size), np.float32)
                 self.reset(0, out[0])
+                pictures = list(self._images.values())
                 still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
-                with self._own_globals():
-                    observation, *_, info = self.environment.step(still)
+                observation, *_, info = self._acted(still)
                 known |= set(info)
-                self.layout.write(observation, out[1])
-                seen.append(out)
+                self._take(observation, out[1])
+                seen.append([out, *pictures, *self._images.values()])
+            repeats = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*seen, strict=True))
+            return self._rule.known or not known.isdisjoint(SUCCESS_KEYS), repeats, self._tasks()
         except Exception:  # what is wrong shows again where the environment is used, with its own words
-            return True, True
-        return self._rule.known or not known.isdisjoint(SUCCESS_KEYS), bool(np.array_equal(*seen, equal_nan=True))
+            return True, True, ()
+
+    def _tasks(self) -> tuple[str, ...]:
+        """Return the tasks that the environment says, () where it says none."""
+        found, out = dict.fromkeys([self.task]), np.zeros(self.layout.size, np.float32)
+        if self.task:
+            for seed in range(1, TASKS_TRIED):
+                self.reset(seed, out)
+                found[self.task] = None
+                if seed > 3 and len(found) == 1:  # one task, as most have
+                    break
+        return tuple(each for each in found if each)
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
-        """Start the episode of `seed` and write its first observation into `out` [D]."""
+        """Start the episode of `seed` and write its first observation into `out` [D].
+
+        Raises SpecError where the environment does not speak gymnasium's interface, and on a bad observation.
+        """
         self._paid.total, self._paid.last = 0.0, None
-        with self._own_globals(int(seed)):
-            observation, _ = self.environment.reset(seed=int(seed), options=options)
+        try:
+            with self._own_globals(int(seed)):
+                begun = self.environment.reset(seed=int(seed), **({} if options is None else {"options": options}))
+        except TypeError as error:
+            if "unexpected keyword argument" not in str(error):
+                raise
+            raise SpecError(f"reset takes no seed ({error}): {OLD}.") from error
+        if not isinstance(begun, tuple) or len(begun) != 2 or not isinstance(begun[1], Mapping):
+            raise SpecError(f"reset returned {_described(begun)}: {OLD}.")
+        observation, info = begun
         self._take(observation, out)
+        self.task = instruction_of(info, observation, self.layout.texts, partial(_attribute, self.environment))
 
     @contextlib.contextmanager
     def _own_globals(self, seed: int | None = None) -> Iterator[None]:
@@ -274,27 +251,40 @@ class RowEnvironment:
             np.random.set_state(theirs[1])  # noqa: NPY002
 
     def step(self, action: np.ndarray, out: np.ndarray, last: bool = False) -> tuple[float, bool, bool, bool]:
-        """Act, write the observation into `out` and return reward, terminated, truncated, success.
+        """Act, write the observation into `out` and return reward (NaN where it is no number), terminated, truncated,
+        success.
 
         action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size; last: whether the
-        world's time limit ends the episode here. Raises as `SuccessRule` does.
+        world's time limit ends the episode here. Raises SpecError where the environment does not speak gymnasium's
+        interface, and as `SuccessRule` does.
         """
-        with self._own_globals():
-            observation, reward, terminated, truncated, info = self.environment.step(action)
+        observation, reward, terminated, truncated, info = self._acted(action)
         self._take(observation, out)
-        paid = float(reward)
-        self._paid.total += paid
+        self._paid.total += reward
         success = self._rule(
             info,
             lambda: {key: out[part] for key, part in self.layout.fields.items()},
             self._paid.total,
-            terminated=bool(terminated),
-            over=bool(terminated or truncated or last),
+            terminated=terminated,
+            over=terminated or truncated or last,
         )
         if self._increase:
-            before, self._paid.last = self._paid.last, paid
-            paid = 0.0 if before is None else paid - before
-        return paid, bool(terminated), bool(truncated), success
+            before, self._paid.last = self._paid.last, reward
+            reward = 0.0 if before is None else reward - before
+        return reward, terminated, truncated, success
+
+    def _acted(self, action: np.ndarray) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
+        """Act, [A], and return what the environment does: observation, reward, terminated, truncated, info."""
+        with self._own_globals():
+            done = self.environment.step(action.reshape(self._action_space.shape))
+        if not isinstance(done, tuple) or len(done) != 5:
+            raise SpecError(f"step returned {_described(done)}: {OLD}.")
+        observation, reward, terminated, truncated, info = done
+        ends = [
+            each if isinstance(each, bool) else truth(each, f"'{name}' of step", "let step return True or False")
+            for name, each in (("terminated", terminated), ("truncated", truncated))
+        ]
+        return observation, _one_number(reward), ends[0], ends[1], info if isinstance(info, Mapping) else {}
 
     def _note(self, text: str) -> None:
         self._notes.setdefault(text, False)
@@ -307,25 +297,27 @@ class RowEnvironment:
 
     def _take(self, observation: Any, out: np.ndarray) -> None:
         self.layout.write(observation, out)
-        for camera, path in self.layout.images.items():
-            image = observation
-            for key in path:
-                image = image[key]
-            self._images[camera] = image
+        self._images = {camera: self.layout.picture(camera, observation) for camera in self.layout.pictures}
 
     def image(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return uint8 [height, width, 3].
 
-        Raises ConfigError when MuJoCo has no such camera or graphics context, or the environment draws no images.
+        Raises ConfigError when MuJoCo has no such camera or graphics context, or the environment draws no images, and
+        SpecError where a picture is not what its space declares.
         """
-        entry = entry_of(camera, (*self._images, *(self._camera.names if self._camera else ())))
-        if entry in self._images:
-            return resized(self._images[entry], height, width)
+        if camera == OWN_VIEW and self._camera is None and not self.environment.render_mode and self._images:
+            camera = next(iter(self._images))  # it draws no view of its own
+        camera = entry_of(camera, (*self._images, *(self._camera.names if self._camera else ())))
+        if camera in self._images:
+            return resized(self.layout.pictures[camera].pixels(self._images[camera]), height, width)
         if self._camera is not None:
             return self._camera.image(camera, height, width)
         image = self.environment.render()
         if not isinstance(image, np.ndarray):
-            raise ConfigError("The environment draws no images: it has no 'rgb_array' render mode.")
+            raise ConfigError(
+                f"The environment draws no images: render() returned {kind_of(image)}. It needs the render mode "
+                "'rgb_array' and an array [height, width, 3]."
+            )
         return resized(image, height, width)
 
     def close(self) -> None:
@@ -335,56 +327,45 @@ class RowEnvironment:
         self.environment.close()
 
 
+def continuous(space: spaces.Space) -> spaces.Box:
+    """Return a space of actions that policies can give, a Box of floats; raises ConfigError on any other."""
+    if isinstance(space, spaces.Box) and space.dtype.kind == "f" and np.prod(space.shape):
+        if (space.low > space.high).any():
+            raise ConfigError(f"Its action_space {space} has bounds whose low exceeds their high: exchange them.")
+        return space
+    wrapped = "gymnasium.wrappers.TransformAction(env, FUNCTION, gymnasium.spaces.Box(-1, 1, (NUMBER,)))"
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        what = "has several parts"
+        wrapped += ", whose FUNCTION may use gymnasium.spaces.unflatten"
+    elif isinstance(space, (*CHOICES, spaces.Box)):
+        what = "is chosen among whole numbers" if np.prod(space.shape or (1,)) else "is empty"
+    else:
+        what = "is no list of numbers"
+    raise ConfigError(
+        f"Its action {what}, {' '.join(str(space).split())[:120]}, and policies here give continuous numbers: wrap it, "
+        f"{wrapped}, and register the result."
+    )
+
+
+def _one_number(reward: Any) -> float:
+    """Return a reward, NaN where it is not one number: whether that matters is known where it is read."""
+    try:
+        found = numbers(reward)
+    except (TypeError, ValueError):
+        return np.nan
+    return float(found.item()) if found.size == 1 and found.dtype.kind in "biuf" else np.nan
+
+
+def _described(returned: Any) -> str:
+    return f"{len(returned)} values" if isinstance(returned, tuple) else f"one value, {kind_of(returned)}"
+
+
 def _dm_control_step(environment: Any) -> float | None:
     """Return the seconds of a control step where an environment wraps one of dm_control's; None where it does not."""
     timestep = getattr(getattr(environment, "_env", None), "control_timestep", None)
     return float(timestep()) if callable(timestep) else None  # pyright: ignore[reportArgumentType]
 
 
-def _attribute(environment: gymnasium.Env, name: str) -> Sequence[str]:
-    """Return what an environment, or a wrapper of it, says under `name`, () where it says nothing."""
-    return environment.get_wrapper_attr(name) if environment.has_wrapper_attr(name) else ()
-
-
-def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return `image` as uint8 [height, width, 3], by nearest neighbour.
-
-    It is [h, w, C], or [C, h, w] of one or three channels C. One (grey) is repeated; of four the last (how opaque a
-    pixel is) is left out. Raises ConfigError on any other shape.
-    """
-    axis = channel_axis(image.shape)
-    if axis is None:
-        raise ConfigError(f"The environment draws {list(image.shape)}: an image has 1, 3 or 4 channels.")
-    image = np.moveaxis(image, axis, -1)[..., :3]
-    # The middle of each new pixel falls into one old pixel, whose colour it takes.
-    rows = (np.arange(height) + 0.5) * image.shape[0] / height
-    columns = (np.arange(width) + 0.5) * image.shape[1] / width
-    pixels = image[rows.astype(int)][:, columns.astype(int)]
-    return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)), dtype=np.uint8)
-
-
-LONE, LONE_ENTRY = "image", "pixels"
-"""LeRobot calls an environment's only picture, its entry "pixels", `observation.image`."""
-
-
-def entry_of(camera: str, known: Collection[str]) -> str:
-    """Return the name that the environment has for a camera, of those it knows."""
-    return LONE_ENTRY if camera == LONE and LONE not in known and LONE_ENTRY in known else camera
-
-
-def _pixels(shape: Sequence[int]) -> Size:
-    """Return (height, width) of an image's shape, whichever axis holds its channels."""
-    axis = channel_axis(shape)
-    height, width = shape[:2] if axis == -1 else shape[1:]
-    return height, width
-
-
-def channel_axis(shape: Sequence[int]) -> int | None:
-    """Return where an image of this shape, [h, w, C] or [C, h, w], has its channels; None where it is no image."""
-    if len(shape) != 3:
-        return None
-    if 3 in (shape[-1], shape[0]):
-        return -1 if shape[-1] == 3 else 0
-    if shape[-1] in (1, 4):
-        return -1
-    return 0 if shape[0] == 1 else None
+def _attribute(environment: gymnasium.Env, name: str) -> Any:
+    """Return what an environment, or a wrapper of it, says under `name`, None where it says nothing."""
+    return environment.get_wrapper_attr(name) if environment.has_wrapper_attr(name) else None

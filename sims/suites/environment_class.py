@@ -12,6 +12,7 @@ import gymnasium
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.world import World
+from sims.suites.environment import takes_render_mode
 
 
 def make_environment_world(
@@ -26,21 +27,26 @@ def make_environment_world(
 ) -> World:
     """Return a world called `name` of `batch_size` environments of class `kind`.
 
-    horizon: control steps until the time limit, default the class's `max_episode_steps`; instruction: default the words
-    of the class's name; env_options: its keyword arguments; options: of `GymnasiumWorld`. Raises ConfigError.
+    horizon: control steps until the time limit, default the class's `max_episode_steps`; instruction: default what the
+    environment says its task is, or the words of the class's name; env_options: its keyword arguments; options: of
+    `GymnasiumWorld`. Raises ConfigError.
     """
     from sims.suites.gymnasium_suite import GymnasiumWorld, check_options, words
 
     check_options(options)
     limit = horizon if horizon is not None else getattr(kind, "max_episode_steps", None)
     if limit is None:
-        raise ConfigError(f"'{name}' has no time limit: give horizon=NUMBER of control steps.")
+        raise ConfigError(
+            f"'{name}' has no time limit: give world.options.horizon=NUMBER of control steps (in Python: "
+            "horizon=NUMBER), or the class an attribute max_episode_steps."
+        )
     return GymnasiumWorld(
         name,
         partial(open_class, f"{kind.__module__}:{kind.__qualname__}", dict(env_options or {})),
         batch_size,
         horizon=limit,
         instruction=words(kind.__name__) if instruction is None else instruction,
+        own_task=instruction is None,
         **options,
     )
 
@@ -49,7 +55,7 @@ def open_class(path: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
     """Make one environment of the class at a dotted path; raises ConfigError where its constructor fails."""
     kind = load_dotted(path, "Environment")
     modes = (getattr(kind, "metadata", None) or {}).get("render_modes", ())
-    images = {"render_mode": "rgb_array"} if "rgb_array" in modes else {}
+    images = {"render_mode": "rgb_array"} if "rgb_array" in modes and takes_render_mode(kind) else {}
     try:
         return kind(**{**images, **env_options})
     except Exception as error:

@@ -31,11 +31,11 @@ from sims.suites.environment import (
     Description,
     MakeEnvironment,
     RowEnvironment,
-    entry_of,
     open_gymnasium,
     registered,
 )
 from sims.suites.families import family_of
+from sims.suites.layout import entry_of
 from sims.suites.rewards import INCREASE, Reward, choose_reward
 from sims.suites.success import TERMINATED, UNEXPECTED
 from sims.suites.vector import Images, Played, Pool
@@ -61,7 +61,9 @@ class GymnasiumWorld:
     without it success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed
     Python's and numpy's global generators with every episode; clip_actions: whether actions reach the environment
     clipped to the bounds that it declares, or as they were decided (bounds are a formality of many); state_keys:
-    entries of a dictionary observation that are the robot's own.
+    entries of a dictionary observation that are the robot's own; own_task: whether the task is what the environment
+    says it is, in every episode, where it says one (see `instruction_of`); `instruction` stands for it elsewhere.
+    available_cameras: name -> what it shows, in words.
     repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
     nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
     started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
@@ -91,6 +93,7 @@ class GymnasiumWorld:
         seed_globals: bool = False,
         clip_actions: bool = False,
         state_keys: Sequence[str] | None = None,
+        own_task: bool = False,
     ):
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         self._batch_size, self._history = batch_size, history
@@ -104,20 +107,19 @@ class GymnasiumWorld:
             fields = observation_fields(description, cameras, image_size)
             rate = fps if fps is not None else description.fps
             if rate is None:
-                raise ConfigError(f"'{name}' does not say how many control steps make a second: give fps=NUMBER.")
+                raise ConfigError(
+                    f"'{name}' does not say how many control steps make a second: give world.options.fps=NUMBER (in "
+                    "Python: fps=NUMBER)."
+                )
         except BaseException:
             self.pool.close()
             raise
-        if not description.repeats:
-            warnings.warn(
-                f"'{name}' begins otherwise when it is reset with the same seed again: episodes of two policies are "
-                "not the same, so paired comparisons say little. If it draws from Python's or numpy's global "
-                "generators, set world.options.seed_globals=true.",
-                RobopolicyWarning,
-                stacklevel=2,
-            )
-        self.repeats, self.draws = description.repeats, description.draws
+        for note in first_notes(name, description, seed_globals):
+            warnings.warn(note, RobopolicyWarning, stacklevel=2)
+        self.repeats, self.draws, self.available_cameras = description.repeats, description.draws, description.cameras
         self._layout, self._told = description.layout, set[str]()
+        self._instruction, tasks = instruction, description.tasks if own_task else ()
+        self._own_task = bool(tasks)
         whole = success is not None and least_return(success) is not None
         self._spec = WorldSpec(
             name=name,
@@ -127,7 +129,7 @@ class GymnasiumWorld:
             horizon=horizon,
             history=history,
             rewards=self._reward.names,
-            instructions=(instruction,),
+            instructions=tasks or (instruction,),
             success=criterion(success, success_text) if description.reports_success else "",
             reports_success=description.reports_success,
             # A return is known where the episode ends, so it ends none: values go on behind a time limit.
@@ -161,10 +163,12 @@ class GymnasiumWorld:
         index, seeds = self._episodes.reset_rows(rows, seeds)
         if len(index) == 0:
             return self._episodes.observation()
-        values, images = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
+        values, tasks, images = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
         self._check_finite(values[:, None], index)
+        said = [task if task and self._own_task else self._instruction for task in tasks]
         frames = {key: values[:, None, part] for key, part in self._layout.fields.items()}
-        self._episodes.start(index, {**frames, **{IMAGE_PREFIX + name: each[:, None] for name, each in images.items()}})
+        frames |= {IMAGE_PREFIX + name: each[:, None] for name, each in images.items()}
+        self._episodes.start(index, frames, instruction=self._episodes.instruction_index(said))
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
@@ -263,10 +267,14 @@ class GymnasiumWorld:
     def _check_finite(self, values: np.ndarray, rows: np.ndarray) -> None:
         """Raise NonFiniteError, naming the rows [R], unless values [R, C, D] are finite."""
         if not np.isfinite(values).all():
-            bad = rows[~np.isfinite(values).all(axis=(1, 2))][:5].tolist()
+            bad = ~np.isfinite(values)
+            elements = [name for names in self._layout.names.values() for name in names]
+            named = [elements[place] for place in np.flatnonzero(bad.any(axis=(0, 1)))]
+            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
             raise NonFiniteError(
-                f"The observation of '{self._spec.name}' is not finite in row(s) {bad}: its simulation diverged. Reset "
-                "these rows; gentler actions avoid it."
+                f"The observation of '{self._spec.name}' is not finite in row(s) "
+                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(named[:5])}{more}. Either a sensor says so, or "
+                "the simulation diverged: reset these rows; gentler actions avoid the latter."
             )
 
 
@@ -275,17 +283,43 @@ def criterion(success: str | None, text: str) -> str:
     return "the environment terminates the episode" if success == TERMINATED else success or text
 
 
+def first_notes(name: str, description: Description, seed_globals: bool) -> list[str]:
+    """Return what the user should know of an environment before anything is played in it."""
+    found = []
+    if not description.repeats:
+        remedy = (
+            "It draws from a generator that neither reset(seed) nor world.options.seed_globals=true seeds: its reset "
+            "should call super().reset(seed=seed) and draw from self.np_random."
+            if seed_globals
+            else "If it draws from Python's or numpy's global generators, set world.options.seed_globals=true."
+        )
+        found.append(
+            f"'{name}' begins otherwise when it is reset with the same seed again: episodes of two policies are not "
+            f"the same, so paired comparisons say little. {remedy}"
+        )
+    if description.layout.notes:
+        found.append(f"Of the observation of '{name}', {'; '.join(description.layout.notes)}.")
+    return found
+
+
 def observation_fields(
     description: Description, cameras: Sequence[str], image_size: ImageSize | None
 ) -> dict[str, Field]:
-    """Return the world's observation fields. Raises CameraError on an unknown camera."""
+    """Return the world's observation fields. Raises CameraError on an unknown camera, ConfigError on none."""
     for camera in cameras:
         if entry_of(camera, description.cameras) not in description.cameras:
             nearest = did_you_mean(camera, description.cameras)
             raise CameraError(f"The environment has no camera '{camera}'.{nearest}", description.cameras)
     layout = description.layout
     vectors = {key: Field((part.stop - part.start,), names=layout.names[key]) for key, part in layout.fields.items()}
-    return {**vectors, **image_fields(image_sizes(cameras, image_size, layout.sizes))}
+    fields = {**vectors, **image_fields(image_sizes(cameras, image_size, layout.sizes))}
+    if not fields:
+        known = ", ".join(layout.pictures)
+        raise ConfigError(
+            f"The environment shows pictures alone ({known}), and none is asked for: set world.cameras=[{known}] (in "
+            "Python: cameras=...)."
+        )
+    return fields
 
 
 def make_gymnasium_world(
@@ -299,9 +333,9 @@ def make_gymnasium_world(
 ) -> GymnasiumWorld:
     """Return the registered environment `env_id` ("FetchPush-v4", or "package:Id-v0" to import its package first).
 
-    horizon: default the registered time limit; instruction: default the words of the id; env_options: keyword arguments
-    of the environment; options: of `GymnasiumWorld`, by default those of the id's family (see `FAMILIES`). Raises
-    ConfigError on an unknown id, camera or option.
+    horizon: default the registered time limit; instruction: default what the environment says its task is, or the
+    words of the id; env_options: keyword arguments of the environment; options: of `GymnasiumWorld`, by default those
+    of the id's family (see `FAMILIES`). Raises ConfigError on an unknown id, camera or option.
     """
     check_options(options)
     family = family_of(env_id)
@@ -309,12 +343,16 @@ def make_gymnasium_world(
     settings = {
         "horizon": registered(env_id).max_episode_steps,
         "instruction": words(env_id),
+        "own_task": instruction is None and family is None,  # what families call a task is no sentence
         **(family.options if family else {}),
         **{name: value for name, value in given.items() if value is not None},
         **options,
     }
     if settings["horizon"] is None:
-        raise ConfigError(f"'{env_id}' is registered without a time limit: give horizon=NUMBER of control steps.")
+        raise ConfigError(
+            f"'{env_id}' is registered without a time limit: give world.options.horizon=NUMBER of control steps (in "
+            "Python: horizon=NUMBER)."
+        )
     return GymnasiumWorld(
         f"gymnasium:{env_id}", partial(open_gymnasium, env_id, dict(env_options or {})), batch_size, **settings
     )
@@ -322,7 +360,7 @@ def make_gymnasium_world(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError, with the nearest name, on an option that `GymnasiumWorld` does not have."""
-    known = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size"}
+    known = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size", "own_task"}
     known |= {"env_options"}
     for name in options:
         if name not in known:

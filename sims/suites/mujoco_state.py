@@ -74,8 +74,9 @@ class MujocoState:
         self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
 
     def _layers(self) -> list[Any]:
-        """Return what holds state in attributes; an environment may list more of it in `state_holders`."""
-        return [*self._wrappers, *getattr(self._wrappers[-1], "state_holders", ()), *self._more]
+        """Return what holds state in attributes: wrappers, inner environments, and what it lists as `state_holders`."""
+        inside = [each for each in vars(self._wrappers[-1]).values() if isinstance(each, gymnasium.Env)]
+        return [*self._wrappers, *inside, *getattr(self._wrappers[-1], "state_holders", ()), *self._more]
 
     def physics(self) -> np.ndarray:
         """Return time, data and model arrays as one float64 vector [N]; N depends on the model alone."""

@@ -54,7 +54,11 @@ class Reward:
         dense = np.where(valid, dense, 0.0)
         if not np.isfinite(dense).all():
             bad = np.flatnonzero(~np.isfinite(dense).all(axis=1))[:5].tolist()
-            raise NonFiniteError(f"The reward '{self.dense}' is not finite in row(s) {bad}.")
+            raise NonFiniteError(
+                f"The reward '{self.dense}' is not finite in row(s) {bad}: the environment (or your potential) pays "
+                "NaN, infinity, or what is not one number. world.options.reward=package.module:function pays by the "
+                "observation instead."
+            )
         terms = {self.dense: dense}
         if self.bonus:
             terms["success"] = np.where(first & valid, self.bonus, 0.0)
@@ -96,7 +100,7 @@ def goal_potential(description: Description, scale: float) -> Potential:
     if not description.is_goal_environment:
         raise ConfigError(
             "reward=progress needs observations with achieved_goal and desired_goal, which this environment lacks: use "
-            "reward=environment, or your own potential, reward=package.module:function."
+            "world.options.reward=environment, or your own potential, world.options.reward=package.module:function."
         )
     achieved, desired = (_elements(description, goal) for goal in GOAL_KEYS)
 

@@ -115,7 +115,13 @@ def entry(info: Mapping[str, Any], key: str) -> Any:
     return entry(info[outer], inner) if inner and isinstance(info.get(outer), Mapping) else None
 
 
-def truth(value: Any, what: str) -> bool:
+SAY = (
+    "say when the task is done with world.options.success=package.module:function, or name another entry, "
+    "world.options.success_key=NAME"
+)
+
+
+def truth(value: Any, what: str, remedy: str = SAY) -> bool:
     """Return a truth that an environment says: a bool, 0 or 1, an array or tensor of one. Raises SpecError if none."""
     try:
         found = numbers(value)
@@ -123,10 +129,7 @@ def truth(value: Any, what: str) -> bool:
         found = np.empty(0)
     if found.size != 1 or found.dtype.kind not in "biuf" or found.item() not in (0, 1):
         shown = repr(value) if found.size <= 1 else f"an array {list(found.shape)}"
-        raise SpecError(
-            f"{what} is {shown[:60]}, which is not True or False: say when the task is done with "
-            "world.options.success=package.module:function, or name another entry, world.options.success_key=NAME."
-        )
+        raise SpecError(f"{what} is {shown[:60]}, which is not True or False: {remedy}.")
     return bool(found.item())
 
 

@@ -84,12 +84,13 @@ class EnvironmentRows:
 
     def reset(
         self, index: np.ndarray, seeds: np.ndarray, options: dict | None
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> [R, height, width, 3]."""
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Start rows `index` [R] with seeds [R]; returns values [R, D], tasks [R], camera -> [R, height, width, 3]."""
         values = np.zeros((len(index), self._size), dtype=np.float32)
         for out, row, seed in zip(values, index, seeds, strict=True):
             self._rows[row].reset(seed, out, options)
-        return values, {camera: self.render(index, camera, *size) for camera, size in self._sizes.items()}
+        tasks = np.array([self._rows[row].task for row in index], dtype=object)
+        return values, tasks, {camera: self.render(index, camera, *size) for camera, size in self._sizes.items()}
 
     def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
         """Run actions [n, C, A], stopping a row where its episode ends; left: [n] control steps until its time limit.
@@ -211,19 +212,25 @@ class Pool:
 
     def reset(
         self, index: np.ndarray, seeds: np.ndarray, options: dict | None = None
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Start rows `index` [R] with seeds [R]; returns values [R, D] and camera -> images [R, height, width, 3]."""
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """Start rows `index` [R] with seeds [R].
+
+        Returns values [R, D], what the environment says the tasks are [R], and camera -> images [R, height, width, 3].
+        """
         places, calls = self._split(index)
         parts = self._call(
             "reset",
             [None if call is None else (call, seeds[at], options) for call, at in zip(calls, places, strict=True)],
         )
-        values = _gather([None if part is None else part[0] for part in parts], places, len(index))
-        cameras = next(part for part in parts if part is not None)[1]
-        return values, {
-            camera: _gather([None if part is None else part[1][camera] for part in parts], places, len(index))
+        values, tasks = (
+            _gather([None if part is None else part[which] for part in parts], places, len(index)) for which in (0, 1)
+        )
+        cameras = next(part for part in parts if part is not None)[2]
+        images = {
+            camera: _gather([None if part is None else part[2][camera] for part in parts], places, len(index))
             for camera in cameras
         }
+        return values, tasks, images
 
     def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
         """Run a chunk [B, C, A] in every row that has control steps left, [B]; see `EnvironmentRows.step`."""
@@ -319,8 +326,8 @@ class Pool:
         self._lost = WorkerError(
             f"Simulation worker {worker} of '{self._name}' (process {process.pid}, rows {share[0]} to {share[-1]}) "
             f"died: {reason}. Its episodes are lost: make the world again. SIGKILL is often the kernel running out of "
-            "memory (use a smaller batch or fewer workers); workers=0 runs the environments in this process, where an "
-            "error shows itself."
+            "memory (use a smaller batch or fewer workers); world.options.workers=0 runs the environments in this "
+            "process, where an error shows itself."
         )
         return self._lost
 

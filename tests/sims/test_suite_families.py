@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from suite_toys import PointEnvironment
 
 from robopolicy.core.conformance import check_world
@@ -93,6 +94,34 @@ def test_the_return_that_decides_success_is_part_of_a_snapshot(success):
     world.restore(saved)
     assert not world.step(np.zeros((1, 1, 1))).success[0]
     assert world.step(np.zeros((1, 1, 1))).success[0]
+    world.close()
+
+
+class Draws(gymnasium.Env):
+    """An environment inside another one, as FrankaKitchen has its robot, with a generator of its own."""
+
+
+class HasAnotherInside(InvertedPendulumEnv):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.inner = Draws()
+
+    def reset(self, *, seed=None, options=None):
+        self.inner._np_random = np.random.default_rng(seed)
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action):
+        observation, *rest = super().step(action)
+        return observation + self.inner.np_random.normal(0, 0.1, observation.shape), *rest
+
+
+def test_generators_of_environments_inside_are_part_of_a_snapshot():
+    world = GymnasiumWorld("toy", HasAnotherInside, 2, horizon=9, instruction="go")
+    world.reset(seeds=[0, 1])
+    saved = world.snapshot()
+    first = world.step(np.zeros((2, 3, 1))).trace[STATE]
+    world.restore(saved)
+    assert np.array_equal(first, world.step(np.zeros((2, 3, 1))).trace[STATE])
     world.close()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from robopolicy.core.conformance import check_same, check_same_step
-from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
 from sims.suites.gymnasium_suite import make_gymnasium_world
 from sims.suites.vector import WorkerError
 
@@ -71,10 +71,19 @@ def test_an_error_inside_the_environment_is_told_and_leaves_the_world_usable(wor
     world.close()
 
 
-def test_errors_of_ours_keep_their_kind_across_the_border():
+def test_notes_cross_the_border():
     world = make_gymnasium_world(POINT, 2, workers=1, success_key="solved")
     world.reset(seeds=[1, 2])
-    with pytest.raises(SpecError, match="no 'solved'"):
+    with pytest.warns(RobopolicyWarning, match="no 'solved'") as notes:
+        world.step(np.zeros((2, 12, 2)))
+    assert len(notes) == 1
+    world.close()
+
+
+def test_errors_of_ours_keep_their_kind_across_the_border():
+    world = make_gymnasium_world(POINT, 2, workers=1, success_key="solved", success="suite_toys:one_number")
+    world.reset(seeds=[1, 2])
+    with pytest.raises(SpecError, match="must return one truth"):
         world.step(np.zeros((2, 12, 2)))
     world.close()
     with pytest.raises(ConfigError, match="could not be made"):

@@ -1,0 +1,390 @@
+"""How an outside environment's observation is read: its numbers, its pictures, and what is left out, with the reason.
+
+What an entry is follows from its space, never from its name. This module runs inside worker processes, so it imports
+neither torch nor anything that does.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Size
+from sims.suites.success import numbers
+
+ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
+"""Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
+GOAL_KEYS = ("achieved_goal", "desired_goal")
+LONE, LONE_ENTRY = "image", "pixels"
+"""LeRobot calls an environment's only picture, its entry "pixels", `observation.image`."""
+OWN_VIEW = "default"
+"""The camera that is the environment's own view; no entry is called so."""
+MOST = 1000
+"""Numbers of an entry with several axes that are still taken for numbers; more are a picture, a map, a point cloud."""
+SMALLEST = 8
+"""Height and width from which numbers that are no bytes may be a picture."""
+CHOICES = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
+Path = tuple[str | int, ...]
+"""Where an entry lies: keys of dictionaries, places in tuples."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An entry that becomes numbers [n] at `place`; choices: its space where gymnasium makes numbers of its values."""
+
+    path: Path
+    place: slice
+    shape: tuple[int, ...]
+    choices: spaces.Space | None = None
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An entry that is a picture of this shape, [h, w], [h, w, C] or [C, h, w]; axis: of the channels, None without;
+    scale: what its numbers are multiplied by to go from 0 to 255."""
+
+    path: Path
+    shape: tuple[int, ...]
+    axis: int | None
+    scale: int
+
+    @property
+    def size(self) -> Size:
+        """Height and width in pixels."""
+        height, width = self.shape[1:] if self.axis == 0 else self.shape[:2]
+        return height, width
+
+    def pixels(self, value: np.ndarray) -> np.ndarray:
+        """Return a value of the entry as uint8 [h, w, C]. Raises SpecError where it is not what its space declares."""
+        if value.dtype != np.uint8 or self.scale != 1:
+            least, most = float(value.min()), float(value.max())
+            limit = 255 / self.scale
+            # Fractions that never exceed 1 are a picture from 0 to 1, whatever the space says.
+            faint = value.dtype.kind == "f" and self.scale == 1 and most <= 1 and bool((value % 1).any())
+            if not (least >= 0 and most <= limit * 1.001) or faint:
+                raise SpecError(
+                    f"The picture '{self.name}' is declared {self.declared} and goes from {least:g} to {most:g}: "
+                    "correct the environment's observation_space, or what it returns."
+                )
+            value = np.rint(np.asarray(value, np.float32) * self.scale).clip(0, 255).astype(np.uint8)
+        return value[..., None] if self.axis is None else np.moveaxis(value, self.axis, -1)
+
+    @property
+    def name(self) -> str:
+        """The entry's name."""
+        return dotted(self.path)
+
+    @property
+    def declared(self) -> str:
+        """Its range in words."""
+        return f"0 to {255 // self.scale}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an observation becomes one float32 vector, fields by LeRobot key, and camera images.
+
+    parts: entries that become numbers; fields: key -> slice; names: key -> one per element; pictures: camera -> entry;
+    notes: of every entry that is flattened, left out, converted or renamed, with its shape and the reason; texts: paths
+    of entries that are texts.
+    """
+
+    size: int
+    parts: tuple[Part, ...]
+    fields: dict[str, slice]
+    names: dict[str, tuple[str, ...]]
+    pictures: dict[str, Picture] = field(default_factory=dict[str, Picture])
+    notes: tuple[str, ...] = ()
+    texts: tuple[Path, ...] = ()
+
+    def write(self, observation: Any, out: np.ndarray) -> None:
+        """Write the numbers of `observation`, an array or arrays in dictionaries and tuples, into `out` [size].
+
+        Raises SpecError on an entry that is missing, or is not what its space declares.
+        """
+        for part in self.parts:
+            value = entry_at(observation, part.path)
+            try:
+                found = numbers(value if part.choices is None else spaces.flatten(part.choices, value))
+                if found.size != part.place.stop - part.place.start:
+                    raise ValueError
+                out[part.place] = found if found.ndim == 1 else found.ravel()
+            except (TypeError, ValueError, IndexError) as error:
+                raise misfit(part.path, part.shape, value) from error
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """Camera -> (height, width) of its entry, "image" among them where LeRobot means it."""
+        found = {camera: picture.size for camera, picture in self.pictures.items()}
+        entry = entry_of(LONE, found)
+        return found if entry == LONE else {**found, LONE: found[entry]}
+
+    def picture(self, camera: str, observation: Any) -> np.ndarray:
+        """Return a copy of a camera's entry, [h, w], [h, w, C] or [C, h, w]: environments write into their own.
+
+        Raises SpecError where it is missing, or has another shape than its space declares.
+        """
+        picture = self.pictures[camera]
+        value = entry_at(observation, picture.path)
+        found = np.array(numbers(value))
+        while found.ndim > len(picture.shape) and len(found) == 1:
+            found = found[0]
+        if found.shape != picture.shape or found.dtype.kind not in "uif":
+            raise misfit(picture.path, picture.shape, value)
+        return found
+
+
+def entry_of(camera: str, known: Collection[str]) -> str:
+    """Return the name that the environment has for a camera, of those it knows."""
+    return LONE_ENTRY if camera == LONE and LONE not in known and LONE_ENTRY in known else camera
+
+
+def entry_at(observation: Any, path: Path) -> Any:
+    """Return the entry at `path` of an observation; SpecError where there is none."""
+    value = observation
+    for depth, key in enumerate(path):
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError) as error:
+            has = f"it has: {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"it is {kind_of(value)}"
+            raise SpecError(
+                f"The observation has no entry '{dotted(path[: depth + 1])}', which observation_space declares; {has}."
+            ) from error
+    return value
+
+
+def misfit(path: Path, declared: Sequence[int], value: Any) -> SpecError:
+    """Return the error of an entry that has another shape or kind than the [..] that is declared."""
+    return SpecError(
+        f"Observation entry '{dotted(path)}' is declared {list(declared)} and comes as {kind_of(value)}: correct the "
+        "environment's observation_space, or what reset and step return."
+    )
+
+
+def kind_of(value: Any) -> str:
+    """Return shape and type of what an environment returned, in words."""
+    shape = getattr(value, "shape", None)
+    if shape is None:
+        return f"a {type(value).__name__}"
+    return f"{list(shape)} {str(getattr(value, 'dtype', '')).removeprefix('torch.')}".rstrip()
+
+
+def dotted(path: Path) -> str:
+    """Return an entry's name: its path with dots; "observation" where the observation is no dictionary."""
+    return ".".join(map(str, path)) or "observation"
+
+
+def observation_layout(
+    space: spaces.Space, state_keys: Sequence[str] | None = None, element_names: Sequence[str] = ()
+) -> Layout:
+    """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS); element_names:
+    of a flat observation's numbers, () for none.
+
+    A Box -> observation.state. Of a Dict or Tuple: the robot's entries -> observation.state, every other one with
+    numbers (goals, objects, choices as ones and zeros) -> observation.environment_state in the space's order, pictures
+    -> cameras named after their key, or as much of their path as makes it unique. See `reading` for what is which.
+    Raises ConfigError where nothing is left to read, where two entries have one name, and when state_keys names what
+    the space lacks.
+    """
+    named = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
+    found = {path: reading(leaf, whole) for (path, leaf), whole in zip(leaves(space, ()), named, strict=True)}
+    called = [dotted(path) for path in found]
+    if len(set(called)) < len(called):
+        twice = next(name for name in called if called.count(name) > 1)
+        raise ConfigError(f"Two entries of the observation are both called '{twice}': rename one of them.")
+    notes = [_noted(path, read) for path, read in found.items() if read.note]
+    vectors = {path: read for path, read in found.items() if read.kind == "numbers"}
+    pictures, renamed = named_pictures({path: read for path, read in found.items() if read.kind == "picture"})
+    if not vectors and not pictures:
+        raise ConfigError(
+            f"Nothing of the observation can be read. {'; '.join(notes) or f'It is empty: {space}'}. A world needs a "
+            "Box of numbers or pictures (uint8 [height, width, 3]): wrap the environment in "
+            "gymnasium.wrappers.TransformObservation and register the result."
+        )
+    known = {str(path[0]) for path in vectors if path}
+    for key in state_keys or ():
+        if key not in known:
+            raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, known)}")
+    robot = set(state_keys or ROBOT_KEYS)
+    if not known & robot:
+        robot = known - {"environment_state", *GOAL_KEYS}
+    own = [path for path in vectors if not path or str(path[0]) in robot]
+    parts, fields, names, start = [], {}, {}, 0
+    for key, paths in ((STATE, own), (ENVIRONMENT_STATE, [path for path in vectors if path not in own])):
+        begin, elements = start, []
+        for path in paths:
+            read = vectors[path]
+            parts.append(Part(path, slice(start, start + read.size), read.shape, read.choices))
+            numbered = [f"{dotted(path)}[{index}]" for index in range(read.size)]
+            elements += element_names if not path and len(element_names) == read.size else numbered
+            start += read.size
+        if elements:
+            fields[key], names[key] = slice(begin, start), tuple(elements)
+    texts = tuple(path for path, read in found.items() if read.kind == "text")
+    return Layout(start, tuple(parts), fields, names, pictures, (*notes, *renamed), texts)
+
+
+def _noted(path: Path, read: "Reading") -> str:
+    forced = f" (world.options.state_keys=[{path[0]}] reads its {read.size} numbers)" if path and read.size else ""
+    return f"'{dotted(path)}' {read.note}{forced if read.kind == 'out' else ''}"
+
+
+def leaves(space: spaces.Space, path: Path) -> list[tuple[Path, spaces.Space]]:
+    """Return every space in dictionaries and tuples, with where it lies."""
+    if isinstance(space, spaces.Dict):
+        return [leaf for key, item in space.spaces.items() for leaf in leaves(item, (*path, key))]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for place, item in enumerate(space.spaces) for leaf in leaves(item, (*path, place))]
+    return [(path, space)]
+
+
+def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture], list[str]]:
+    """Return the pictures under names that are unique among them, and notes of those that are not the entry's key.
+
+    Raises ConfigError where no part of the path makes one unique.
+    """
+    named, notes = dict[str, Picture](), list[str]()
+    for path, read in found.items():
+        length = next(
+            (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in found) == 1), len(path)
+        )
+        length = max(length, min(2, len(path))) if path[-1:] == (OWN_VIEW,) else length
+        camera = (dotted(path[-length:]) if path else "pixels").replace("/", "_")
+        camera = f"observation.{camera}" if camera == OWN_VIEW else camera
+        if camera in named:
+            raise ConfigError(f"Two pictures of the observation are both called '{camera}': rename one of them.")
+        named[camera] = Picture(path, read.shape, read.axis, read.scale)
+        if path and camera != str(path[-1]):
+            notes.append(f"'{dotted(path)}' {list(read.shape)} is the camera '{camera}'")
+    return named, notes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an entry is: "numbers" (size of them), "picture", "text", or "out", left out; note: what is to be said."""
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    size: int = 0
+    choices: spaces.Space | None = None
+    axis: int | None = None
+    scale: int = 1
+    note: str = ""
+
+
+def reading(space: spaces.Space, as_numbers: bool = False) -> Reading:
+    """Return what an entry of a space that is no dictionary or tuple is read as.
+
+    A picture is a uint8 Box [h, w, C], [C, h, w] or [h, w], and one of other numbers where its bounds are 0 to 1 or 0
+    to 255 and it is large enough; C: 1, 3 or 4 channels. Other Boxes are numbers where they have one axis, or at most
+    MOST elements and no picture's shape. as_numbers: the user says that what would be left out is numbers.
+    """
+    if isinstance(space, spaces.Box):
+        return box_reading(space, as_numbers)
+    if isinstance(space, spaces.Text):
+        return Reading("text")
+    if isinstance(space, CHOICES):
+        size = int(spaces.flatdim(space))
+        if size <= MOST or as_numbers:
+            one_hot = "" if isinstance(space, spaces.MultiBinary) else ", a 1 for each choice"
+            return Reading("numbers", (size,), size, space, note=f"{space} is read as {size} numbers{one_hot}")
+        return Reading("out", note=f"{space} is left out: {size} choices are no list of numbers")
+    kind = type(space).__name__
+    return Reading("out", note=f"is left out: a {kind} has no fixed number of numbers (a Box, Discrete or Dict has)")
+
+
+def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
+    """Return what a Box is read as, see `reading`."""
+    shape = tuple(box.shape)
+    while len(shape) > 3 and shape[0] == 1:
+        shape = shape[1:]
+    size, described = int(np.prod(shape)), f"{list(box.shape)} {box.dtype}"
+    if not size:
+        return Reading("out", note=f"{described} is left out: it is empty")
+    least, most = float(box.low.min()), float(box.high.max())
+    scale = {1.0: 255}.get(most, 1 if 128 <= most <= 255 else 0) if least == 0 else 0
+    axis, byte = channel_axis(shape), box.dtype == np.uint8
+    pixels = {0: shape[1:], -1: shape[:2]}.get(axis, shape[-2:]) if axis is not None else shape[-2:]
+    large = len(shape) > 1 and min(pixels) >= SMALLEST
+    if scale and ((axis is not None and (byte or large)) or (len(shape) == 2 and large and (byte or size > MOST))):
+        return Reading("picture", shape, axis=axis, scale=scale, note=_converted(described, shape, axis, byte, scale))
+    flat = Reading("numbers", tuple(box.shape), size)
+    if len(shape) < 2:
+        long = f"{described} is read as {size} numbers: is it a flattened picture?" if size > 2 * MOST else ""
+        return flat if not long else Reading("numbers", tuple(box.shape), size, note=long)
+    shaped = (len(shape) > 2 and (large or byte)) or (axis is not None and large)
+    if as_numbers or (size <= MOST and not shaped):
+        return Reading("numbers", tuple(box.shape), size, note=f"{described} is read as {size} numbers, row by row")
+    reason = _no_picture(shape, axis, (least, most))
+    return Reading("out", size=size, note=f"{described} is left out: {reason}")
+
+
+def _converted(described: str, shape: Sequence[int], axis: int | None, byte: bool, scale: int) -> str:
+    """Return a note on how a picture of this shape [..] is made a camera's; "" where nothing is changed."""
+    changes = (
+        [] if byte and scale == 1 else ["rounded to uint8" if scale == 1 else "as uint8 (0 to 1 becomes 0 to 255)"]
+    )
+    if axis is not None and shape[axis] == 4:
+        changes.append("without its fourth channel")
+    return f"{described} is shown {', '.join(changes)}" if changes else ""
+
+
+def _no_picture(shape: Sequence[int], axis: int | None, bounds: tuple[float, float]) -> str:
+    """Return why an entry of this shape [..] is no picture."""
+    stack = f"a stack of {shape[0]} pictures? Policies have a history of their own: register it without the stack"
+    if len(shape) > 3:
+        return stack
+    if axis is None and len(shape) == 3 and shape[-1] < SMALLEST:
+        return f"a picture has 1, 3 or 4 channels, not {shape[-1]}"
+    if axis is None and len(shape) == 3:
+        return f"{stack}, or a picture of {shape[0]} channels? Of those only 1, 3 or 4, the last axis, are one"
+    return f"a picture's bounds are 0 to 255 or 0 to 1, these are {bounds[0]:g} to {bounds[1]:g} (depth, classes?)"
+
+
+def channel_axis(shape: Sequence[int]) -> int | None:
+    """Return where an image of this shape, [h, w, C] or [C, h, w], has its channels; None where it is no image."""
+    if len(shape) != 3:
+        return None
+    if 3 in (shape[-1], shape[0]):
+        return -1 if shape[-1] == 3 else 0
+    if shape[-1] in (1, 4):
+        return -1
+    return 0 if shape[0] == 1 else None
+
+
+def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return `image` as uint8 [height, width, 3], by nearest neighbour.
+
+    It is [h, w, C], or [C, h, w] of one or three channels C. One (grey) is repeated; of four the last (how opaque a
+    pixel is) is left out. Raises ConfigError on any other shape, and where its numbers are no bytes.
+    """
+    axis = channel_axis(image.shape)
+    if axis is None or image.dtype != np.uint8:
+        what = f"{list(image.shape)} {image.dtype}"
+        raise ConfigError(f"The environment draws {what}: an image is uint8 and has 1, 3 or 4 channels.")
+    image = np.moveaxis(image, axis, -1)[..., :3]
+    # The middle of each new pixel falls into one old pixel, whose colour it takes.
+    rows = (np.arange(height) + 0.5) * image.shape[0] / height
+    columns = (np.arange(width) + 0.5) * image.shape[1] / width
+    pixels = image[rows.astype(int)][:, columns.astype(int)]
+    return np.ascontiguousarray(np.broadcast_to(pixels, (height, width, 3)), dtype=np.uint8)
+
+
+def instruction_of(info: Mapping[str, Any], observation: Any, texts: Sequence[Path], ask: Callable[[str], Any]) -> str:
+    """Return the task that an environment says of an episode, in its own words, "" where it says none.
+
+    It is asked for, in this order, in `info`, among the observation's texts, and, as LeRobot does, among the
+    environment's attributes; ask: returns an attribute, None where there is none.
+    """
+    said = [info.get(key) for key in TASK_KEYS]
+    said += [entry_at(observation, path) for path in texts if path[-1:] and path[-1] in TASK_KEYS]
+    said += [ask(name) for name in ("task_description", "task")]
+    return next((each.strip() for each in said if isinstance(each, str) and each.strip()), "")
+
+
+TASK_KEYS = ("task", "task_description", "language_instruction", "instruction")
+"""Entries of `info`, or texts of the observation, that say the task."""
