@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.action_bounds import OutsideBounds, executed, widened
+from robopolicy.core.action_bounds import OutsideBounds, executed, hull, widened
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
@@ -173,7 +174,13 @@ def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
     parts = [play(0)]
     while sum(part.step_count for part in parts) < steps:
         parts.append(play(len(parts)))
-    return Episodes.concatenate(parts)
+    return of_one_world(parts)
+
+
+def of_one_world(parts: Sequence[Episodes]) -> Episodes:
+    """Join recordings of one world, each with the bounds of actions that it went to."""
+    action = hull(*(part.action_field for part in parts))
+    return Episodes.concatenate([replace(part, action_field=action) for part in parts])
 
 
 class _Takes:

@@ -42,7 +42,7 @@ from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.spec import require_fit
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import write_dataset
-from robopolicy.data.record import record, record_chains, record_corrected
+from robopolicy.data.record import of_one_world, record, record_chains, record_corrected
 from robopolicy.evaluation.importance import with_densities
 from robopolicy.evaluation.intervals import mean_interval, wilson
 from robopolicy.origins import origin_of_section
@@ -137,7 +137,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
     world.close()
     if isinstance(teacher, Foresight):
         teacher.close()
-    return Episodes.concatenate(parts)
+    return of_one_world(parts)
 
 
 def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, dict[str, Tensor]]:

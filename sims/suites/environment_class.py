@@ -46,8 +46,7 @@ def make_environment_world(
         batch_size,
         horizon=limit,
         instruction=words(kind.__name__) if instruction is None else instruction,
-        own_task=instruction is None,
-        **options,
+        **{"own_task": instruction is None, **options},
     )
 
 

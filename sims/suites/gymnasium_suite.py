@@ -360,7 +360,7 @@ def make_gymnasium_world(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError, with the nearest name, on an option that `GymnasiumWorld` does not have."""
-    known = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size", "own_task"}
+    known = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size"}
     known |= {"env_options"}
     for name in options:
         if name not in known:

@@ -325,9 +325,7 @@ def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
 
 def _converted(described: str, shape: Sequence[int], axis: int | None, byte: bool, scale: int) -> str:
     """Return a note on how a picture of this shape [..] is made a camera's; "" where nothing is changed."""
-    changes = (
-        [] if byte and scale == 1 else ["rounded to uint8" if scale == 1 else "as uint8 (0 to 1 becomes 0 to 255)"]
-    )
+    changes = ["as uint8 (0 to 1 becomes 0 to 255)"] if scale > 1 else [] if byte else ["rounded to uint8"]
     if axis is not None and shape[axis] == 4:
         changes.append("without its fourth channel")
     return f"{described} is shown {', '.join(changes)}" if changes else ""

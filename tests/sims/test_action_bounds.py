@@ -11,11 +11,10 @@ from suite_toys import LooseEnvironment, ToGoal
 
 from robopolicy.core.action_bounds import OutsideBounds, hull, widened
 from robopolicy.core.delayed import with_latency
-from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
-from robopolicy.data.record import record
+from robopolicy.data.record import of_one_world, record
 from robopolicy.doctor.data import check_action_range
 from robopolicy.doctor.findings import Health
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
@@ -42,8 +41,8 @@ def test_an_exact_controller_is_as_exact_through_a_world_and_what_it_did_is_reco
     assert low[0] < -1.7 and high[0] > 1.7 and (low[1], high[1]) == (-1.0, 1.0)
     write_dataset(episodes, tmp_path / "data", existing="replace")
     assert read_dataset(tmp_path / "data").action_field == episodes.action_field
-    both = Episodes.concatenate([replace(episodes, action_field=world.spec.action), episodes])
-    assert both.action_field == episodes.action_field
+    narrower = replace(episodes, action_field=world.spec.action)
+    assert of_one_world([narrower, episodes]).action_field == episodes.action_field
 
 
 def test_evaluate_says_how_many_were_outside_and_in_which_element():
