@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 EXTRA = "vla"
 PADDING, BEGIN, UNKNOWN = "<pad>", "<begin>", "<unknown>"
+_BEFORE, _AFTER = "\"'([\u201c\u2018", ".,;:!?\"')]\u201d\u2019\u2026"
+"""Punctuation before and after a word that says nothing about it; a minus or a point before a number does."""
 _NAMED = 20
 """Words that an error lists at most."""
 
@@ -42,6 +44,7 @@ class TextTokenizer(Protocol):
 
 class WordTokenizer:
     """Lower-case words of a fixed vocabulary, for models made from scratch; it is saved with the policy's config.
+    A word in other punctuation than it was taught in is that word.
 
     texts: whose words it knows; unknown: whether all others are one more token, or refused.
     """
@@ -50,6 +53,7 @@ class WordTokenizer:
         self.words = tuple(sorted({word for text in texts for word in text.lower().split()}))
         known = (PADDING, BEGIN, *self.words, *([UNKNOWN] if unknown else []))
         self._index = {word: index for index, word in enumerate(known)}
+        self._bare = {_bare(word): word for word in self.words}
         self.unknown = self._index.get(UNKNOWN)
 
     @property
@@ -59,7 +63,7 @@ class WordTokenizer:
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return tokens [U, L] and text [U, L]; raises SpecError for words never seen, unless they are one token."""
-        rows = [[BEGIN, *text.lower().split()] for text in texts]
+        rows = [[BEGIN, *self._words_of(text)] for text in texts]
         if self.unknown is not None:
             rows = [[word if word in self._index else UNKNOWN for word in row] for row in rows]
         for row, text in zip(rows, texts, strict=True):
@@ -74,8 +78,18 @@ class WordTokenizer:
     def save(self, folder: Path) -> None:
         """Nothing beyond the instructions is needed."""
 
+    def _words_of(self, text: str) -> list[str]:
+        """Return the words of a text, those that were taught in other punctuation as they were taught."""
+        found = [word if word in self._index else self._bare.get(_bare(word), word) for word in text.lower().split()]
+        return [word for word in found if word in self._index or _bare(word)]
+
     def _known(self, word: str) -> str:
         return f"{did_you_mean(word, self.words)} It knows {listed(list(self.words), _NAMED) or 'no words'}."
+
+
+def _bare(word: str) -> str:
+    """Return a word without the punctuation around it."""
+    return word.lstrip(_BEFORE).rstrip(_AFTER)
 
 
 class PretrainedTokenizer:

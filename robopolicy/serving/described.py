@@ -178,11 +178,13 @@ def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.nd
     if not isinstance(names or (), list | tuple) or not isinstance(unit, str):
         raise ValueError(f"{key!r:.40} has names {names!r:.40} and unit {unit!r:.40}")
     low, high = (
-        np.broadcast_to(np.asarray(default if described.get(name) is None else described[name], np.float64), shape)
+        np.asarray(default if described.get(name) is None else described[name], np.float64)
         for name, default in (("low", -np.inf), ("high", np.inf))
     )
-    if not (low <= high).all() or (low == np.inf).any() or (high == -np.inf).any():  # nothing is as large as NaN
+    nothing = (image and low.size * high.size != 1) or not (low <= high).all()  # nothing is as large as NaN
+    if nothing or (low == np.inf).any() or (high == -np.inf).any():
         raise ValueError(f"{key!r:.40} lies between {described.get('low')!r:.80} and {described.get('high')!r:.80}")
+    low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
     return shape, low, high
 
 

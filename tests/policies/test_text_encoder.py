@@ -17,6 +17,7 @@ from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig
+from robopolicy.nn.language import WordTokenizer
 from robopolicy.nn.text import Modulation, WordEncoder
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
@@ -163,6 +164,18 @@ def test_other_phrasings_of_known_words_are_read_and_new_words_refused():
     assert policy.act(observe(["blue left of red"]), generator()).actions.isfinite().all()
     with pytest.raises(SpecError, match=r"not taught the word 'lefft' of 'put red lefft'.*left.*It knows blue, left"):
         policy.act(observe(["put red lefft"]), generator())
+
+
+def test_punctuation_around_a_word_says_nothing():
+    words = WordTokenizer(["put red left of blue", "turn by -3 to the left.", "3 times"])
+    same = "put red left of blue", "Put 'red' left of blue.", "put red, left of (blue)!", "put red left of blue ..."
+    tokens = words(same)[0]
+    assert all(torch.equal(row, tokens[0]) for row in tokens)
+    two = words(["turn by -3 to the left.", "turn by 3 to the left."])[0]
+    assert not torch.equal(two[0], two[1]), "a minus is no punctuation"
+    assert torch.equal(WordTokenizer(["go left."])(["go left"])[0], WordTokenizer(["go left."])(["go left."])[0])
+    with pytest.raises(SpecError, match=r"not taught the word 'lefft\.'"):
+        words(["put red lefft."])
 
 
 def test_where_words_were_hidden_in_training_unknown_ones_are_read():

@@ -44,6 +44,8 @@ LIES = [
     *(of_state(low=bound) for bound in (NAN, INF)),
     *(TRUE | {"observation": fields} for fields in (None, [], 5, {STATE: None}, {STATE: {}}, {5: {"shape": [1]}})),
     TRUE | {"observation": {TOP: {"shape": [10**5, 10**5, 3]}}},
+    TRUE | {"observation": {TOP: {"shape": [9000, 9000, 3], "low": NAN, "high": 1.0}}},
+    TRUE | {"observation": {TOP: {"shape": [4000, 4000, 3], "low": [[[0.0]]] * 4000, "high": [[[1.0]] * 4000]}}},
     TRUE | {"observation": {STATE: {"shape": [10**4]}}, "history": 10**6},
     *(TRUE | {"observation": {QUEUE: {"shape": [size]}}} for size in (-4, 3, INF, 10**9)),
     *(
