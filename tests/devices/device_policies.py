@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from random_world import IMAGES, STATES, TEXTS, RandomWorld, recorded
 
@@ -15,7 +16,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.policy import DecidesFromNoise, FinishesChain, Policy, Resumes, ScoredPolicy
 from robopolicy.core.policy_conformance import example_batch, example_observation
-from robopolicy.core.randomness import Generators
+from robopolicy.core.randomness import EpisodeGenerator, Generators
 from robopolicy.core.regression import Staged
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn.configuration import ActionTokens, DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction
@@ -190,7 +191,10 @@ def trained(policy: Any, device: str) -> dict[str, Any]:
 def played(policy: Policy, device: str, spec: WorldSpec = STATES) -> dict[str, Any]:
     """Let a policy act in a world as it is evaluated, recorded and served."""
     world = RandomWorld(3, spec, policy.spec.history)
-    chunk, decided = PolicyActor(policy, generator(device), scored=True).choose(world.reset(seeds=[1, 2, 3]))
+    observation = world.reset(seeds=[1, 2, 3])
+    chunk, decided = PolicyActor(policy, generator(device), scored=True).choose(observation)
     world.step(chunk)
     require_on(device, (decided.seen, decided.decision.actions, decided.decision.logp, decided.decision.latents))
-    return {"chunk": torch.from_numpy(chunk)}
+    evaluated = PolicyActor(policy, EpisodeGenerator(0, device))
+    evaluated.begin(np.array([1, 2, 3]))
+    return {"chunk": torch.from_numpy(chunk), "evaluated": torch.from_numpy(evaluated.choose(observation)[0])}

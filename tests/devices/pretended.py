@@ -29,6 +29,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from robopolicy.core.randomness import EpisodeGenerator
+
 CUDA = torch.device("cuda", 0)
 HIDDEN = torch.device("meta")
 """What torch's C++ takes pretended tensors for."""
@@ -96,6 +98,13 @@ class PretendedGenerator(torch.Generator):
     @property
     def device(self) -> torch.device:
         return self._pretended
+
+
+def _episode_generator(cls: type, seed: int, device: torch.device | str = "cpu") -> EpisodeGenerator:
+    """An `EpisodeGenerator` of the CPU that says of which device it is."""
+    made = torch._C.Generator.__new__(cls, "cpu")
+    made._pretended = torch.device(device)
+    return made
 
 
 class Log:
@@ -306,6 +315,8 @@ def pretended_cuda() -> Iterator[Log]:
     log = Log()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "Generator", PretendedGenerator))
+        stack.enter_context(mock.patch.object(EpisodeGenerator, "__new__", _episode_generator))
+        stack.enter_context(mock.patch.object(EpisodeGenerator, "device", PretendedGenerator.device, create=True))
         stack.enter_context(mock.patch.object(safetensors.torch, "load_file", _load_file))
         stack.enter_context(mock.patch("robopolicy.core.tensors.load_file", _load_file))
         stack.enter_context(mock.patch.object(torch, "autocast", _autocast))
