@@ -16,7 +16,7 @@ from torch import Tensor
 
 from robopolicy.core.action_bounds import hull
 from robopolicy.core.arrays import integers
-from robopolicy.core.errors import ConfigError, DataError, did_you_mean
+from robopolicy.core.errors import ConfigError, DataError, as_setting, did_you_mean
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, require_alike
 from robopolicy.core.transitions import Transitions
@@ -472,7 +472,7 @@ def require_recorded(
             raise DataError(
                 f"{where} has no column '{key}', which the {whose} reads; it has {', '.join(alike)}."
                 f"{did_you_mean(key, alike)} Rename it, in the section that names the data "
-                f"(train.rename={{COLUMN: {key}}}), or train a {whose} on what is there."
+                f"({as_setting('train.rename', {'COLUMN': key})}), or train a {whose} on what is there."
             )
         if fields[key].shape != own.shape:
             raise DataError(
