@@ -92,13 +92,14 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
             raise ConfigError(f"{path} is a link to {path.resolve()}, which run.overwrite does not remove.")
         if any(path.iterdir()) and not any((path / name).exists() for name in DESCRIPTION):
             raise ConfigError(f"{path} holds no run, but other files, which run.overwrite does not remove.")
+        _require_outside(config, sections, path)
         shutil.rmtree(path)
     folder = RunFolder(path)
     sweep(path)
     text = to_yaml(config, sections)
     written = path / "config.yaml"
     if written.exists() and _has_begun(path):
-        way_out = "Give this one a name with run.name=NAME, or start over with run.overwrite=true."
+        way_out = _way_out(config, verb, path)
         try:  # what an older version had no setting for is at its default
             earlier = to_plain(from_plain(Config, read_yaml(written)))
         except ConfigError as error:
@@ -112,6 +113,26 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     else:
         folder.describe(text, config.run.seed, config.run.threads)
     return folder
+
+
+def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> None:
+    """Raise ConfigError where what a run starts from lies in its own folder, which run.overwrite removes."""
+    given = ((f"{name}.{key}", value) for name in sections for key, value in vars(getattr(config, name)).items())
+    for setting, value in given:
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, Path) and each.resolve().is_relative_to(path.resolve()):
+                raise ConfigError(
+                    f"{setting}={each} lies in {path}, which run.overwrite=true removes: give this run a name of its "
+                    "own, run.name=NAME."
+                )
+
+
+def _way_out(config: Config, verb: str, path: Path) -> str:
+    """Return what to do where the folder of a run holds one with other settings."""
+    going_on = ""
+    if verb in ("train", "finetune", "offline", "online") and (path / "checkpoint").exists():
+        going_on = f", go on from what it learned with {verb}.policy={path / 'checkpoint'} run.name=NAME"
+    return f"Give this one a name with run.name=NAME{going_on}, or start over with run.overwrite=true."
 
 
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:

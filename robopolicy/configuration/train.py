@@ -15,6 +15,10 @@ class TrainSection(PretrainConfig):
     """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
     more: tuple[Path, ...] = ()
     """Further datasets of the same robot, such as corrections."""
+    policy: Path | None = None
+    """Checkpoint of a policy of ours to go on from, with more steps or other data, as a run of another name; it keeps
+    its network and normalisers, and policy.* is not read. One of LeRobot's: policy.kind=lerobot policy.path=FOLDER.
+    """
     encoder: Path | None = None
     """World model whose latent the policy shall read (for imagine)."""
     rename: dict[str, str] = field(default_factory=dict)

@@ -82,6 +82,8 @@ def report_for_run(path: Path) -> Path:
         _add_pipeline(report, result)
     else:
         _add_run(report, folder, result)
+    if "base_weights" in result:
+        report.details["began from"] = f"{result['base_checkpoint']}\nsha256 of its weights: {result['base_weights']}"
     for name in ("config.yaml", "versions.json"):
         if (folder.path / name).exists():
             report.details[name] = (folder.path / name).read_text()

@@ -6,6 +6,7 @@ by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in norm
 batch norm, no averaged copy, so that `act` and `log_prob` always run the same function.
 """
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.core.world import Rows
@@ -330,6 +332,24 @@ class DenoisingPolicy(nn.Module):
         self._prepared, self.finetuned_steps, self._train_encoder = True, count, train_encoder
         if not train_encoder:
             freeze(self.network.encoder_parameters())
+
+    def without_base(self) -> "DenoisingPolicy":
+        """Return a policy of this network that takes all steps itself, and whose encoders learn as they once did.
+
+        A fine-tuned policy leaves its frozen base behind so; one that has none is returned as it is.
+        """
+        if not self._prepared:
+            return self
+        network = None if type(self.network) is ChunkNetwork else copy.deepcopy(self.network)
+        if network is not None and self._encoder_learns:
+            for weight in network.encoder_parameters():
+                weight.requires_grad_(True)
+        known: dict[str, Any] = {"fps": self.fps, "instructions": self.instructions, "network": network}
+        made = DenoisingPolicy(self.config, self.fields, self.action, **known)
+        made.load_state_dict({name: value for name, value in self.state_dict().items() if not name.startswith("base.")})
+        remember_origin(made, origin_of(self))
+        remember_renaming(made, renaming_of(self))
+        return made.to(self.action_low.device)
 
     def add_lora(self, rank: int) -> None:
         """Freeze the weights and train adapters of this rank; ConfigError where that cannot be."""

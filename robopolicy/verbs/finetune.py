@@ -64,6 +64,7 @@ from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, what_
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy
 
@@ -144,7 +145,7 @@ def tune(config: Config) -> int:
     output.print(f"Ended after {tuned.iterations} iterations: {tuned.ended.value}.")
     print_verdicts(verdicts)
     print_advice(verdicts, section, world.spec.horizon, tuned.iterations)
-    result = {"base_checkpoint": str(path), **course_of(tuned), "env_steps": tuned.env_steps, "seconds": seconds}
+    result = {**began_from(path), **course_of(tuned), "env_steps": tuned.env_steps, "seconds": seconds}
     finish(config, folder, summary(verdicts) | result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0

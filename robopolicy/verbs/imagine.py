@@ -51,6 +51,7 @@ from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import confirming_seeds, course_of, film, guidance_of, require_target, summary
+from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
@@ -142,7 +143,7 @@ def run(config: Config) -> int:
     print_advice(tuned, verdicts)
     result = summary(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
-        "base_checkpoint": str(path),
+        **began_from(path),
         "model": str(model),
         **course_of(tuned),
         "imagined_steps": tuned.env_steps,

@@ -49,6 +49,7 @@ from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print
 from robopolicy.verbs.finetune import summary
 from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
 from robopolicy.verbs.logged import say_decisions, split_data
+from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -98,7 +99,7 @@ def run(config: Config) -> int:
         output.print(line, markup=False, soft_wrap=True)
     warn_of_divergence(judges)
     result: dict[str, Any] = {
-        "base_checkpoint": str(path),
+        **began_from(path),
         "episodes": len(training),
         "held_out": len(held),
         "steps": training.step_count,

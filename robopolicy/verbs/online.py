@@ -53,6 +53,7 @@ from robopolicy.training.online.loop import (
 from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy, steered
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import summary
+from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -118,7 +119,7 @@ def run(config: Config) -> int:
     print_verdicts(verdicts)
     say(found)
     result: dict[str, Any] = {
-        "base_checkpoint": None if path is None else str(path),
+        **({"base_checkpoint": None} if path is None else began_from(path)),
         "method": section.method,
         "env_steps": found.env_steps,
         "updates": found.updates,

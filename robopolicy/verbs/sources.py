@@ -3,8 +3,10 @@
 import importlib.util
 from pathlib import Path
 
+from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.registry import add_working_folder, is_dotted
 from robopolicy.core.tensors import file_hash
+from robopolicy.policies.loading import checkpoint_in
 
 
 def source_of(name: str) -> Path | None:
@@ -17,6 +19,13 @@ def source_of(name: str) -> Path | None:
     except (ImportError, ValueError):  # who builds it says what is missing
         return None
     return None if found is None or found.origin is None or not Path(found.origin).is_file() else Path(found.origin)
+
+
+def began_from(checkpoint: Path) -> dict[str, str]:
+    """Return what a result says of the checkpoint that a run began from: where it lay, and the hash of its weights."""
+    weights = checkpoint_in(checkpoint) / WEIGHTS
+    told = {"base_checkpoint": str(checkpoint)}
+    return {**told, "base_weights": file_hash(weights)} if weights.is_file() else told
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:

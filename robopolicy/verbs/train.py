@@ -4,27 +4,30 @@ policy.kind=joint learns actions, what follows them and what that is worth, and 
 failures and rewards (collect.noise=[low,high]), and is judged with and without planning. Data with several instructions
 are learned as one task by a diffusion or flow policy, unless policy.text_encoder=words lets it read them;
 policy.kind=token reads them anyway. train.encoder=CHECKPOINT, of a world model without a decoder, lets the policy read
-its latent, so that `imagine` can tune it there; its checkpoint holds both. Killed? Run the same command again: it goes
+its latent, so that `imagine` can tune it there; its checkpoint holds both. train.policy=CHECKPOINT run.name=NAME
+goes on from a policy of yours, with more steps or other data. Killed? Run the same command again: it goes
 on and ends in the same place. train.evaluate_episodes=0 skips the judgement (for data of a robot that has no simulator
 here).
 """
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
 
-from robopolicy.build import behind, build_world, choose_device
+from robopolicy.build import behind, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_in, with_latency_options
 from robopolicy.core.episodes import Episodes, chosen_episodes
-from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
 from robopolicy.core.memory import free_memory
-from robopolicy.core.origin import remember_origin, remember_renaming
-from robopolicy.core.policy import PlansInternally, Policy, Trainable
+from robopolicy.core.origin import remember_origin, remember_renaming, renaming_of
+from robopolicy.core.policy import PlansInternally, Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.regression import Regressor
 from robopolicy.core.run import RunFolder
@@ -33,13 +36,14 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.data.lerobot_reading import read_information, require_known
+from robopolicy.doctor.policy import check_normalizers
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.nn.precision import learning_in
 from robopolicy.origins import origin_of_section
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot_module import LeRobotModule
-from robopolicy.policies.loading import build_policy
+from robopolicy.policies.loading import build_policy, is_lerobot
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig, RegressionConfig
@@ -50,15 +54,17 @@ from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import describe_reading
 from robopolicy.training.stages import Staged, fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.logged import require_fit_of
+from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import encoded, save_encoder
+from worldmodels.encoding import EncodedPolicy, encoded, save_encoder
 
 VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",
     sections=("run", "world", "policy", "train"),
     example="robopolicy train recipe=push_cube policy.kind=flow",
     targets=("train.data",),
-    world_from={"train.data": "collect/dataset"},
+    world_from={"train.policy": "", "train.data": "collect/dataset"},
     resumes=True,
 )
 
@@ -71,18 +77,21 @@ def run(config: Config) -> int:
         return 0
     device = choose_device(config.run)
     data = default_path(config, "collect", "dataset", config.train.data, "train.data")
-    episodes = recorded_episodes = demonstrations(config, data)
+    base = None if config.train.policy is None else continued(config, config.train.policy, device)
+    renamed = config.train.rename or renaming_of(base)
+    episodes = recorded_episodes = demonstrations(config, data, renamed)
     encoder = None
     if config.train.encoder is not None:
         place = default_path(config, "worldmodel", "checkpoint", config.train.encoder, "train.encoder")
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
-    policy = new_policy(config, episodes, device)
-    remember_renaming(policy, config.train.rename)
+    policy = new_policy(config, episodes, device) if base is None else base
+    remember_renaming(policy, renamed)
+    if base is not None:
+        require_learnable(data, base, episodes)
     say_model(policy, config.train)
     seen = behind(encoder, policy) if encoder is not None else policy
     places, reads_text = (data, *config.train.more), getattr(policy, "reads_instructions", None)
-    renamed = config.train.rename
     features = {name: what for path in places for name, what in read_information(path, renamed)["features"].items()}
     named = " and ".join(map(str, places))
     reading = describe_reading(named, features, recorded_episodes, seen.spec.observation, reads_text)
@@ -111,6 +120,7 @@ def run(config: Config) -> int:
     first = say_losses(folder, fitted)
     result: dict[str, Any] = {
         "data": str(data),
+        **({} if config.train.policy is None else began_from(config.train.policy)),
         "episodes": len(episodes),
         "steps": episodes.step_count,
         "read": reading.to_json(),
@@ -136,16 +146,58 @@ def run(config: Config) -> int:
     return 0
 
 
-def demonstrations(config: Config, data: Path) -> Episodes:
-    """Return the episodes of the dataset `data` and of train.more; raises DataError for what is no data or no match."""
+def continued(config: Config, path: Path, device: torch.device | str = "cpu") -> Trainable:
+    """Return the policy in the checkpoint `path`, to be trained further; says what of it stays.
+
+    Raises ConfigError where it is one of LeRobot's, or one that reads a world model's latent.
+    """
+    if config.train.encoder is not None:
+        raise ConfigError("train.encoder makes a new policy: leave it out, or leave out train.policy.")
+    if is_lerobot(path):
+        raise ConfigError(f"{path} is LeRobot's: write policy.kind=lerobot policy.path={path} instead of train.policy.")
+    policy = load_policy(path, device)
+    if isinstance(policy, EncodedPolicy):
+        raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
+    if isinstance(policy, DenoisingPolicy) and policy.finetuning is not None:
+        output.print(f"{path} was fine-tuned: its frozen base is left behind, and one network learns all steps.")
+        policy = policy.without_base()
+    policy = require_trainable(policy)
+    told = config.policy.config
+    if config.policy != Config().policy and told != getattr(policy, "config", told):
+        output.print(f"policy.* is not read: {path} goes on as the policy that it is.", soft_wrap=True)
+    output.print(f"Goes on from {path}; its normalisers stay as they are.", markup=False, soft_wrap=True)
+    return policy
+
+
+def require_learnable(data: Path, policy: Trainable, episodes: Episodes) -> None:
+    """Raise DataError where a policy that is trained already cannot read `episodes`, and note what lies outside of what
+    its normalisers know.
+    """
+    require_fit_of(data, episodes, policy.spec)
+    for finding in check_normalizers(policy, episodes):
+        if finding.problem:
+            warnings.warn(
+                f"The normalisers of train.policy stay, and {data} lies outside of what they were fitted on: "
+                f"{finding.measured}. A new policy (without train.policy) is fitted to this data.",
+                RobopolicyWarning,
+                stacklevel=2,
+            )
+
+
+def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None = None) -> Episodes:
+    """Return the episodes of the dataset `data` and of train.more; raises DataError for what is no data or no match.
+
+    renamed: other names for their columns and elements, None for train.rename.
+    """
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
     require_known(section.rename, (data, *section.more))
-    recorded = recorded_in(config.world.options, read_dataset(data, rename=section.rename))
+    renamed = section.rename if renamed is None else renamed
+    recorded = recorded_in(config.world.options, read_dataset(data, rename=renamed))
     episodes = chosen_episodes(recorded, data, "train", section.episodes, section.without)
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(recorded, keys)  # which counts as the settings do
     for path in section.more:
-        other = recorded_in(config.world.options, read_dataset(path, rename=section.rename))
+        other = recorded_in(config.world.options, read_dataset(path, rename=renamed))
         try:
             require_finite_columns(other, keys)
             episodes = Episodes.concatenate([episodes, other])
