@@ -158,9 +158,14 @@ def _task(name: str, found: Any) -> Task | None:
 
 
 def _is_environment(found: Any) -> bool:
-    if not isinstance(found, type):
-        return False
-    return any(base.__module__.split(".")[0] == "gymnasium" and base.__name__ == "Env" for base in found.__mro__)
+    """Whether it is a class of gymnasium's environments; ConfigError where it is one of gym's, which came before."""
+    packages = {base.__module__.split(".")[0] for base in getattr(found, "__mro__", ()) if base.__name__ == "Env"}
+    if "gym" in packages and "gymnasium" not in packages:
+        raise ConfigError(
+            f"{found.__name__} is an environment of gym, whose interface gymnasium has replaced: derive it from "
+            "gymnasium.Env, or register with gymnasium what wraps it, shimmy.GymV21CompatibilityV0(env=...)."
+        )
+    return "gymnasium" in packages
 
 
 def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> World:

@@ -1,14 +1,16 @@
 """A world in which nobody says what success is: every verb says so at once, and judges by return."""
 
 import json
+import warnings
 
 import pytest
 
 from robopolicy.build import load_policy
 from robopolicy.cli import main
 from robopolicy.configuration import compose
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.verbs.rank import score
+from robopolicy.verbs.verb import VERBS
 
 pytestmark = pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
 
@@ -133,3 +135,20 @@ def test_success_that_is_given_is_measured(home, capsys):
     assert "success 100%" in capsys.readouterr().out
     assert run("collect", "world.options.success='return >= 99'", "run.seed=1", home=home) == 0
     assert "success 0%" in capsys.readouterr().out
+
+
+def test_a_note_is_printed_once_in_a_command(capsys, monkeypatch):
+    def verb(config):
+        for text in ("nobody says so", "nobody says so", "something else"):
+            warnings.warn(text, RobopolicyWarning, stacklevel=1)
+            with warnings.catch_warnings():  # after which Python shows again what it has shown
+                warnings.simplefilter("ignore")
+        return 0
+
+    monkeypatch.setattr(VERBS, "load", lambda name: verb)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            assert main(["doctor"]) == 0
+        told = capsys.readouterr().err
+        assert told.count("nobody says so") == 1 and told.count("something else") == 1

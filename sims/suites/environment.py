@@ -58,7 +58,7 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
     spec.max_episode_steps, spec.order_enforce = None, False
     try:
         environment = gymnasium.make(spec, disable_env_checker=True, **env_options)
-        draws = "rgb_array" in environment.metadata.get("render_modes", ())
+        draws = "rgb_array" in (environment.metadata or {}).get("render_modes", ())
         if draws and not has_mujoco_state(environment) and takes_render_mode(type(environment.unwrapped)):
             environment.close()
             environment = gymnasium.make(spec, disable_env_checker=True, **{"render_mode": "rgb_array", **env_options})
@@ -143,10 +143,10 @@ class RowEnvironment:
         # Sum of the rewards of this episode, and the last of them: part of a snapshot.
         self._paid = SimpleNamespace(total=0.0, last=None, drawn=None)
         self.environment = make()
-        self._action_space = continuous(self.environment.action_space)
+        self._action_space = continuous(getattr(self.environment, "action_space", None))
         own_keys, names = (_attribute(self.environment, name) for name in ("state_keys", "element_names"))
         self.layout = observation_layout(
-            self.environment.observation_space, state_keys or own_keys or None, names or ()
+            getattr(self.environment, "observation_space", None), state_keys or own_keys or None, names or ()
         )
         self.action_dtype = self._action_space.dtype
         self.task = ""
@@ -158,7 +158,7 @@ class RowEnvironment:
         """Return the description, from which the parent process builds its spec."""
         environment = self.environment
         inner: Any = environment.unwrapped
-        rate = environment.metadata.get("render_fps")
+        rate = (environment.metadata or {}).get("render_fps")
         step_time = getattr(inner, "dt", None) if self.state else _dm_control_step(inner)
         low, high = (tuple(map(float, np.ravel(bound))) for bound in (self._action_space.low, self._action_space.high))
         names = tuple(map(str, _attribute(environment, "action_names") or ()))
@@ -327,7 +327,7 @@ class RowEnvironment:
         self.environment.close()
 
 
-def continuous(space: spaces.Space) -> spaces.Box:
+def continuous(space: spaces.Space | None) -> spaces.Box:
     """Return a space of actions that policies can give, a Box of floats; raises ConfigError on any other."""
     if isinstance(space, spaces.Box) and space.dtype.kind == "f" and np.prod(space.shape):
         if (space.low > space.high).any():

@@ -133,7 +133,7 @@ class Layout:
         found = np.array(numbers(value))
         while found.ndim > len(picture.shape) and len(found) == 1:
             found = found[0]
-        if found.shape != picture.shape or found.dtype.kind not in "uif":
+        if found.shape != picture.shape or found.dtype.kind not in "uifb":
             raise misfit(picture.path, picture.shape, value)
         return found
 
@@ -179,7 +179,7 @@ def dotted(path: Path) -> str:
 
 
 def observation_layout(
-    space: spaces.Space, state_keys: Sequence[str] | None = None, element_names: Sequence[str] = ()
+    space: spaces.Space | None, state_keys: Sequence[str] | None = None, element_names: Sequence[str] = ()
 ) -> Layout:
     """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS); element_names:
     of a flat observation's numbers, () for none.
@@ -190,6 +190,8 @@ def observation_layout(
     Raises ConfigError where nothing is left to read, where two entries have one name, and when state_keys names what
     the space lacks.
     """
+    if space is None:
+        raise ConfigError("The environment declares no observation_space: set it, for instance to a Box of numbers.")
     named = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
     found = {path: reading(leaf, whole) for (path, leaf), whole in zip(leaves(space, ()), named, strict=True)}
     called = [dotted(path) for path in found]
@@ -201,7 +203,7 @@ def observation_layout(
     pictures, renamed = named_pictures({path: read for path, read in found.items() if read.kind == "picture"})
     if not vectors and not pictures:
         raise ConfigError(
-            f"Nothing of the observation can be read. {'; '.join(notes) or f'It is empty: {space}'}. A world needs a "
+            f"Nothing of the observation can be read. {'; '.join(notes) or f'It is {space}'}. A world needs a "
             "Box of numbers or pictures (uint8 [height, width, 3]): wrap the environment in "
             "gymnasium.wrappers.TransformObservation and register the result."
         )

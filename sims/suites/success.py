@@ -79,10 +79,10 @@ class SuccessRule:
     def _said(self, info: Mapping[str, Any], over: bool) -> bool:
         if self._key is None:
             key = next((key for key in SUCCESS_KEYS if info.get(key) is not None), None)
-            success = key is not None and truth(info[key], f"info['{key}']")
-            if success:
-                self._note(f"{UNEXPECTED} '{key}': world.options.success_key={key} counts it as success.")
-            return success
+            if key is None:
+                return False
+            self._note(f"{UNEXPECTED} '{key}': world.options.success_key={key} counts it.")
+            return truth(info[key], f"info['{key}']")
         value = entry(info, self._key)
         if value is not None:
             return truth(value, f"info['{self._key}']")

@@ -186,7 +186,7 @@ class Pool:
         self, name: str, make_row: Callable[[], RowEnvironment], count: int, workers: int, images: Images
     ) -> None:
         self._name = name
-        self._local = EnvironmentRows(make_row, count, images) if workers == 0 else None
+        self._local = _begin(name, make_row, count, images) if workers == 0 else None
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         self._lost: WorkerError | None = None
@@ -342,6 +342,18 @@ def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], co
     return out
 
 
+def _begin(name: str, make_row: Callable[[], RowEnvironment], count: int, images: Images) -> EnvironmentRows:
+    """Make rows; an error of the environment itself becomes a WorkerError."""
+    try:
+        return EnvironmentRows(make_row, count, images)
+    except RobopolicyError:
+        raise
+    except Exception as error:
+        raise WorkerError(
+            f"'{name}' could not be made: {type(error).__name__}: {error} (at {place_of(error)})."
+        ) from error
+
+
 def _run(rows: EnvironmentRows, name: str, method: str, arguments: tuple) -> Any:
     """Call a method of `rows`; an error of the environment itself becomes a WorkerError that tells what was done."""
     try:
@@ -371,16 +383,11 @@ def serve(
             break
         try:
             if rows is None:
-                rows = EnvironmentRows(make_row, count, images)
+                rows = _begin(name, make_row, count, images)
             answer = ("done", _run(rows, name, *message))
         except RobopolicyError as error:
             kind = type(error).__name__
             answer = (kind if kind in KNOWN_ERRORS else "WorkerError", str(error))
-        except Exception as error:
-            answer = (
-                "WorkerError",
-                f"'{name}' could not be made: {type(error).__name__}: {error} (at {place_of(error)}).",
-            )
         connection.send(answer)
     if rows is not None:
         rows.close()

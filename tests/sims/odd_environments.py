@@ -350,6 +350,10 @@ class Rateless(Odd):
     metadata = {"render_modes": []}  # noqa: RUF012
 
 
+class NoMetadata(Odd):
+    metadata = None
+
+
 class EndsItself(Odd):
     """A time limit of 3 inside the environment, below the world's."""
 

@@ -15,7 +15,7 @@ from robopolicy.core.errors import RobopolicyError, RobopolicyWarning
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.verbs import check
 from robopolicy.verbs.check import world_lines
-from sims.registry import make_world
+from sims.registry import _is_environment, make_world
 from sims.suites.environment_class import open_class
 from sims.suites.gymnasium_suite import GymnasiumWorld
 from sims.suites.layout import observation_layout
@@ -122,6 +122,8 @@ READ = {
     "a picture with opacity": (shows(rgba=byte(10, 20, 4)), ["rgba (10 x 20", "without its fourth channel"]),
     "a mask": (shows(mask=(box(16, 16, 1, low=0, high=1, dtype=np.uint8), 1.0)), ["mask (16 x 16", "0 to 1 becomes"]),
     "classes": (shows(ids=(box(16, 16, 1, low=0, high=10, dtype=np.uint8), 10.0)), ["'ids' [16, 16, 1] uint8 is left"]),
+    "a mask of truths": (shows(mask=(box(16, 16, 1, low=0, high=1, dtype=bool), 1.0)), ["mask (16 x 16"]),
+    "no metadata": (odd.NoMetadata, ["observation.state [2]"]),
     "depth in m": (shows(depth=(box(48, 48), 2.0)), ["'depth' [48, 48] float32 is left out", "(depth, classes?)"]),
     "a normalised picture": (shows(rgb=(box(16, 16, 3, low=-1, high=1), 1.0)), ["left out", "these are -1 to 1"]),
     "a flattened picture": (
@@ -172,7 +174,7 @@ REFUSED = {
     "nothing to see": (
         returns(lambda place: {}, spaces.Dict()),
         {},
-        "Nothing of the observation can be read. It is empty",
+        r"Nothing of the observation can be read. It is Dict\(\)",
     ),
     "depth alone": (
         returns(lambda place: None, box(48, 48)),
@@ -181,6 +183,14 @@ REFUSED = {
     ),
     "a space of its own": (returns(lambda place: None, odd.Strange()), {}, "Nothing.*a Strange has no fixed number"),
     "two entries of one name": (odd.OneName, {}, "both called 'a.b': rename one"),
+    "no space": (returns(lambda place: None, None), {}, "declares no observation_space: set it"),
+    "no actions declared": (acts(None), {}, "no list of numbers, None.*TransformAction"),
+    "a text alone": (returns(lambda place: "", spaces.Text(9)), {}, "Nothing of the observation can be.*It is Text"),
+    "more numbers from time to time": (
+        returns(lambda place: np.zeros(2 + int(place[0] > 0), np.float32)),
+        {},
+        r"declared \[2\] and comes as \[3\]",
+    ),
     "an old reset": (odd.OldReset, {}, "reset takes no seed.*options=None.*gym's old interface is wrapped"),
     "what an old reset returns": (odd.OldReturn, {}, r"reset returned one value, \[2\] float32: .*old interface"),
     "an old step": (odd.OldStep, {}, "step returned 4 values: .*old interface"),
@@ -384,6 +394,13 @@ def test_what_seeds_nothing_is_told_so_once_the_global_generators_are_seeded():
         made(odd.IgnoresSeeds)
     with pytest.warns(RobopolicyWarning, match=r"neither reset\(seed\) nor .*super\(\).reset\(seed=seed\)"):
         made(odd.IgnoresSeeds, seed_globals=True)
+
+
+def test_an_environment_of_gym_is_named_as_one():
+    base = type("Env", (), {"__module__": "gym.core"})
+    with pytest.raises(RobopolicyError, match=r"Old is an environment of gym, .*GymV21CompatibilityV0"):
+        _is_environment(type("Old", (base,), {}))
+    assert _is_environment(Odd) and not _is_environment(dict) and not _is_environment(len)
 
 
 def test_an_unknown_id_says_what_to_do_first_and_lists_a_handful():
