@@ -17,7 +17,7 @@ from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSec
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.registry import ask_for
-from robopolicy.core.storage import read_json
+from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.report import report_for_run
@@ -128,4 +128,4 @@ def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
     ask_for(config.run.plugins)
     VERBS.load(verb)(config)
     folder = run_path(config, verb)
-    return {**read_json(folder / RESULT), "run": str(folder)}
+    return {**read_object(folder / RESULT), "run": str(folder)}

@@ -17,7 +17,7 @@ from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import DRAWN
-from robopolicy.core.storage import read_json, recover_folder, storage_errors, sweep, write_json
+from robopolicy.core.storage import read_object, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from sims.names import OURS
 
@@ -204,7 +204,7 @@ def finished(folder: RunFolder) -> dict[str, Any] | None:
         from robopolicy.evaluation.report import report_for_run  # draws plots, which most uses of a run folder do not
 
         report_for_run(folder.path)
-    return read_json(path)
+    return read_object(path)
 
 
 def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from robopolicy.core.storage import read_json, read_json_lines, storage_errors, write_atomic, write_json
+from robopolicy.core.storage import read_json_lines, read_object, reading, storage_errors, write_atomic, write_json
 
 CLOCK = "clock.json"
 GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
@@ -55,14 +55,15 @@ class RunFolder:
         versions.json; threads: as in `describe`.
         """
         path = self.path / "versions.json"
-        began: dict[str, Any] = read_json(path) if path.exists() else {}
+        began: dict[str, Any] = read_object(path) if path.exists() else {}
         now: dict[str, Any] = versions() | ({"threads": threads} if threads else {})
-        before: dict[str, Any] = began | began.get("packages", {})
-        after: dict[str, Any] = now | now["packages"]
-        known = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
-        changed = {name: after[name] for name in known if before[name] != after[name]}
-        if changed and changed not in began.get("resumed_with", []):
-            write_json(path, {**began, "resumed_with": [*began.get("resumed_with", []), changed]})
+        with reading(path):
+            before: dict[str, Any] = began | began.get("packages", {})
+            after: dict[str, Any] = now | now["packages"]
+            known = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
+            changed = {name: after[name] for name in known if before[name] != after[name]}
+            if changed and changed not in began.get("resumed_with", []):
+                write_json(path, {**began, "resumed_with": [*began.get("resumed_with", []), changed]})
         return [f"{name} was {before[name]}, now {value}" for name, value in changed.items()]
 
     def log(self, record: dict[str, Any]) -> None:
@@ -99,7 +100,8 @@ class Clock:
 
     def __init__(self, path: Path):
         self.path, self._began = path, time.perf_counter()
-        self._before = float(read_json(path)["seconds"]) if path.exists() else 0.0
+        with reading(path, "Remove it: the run's clock then begins anew"):
+            self._before = float(read_object(path)["seconds"]) if path.exists() else 0.0
 
     @property
     def seconds(self) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError
+from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError, in_one_line
 from robopolicy.core.narrowing import is_mapping
 
 LARGEST_TEXT = 2**24
@@ -155,6 +155,32 @@ def read_json(path: Path, failure: type[RobopolicyError] = CheckpointError) -> A
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise failure(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+def read_object(path: Path, failure: type[RobopolicyError] = CheckpointError) -> dict[str, Any]:
+    """Read a JSON object, or raise `failure` naming the file."""
+    found = read_json(path, failure)
+    if not is_mapping(found):
+        raise failure(f"{path} is corrupt: it holds a {type(found).__name__}, no object. Restore it from a copy.")
+    return dict(found)
+
+
+@contextmanager
+def reading(
+    path: Path, way_out: str = "Restore it from a copy", failure: type[RobopolicyError] = DataError
+) -> Generator[None, None, None]:
+    """Let what fails while `path` is read, or made into something, be a `failure` that says so, in one line.
+
+    It comes from outside: a file may hold whatever a constructor or a library stumbles over.
+    """
+    try:
+        yield
+    except RobopolicyError:
+        raise
+    except MemoryError as error:
+        raise failure(f"{path} takes more memory than there is ({in_one_line(error, 100)}).") from error
+    except Exception as error:  # whatever is done with values that nobody has checked
+        raise failure(f"{path} cannot be read ({in_one_line(error)}). {way_out}.") from error
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

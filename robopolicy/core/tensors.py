@@ -13,7 +13,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.narrowing import is_mapping
-from robopolicy.core.storage import read_json, storage_errors, write_json
+from robopolicy.core.storage import read_object, reading, storage_errors, write_json
 
 Tree = Mapping[str, Any]
 """Nested mappings with string keys whose leaves are tensors or JSON values."""
@@ -43,20 +43,21 @@ def save_tree(folder: Path, name: str, tree: Tree) -> None:
 def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Read what `save_tree` wrote, or raise `CheckpointError` naming the file that is missing or corrupt."""
     path, described = Path(folder) / f"{name}.safetensors", Path(folder) / f"{name}.json"
-    skeleton = read_json(described)
-    if not is_mapping(skeleton):
-        raise CheckpointError(f"{described} is corrupt: it holds no mapping. Restore it from a copy or train again.")
+    skeleton = read_object(described)
     require_hash(path, skeleton.get(_HASH), described.name)
     tensors = load_tensors(path, device)
 
     def join(node: Any) -> Any:
         if is_mapping(node):
             if set(node) == {"__tensor__"}:
+                if node["__tensor__"] not in tensors:
+                    raise CheckpointError(f"{path} lacks '{node['__tensor__']}', which {described} names.")
                 return tensors[node["__tensor__"]]
             return {key: join(value) for key, value in node.items()}
         return node
 
-    return join({key: value for key, value in skeleton.items() if key != _HASH})
+    with reading(described, failure=CheckpointError):
+        return join({key: value for key, value in skeleton.items() if key != _HASH})
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -6,15 +6,14 @@ A frame that is missing or stands twice moves states against images, which no lo
 import math
 import stat
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from robopolicy.core.errors import DataError, RobopolicyError, RobopolicyWarning, in_one_line
+from robopolicy.core.errors import DataError, RobopolicyWarning, in_one_line
 from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.spec import camera_key
 
@@ -120,7 +119,12 @@ def file_within(folder: Path, path: str, what: str) -> Path:
     Raises DataError where it lies outside (a dataset must not read the rest of the disk), or is no regular file (a pipe
     would never end).
     """
-    found = (folder / path).resolve()
+    try:
+        found = (folder / path).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or no path
+        raise DataError(
+            f"{what} is said to lie at {path[:100]!r}, which is no file ({in_one_line(error, 60)})."
+        ) from error
     if not found.is_relative_to(folder.resolve()):
         raise DataError(f"{what} is said to lie at {path[:100]}, outside of {folder}: it is not read.")
     try:
@@ -130,22 +134,6 @@ def file_within(folder: Path, path: str, what: str) -> Path:
     if not regular:
         raise DataError(f"{what} is said to lie at {path[:100]}, and there is no file in {folder}.")
     return found
-
-
-@contextmanager
-def reading(folder: Path, way_out: str = "Restore the dataset from a copy") -> Generator[None, None, None]:
-    """Let what fails while a dataset is read be a DataError that says so, in one line.
-
-    It comes from outside: a file may hold whatever a constructor or a library stumbles over.
-    """
-    try:
-        yield
-    except RobopolicyError:
-        raise
-    except MemoryError as error:
-        raise DataError(f"{folder} takes more memory than there is: read fewer cameras or episodes.") from error
-    except Exception as error:  # whatever a library does with values that nobody has checked
-        raise DataError(f"{folder} cannot be read ({in_one_line(error)}). {way_out}.") from error
 
 
 def require_room(folder: Path, what: str, needed: int) -> None:

@@ -25,6 +25,7 @@ from robopolicy.core.origin import WorldOrigin
 from robopolicy.core.spec import IMAGE_PREFIX, require_alike
 from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
+from robopolicy.data.lerobot_checks import file_within
 from robopolicy.data.lerobot_reading import (
     ACTOR,
     INTERVENTIONS,
@@ -99,6 +100,7 @@ def recorded_origin(folder: Path) -> WorldOrigin | None:
     if not path.is_file():
         return None
     try:
+        file_within(path.parents[2], ORIGIN, "The file that names the world")
         return WorldOrigin.from_json(read_json(path), path)
     except CheckpointError as error:
         raise DataError(f"{error} Delete {path} to read the dataset as of no known world.") from error
@@ -114,7 +116,7 @@ def _fill(
     quality: Mapping[str, Any] | None,
 ) -> None:
     if before is not None:
-        shutil.copytree(before, target, dirs_exist_ok=True)
+        shutil.copytree(before, target, dirs_exist_ok=True, symlinks=True)
     write_tables(target, episodes, features, existing=before is not None, further=columns)
     _save_sidecar(target, episodes, before)
     if before is None and origin is not None:

@@ -23,7 +23,7 @@ from robopolicy.core.errors import CheckpointError, DataError, did_you_mean, in_
 from robopolicy.core.finite_values import listed
 from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
-from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.storage import read_json, reading, recover_folder
 from robopolicy.core.tensors import load_tree
 from robopolicy.data.lerobot_checks import (
     camera_columns,
@@ -34,7 +34,6 @@ from robopolicy.data.lerobot_checks import (
     is_picture,
     kind_in_words,
     one_task_each,
-    reading,
     require_room,
     table_within,
 )

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
 from robopolicy.core.interventions import intervened
 from robopolicy.core.progress import Advance, progress
+from robopolicy.core.storage import read_object, reading
 from robopolicy.core.threads import usable_threads
 from robopolicy.data.lerobot_images import encode_png, quiet_encoder, video_information, write_videos
 from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABEL_STEPS, LABELS, SEGMENT
@@ -103,15 +105,16 @@ def write_tables(
 def _read_existing(folder: Path) -> _Existing:
     import pyarrow.parquet as pq
 
-    table = pq.read_table(folder / "meta" / "tasks.parquet").to_pydict()
-    texts = table.get("task", table.get("__index_level_0__", []))
-    tasks = dict(zip(table["task_index"], texts, strict=True))
-    path = folder / "meta" / "stats.json"
-    return _Existing(
-        json.loads((folder / "meta" / "info.json").read_text()),
-        tuple(tasks[index] for index in range(len(tasks))),
-        json.loads(path.read_text()) if path.is_file() else {},
-    )
+    with reading(folder):
+        table = pq.read_table(folder / "meta" / "tasks.parquet").to_pydict()
+        texts = table.get("task", table.get("__index_level_0__", []))
+        tasks = dict(zip(table["task_index"], texts, strict=True))
+        path = folder / "meta" / "stats.json"
+        return _Existing(
+            read_object(folder / "meta" / "info.json", DataError),
+            tuple(tasks[index] for index in range(len(tasks))),
+            read_object(path, DataError) if path.is_file() else {},
+        )
 
 
 def _columns(

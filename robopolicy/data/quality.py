@@ -21,11 +21,11 @@ from torch import Tensor
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, DataError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import Field, Observation, PolicySpec
-from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.storage import read_object, recover_folder
 from robopolicy.core.world import Controller, Rows, begin_episodes
 from robopolicy.data.lerobot_format import QUALITY
 from robopolicy.data.lerobot_reading import read_columns
@@ -407,11 +407,8 @@ def read_quality(folder: Path) -> dict[str, Any]:
             f"{folder} does not say how good its episodes are: robopolicy collect collect.quality=medium writes data "
             "that does."
         )
-    try:
-        found = read_json(path)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-    if not isinstance(found, dict) or not {"name", "quality", "anchors"} <= set(found):
+    found = read_object(path, DataError)
+    if not {"name", "quality", "anchors"} <= set(found):
         raise DataError(f"{path} holds no name, quality and anchors: restore it from a copy.")
     return found
 

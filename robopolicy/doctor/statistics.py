@@ -1,14 +1,16 @@
 """Do the statistics that a dataset carries agree with its values? LeRobot's policies normalise with them."""
 
-import json
+import os
 from pathlib import Path
 
 import numpy as np
 
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import DataError
 from robopolicy.core.finite_values import element_names, listed
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.data.lerobot_checks import camera_columns, is_picture, kind_in_words
+from robopolicy.core.storage import read_json
+from robopolicy.data.lerobot_checks import camera_columns, file_within, is_picture, kind_in_words
 from robopolicy.data.lerobot_reading import read_information
 from robopolicy.doctor.findings import Finding, Health
 
@@ -21,12 +23,12 @@ REMEDY = "Compute them again before training with LeRobot, which normalises with
 def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
     """Compare meta/stats.json of the dataset at `folder` with all its `episodes`, element by element."""
     path = Path(folder) / "meta" / "stats.json"
-    try:
-        stored = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         text = "meta/stats.json is missing"
         return [Finding("statistics", Health.WARNING, text, REMEDY)]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    try:
+        stored = read_json(file_within(Path(folder), "meta/stats.json", "meta/stats.json"), DataError)
+    except DataError as error:
         return [Finding("statistics", Health.BAD, f"meta/stats.json is damaged ({error})", REMEDY)]
     frames = (
         np.arange(episodes.step_count) + episodes.episode_of_step.cpu().numpy()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.randomness import NOISE_VERSION
-from robopolicy.core.storage import read_json_lines, storage_errors, write_atomic
+from robopolicy.core.storage import read_json_lines, reading, storage_errors, write_atomic
 from robopolicy.evaluation.waves import Wave
 
 
@@ -29,7 +29,8 @@ class KeptWaves:
         self._known: dict[str, tuple[Wave, float]] = {}
         records = read_json_lines(path)
         if records and records[0] == of:
-            self._known = {each["key"]: (_read(each["wave"]), each["seconds"]) for each in records[1:]}
+            with reading(path, "Remove it: the episodes are played anew"):
+                self._known = {each["key"]: (_read(each["wave"]), each["seconds"]) for each in records[1:]}
         lines = [json.dumps(of), *(_line(key, *known) for key, known in self._known.items())]
         write_atomic(path, "\n".join(lines) + "\n")
 

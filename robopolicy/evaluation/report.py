@@ -1,7 +1,6 @@
 """One self-contained report.html and report.json per run, rebuilt at any time from what the run left in its folder."""
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, write_atomic, write_json
+from robopolicy.core.storage import read_object, read_text, reading, write_atomic, write_json
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.smoothness import Smoothness
@@ -74,21 +73,24 @@ def report_for_run(path: Path) -> Path:
         raise DataError(
             f"{path} holds no run (no result.json, no metrics.jsonl): give a folder like runs/finetune/push_cube/0."
         )
-    result = read_json(folder.path / "result.json") if (folder.path / "result.json").exists() else {}
-    report = Report(title=_title(folder.path), subtitle=_subtitle(folder.path))
-    if "seconds_by_stage" in result:
-        _add_demo(report, folder, result)
-    elif "stages" in result:
-        _add_pipeline(report, result)
-    else:
-        _add_run(report, folder, result)
-    if "base_weights" in result:
-        report.details["began from"] = f"{result['base_checkpoint']}\nsha256 of its weights: {result['base_weights']}"
-    for name in ("config.yaml", "versions.json"):
-        if (folder.path / name).exists():
-            report.details[name] = (folder.path / name).read_text()
-    write_json(folder.path / "report.json", {"title": report.title, "figures": result})
-    write_atomic(folder.path / "report.html", render(report))  # last: where it is, a report is complete
+    result = read_object(folder.path / "result.json", DataError) if (folder.path / "result.json").exists() else {}
+    with reading(folder.path, "Its files are not those of one run, or damaged: make the run anew"):
+        report = Report(title=_title(folder.path), subtitle=_subtitle(folder.path))
+        if "seconds_by_stage" in result:
+            _add_demo(report, folder, result)
+        elif "stages" in result:
+            _add_pipeline(report, result)
+        else:
+            _add_run(report, folder, result)
+        if "base_weights" in result:
+            weights = f"sha256 of its weights: {result['base_weights']}"
+            report.details["began from"] = f"{result['base_checkpoint']}\n{weights}"
+        for name in ("config.yaml", "versions.json"):
+            if (folder.path / name).exists():
+                report.details[name] = read_text(folder.path / name, DataError)
+        page = render(report)
+        write_json(folder.path / "report.json", {"title": report.title, "figures": result})
+    write_atomic(folder.path / "report.html", page)  # last: where it is, a report is complete
     return folder.path / "report.html"
 
 
@@ -344,6 +346,8 @@ def film(path: Path) -> list[Section]:
     """Return the videos in a folder, each as a section."""
     found = []
     for video in sorted(path.glob("*.mp4")):
+        if video.is_symlink() or not video.is_file():  # what lies elsewhere does not belong into a page to be shown
+            continue
         text = base64.b64encode(video.read_bytes()).decode()
         name = video.stem.replace("_", " ")
         starts = "the same starts, " if "and" in name.split() else ""
@@ -412,7 +416,7 @@ def _subtitle(path: Path) -> str:
     versions = path / "versions.json"
     if not versions.exists():
         return f"seed {path.name}"
-    found = json.loads(versions.read_text())
+    found = read_object(versions, DataError)
     names = ", ".join(
         f"{name} {found['packages'][name]}" for name in ("robopolicy", "torch", "mujoco") if name in found["packages"]
     )

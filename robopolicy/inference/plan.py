@@ -4,7 +4,6 @@ It holds names and numbers, no weights and no code. It belongs to the weights wh
 refused, because what was measured on those says nothing about these.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 
 from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
-from robopolicy.core.storage import recover_folder, write_json
+from robopolicy.core.storage import read_object, recover_folder, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.inference.caching import CachePlan
@@ -131,7 +130,7 @@ def load_plan(folder: Path) -> InferencePlan | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text())
+        found = read_object(path)
         if found["format"] != FORMAT:
             raise ValueError(f"it is of format {found['format']!r:.20}, and {FORMAT} is read")
         config = from_plain(InferenceConfig, found["config"], "config")
@@ -143,7 +142,7 @@ def load_plan(folder: Path) -> InferencePlan | None:
         plan = InferencePlan(
             config, found["weights"], cache, found["version"], found["device"], found["batch"], dict(found["measured"])
         )
-    except (KeyError, TypeError, ValueError, RecursionError, ConfigError, CheckpointError) as error:
+    except Exception as error:  # whatever is done with values that nobody has checked
         raise CheckpointError(
             f"{path} is no plan that this robopolicy can read ({error}): remove it, or make it anew with robopolicy "
             f"optimize {folder}."

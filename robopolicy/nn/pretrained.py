@@ -5,7 +5,6 @@ What a user names may come from the hub; what lies in a checkpoint of ours is re
 
 import importlib
 import importlib.util
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from robopolicy.core.errors import CheckpointError, ConfigError, require_extra
 from robopolicy.core.memory import free_memory, in_bytes
 from robopolicy.core.narrowing import is_mapping, is_sequence
+from robopolicy.core.storage import read_object
 from robopolicy.nn.language import EXTRA, PretrainedTokenizer
 from robopolicy.nn.vision_language import VisionLanguageProcessor
 
@@ -211,8 +211,7 @@ def _load_saved(loader: Any, folder: Path, what: str) -> Any:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: the policy's {what} is missing.")
     for path in sorted(folder.glob("*config.json")):
-        known = json.loads(path.read_text())
-        _require_plain(known if is_mapping(known) else {}, str(path))
+        _require_plain(read_object(path), str(path))
     with offline():
         return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 

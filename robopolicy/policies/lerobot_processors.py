@@ -7,7 +7,7 @@ from typing import Any
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.registry import asked_for
-from robopolicy.core.storage import read_json
+from robopolicy.core.storage import read_object
 
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 
@@ -49,8 +49,7 @@ def check_processor(folder: Path, name: str, kind: str) -> None:
             f"{path} does not exist: without it inputs and actions cannot be scaled. A checkpoint of an older LeRobot "
             "is converted by: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
         )
-    described = read_json(path)
-    steps = described.get("steps") if is_mapping(described) else None
+    steps = read_object(path).get("steps")
     if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
         raise CheckpointError(f"{path} is corrupt: it lists no steps. Restore it from a copy.")
     known = (*STEPS, ACTION_TOKENIZER) if kind == "pi0_fast" else STEPS

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from robopolicy.core.checkpoints import WEIGHTS
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
 from robopolicy.core.memory import free_memory, in_bytes
-from robopolicy.core.storage import read_json
+from robopolicy.core.storage import read_object
 from robopolicy.core.tensors import load_tensors, tensor_elements
 from robopolicy.nn.pretrained import offline, quiet
 from robopolicy.policies.lerobot_processors import ACTION_TOKENIZER, PROCESSORS
@@ -66,7 +66,7 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 
 def bytes_a_weight(folder: Path) -> int:
     """Return in how many bytes each weight of the policy in `folder` is held: 2 where its config.json asks for that."""
-    return 2 if read_json(folder / "config.json").get("dtype") == "bfloat16" else 4
+    return 2 if read_object(folder / "config.json").get("dtype") == "bfloat16" else 4
 
 
 def weights_bytes(folder: Path) -> int:
@@ -177,7 +177,7 @@ def read_processors(
     """Return what comes before the policy and after it; raises CheckpointError where its words are not the policy's."""
     from lerobot.policies.factory import make_pre_post_processors
 
-    steps = {step.get("registry_name"): step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]}
+    steps = {step.get("registry_name"): step.get("config", {}) for step in read_object(folder / PROCESSORS[0])["steps"]}
     overrides: dict[str, dict[str, Any]] = {}
     if "device_processor" in steps:
         overrides["device_processor"] = {"device": str(config.device)}
@@ -236,10 +236,10 @@ def _needed_models(folder: Path, error: Exception) -> str:
 
     if not isinstance(error.__cause__ or error, OSError | HFValidationError):
         return ""
-    described = [step.get("config", {}) for step in read_json(folder / PROCESSORS[0])["steps"]]
+    described = [step.get("config", {}) for step in read_object(folder / PROCESSORS[0])["steps"]]
     names = {
         key: str(value)
-        for part in (*described, read_json(folder / "config.json"))
+        for part in (*described, read_object(folder / "config.json"))
         for key, value in part.items()
         if key.endswith(("coder_name", "tokenizer_name", "vlm_model_name")) and value
     }

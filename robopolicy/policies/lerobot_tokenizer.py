@@ -8,7 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from robopolicy.core.storage import read_json
+from robopolicy.core.errors import CheckpointError
+from robopolicy.core.storage import read_object, reading
 
 FILE = "processor_config.json"
 
@@ -37,8 +38,10 @@ class FastTokenizer:
 
         del options
         path: Any = cached_file(name, FILE)
-        known = read_json(Path(path))
-        return cls(PreTrainedTokenizerFast.from_pretrained(name), float(known["scale"]), int(known["min_token"]))
+        with reading(Path(path), failure=CheckpointError):
+            known = read_object(Path(path))
+            scale, least = float(known["scale"]), int(known["min_token"])
+        return cls(PreTrainedTokenizerFast.from_pretrained(name), scale, least)
 
     def __call__(self, actions: Any) -> list[Sequence[int]]:
         """Return the tokens of each row of normalised actions [N, P, A]."""

@@ -18,7 +18,7 @@ from robopolicy.core.origin import WORLD, WorldOrigin, remember_described
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.registry import asked_for, is_dotted
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.storage import read_object, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.policies import lerobot_reading
 from robopolicy.policies.checkpoint import saved_fields
@@ -98,7 +98,7 @@ def saved_origin(folder: Path) -> WorldOrigin | None:
     description, file = read_description(folder), "config.json"
     if _of_lerobot(description):
         file = SETTINGS_FILE
-        description = read_json(folder / file) if (folder / file).is_file() else {}
+        description = read_object(folder / file) if (folder / file).is_file() else {}
     return WorldOrigin.from_json(description.get(WORLD), folder / file)
 
 

@@ -1,9 +1,11 @@
 """How far a policy will look back and ahead, read from its settings before there is one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.errors import CheckpointError
+from robopolicy.core.storage import read_object, reading, recover_folder
 from robopolicy.policies.lerobot_configuration import LeRobotStart, folder_of
 
 
@@ -30,7 +32,12 @@ def reach_of(config: Any) -> Reach | None:
 
 
 def _of_lerobot(config: LeRobotStart) -> Reach:
-    found = read_json(recover_folder(folder_of(config)) / "config.json")
+    path = recover_folder(folder_of(config)) / "config.json"
+    with reading(path, failure=CheckpointError):
+        return _said_by(read_object(path))
+
+
+def _said_by(found: Mapping[str, Any]) -> Reach:
     history = int(found.get("n_obs_steps", 1))
     chunk = int(found.get("n_action_steps") or found.get("action_chunk_size") or 1)
     if found.get("type") == "pi0_fast":  # which learns what it executes

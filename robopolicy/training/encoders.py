@@ -7,7 +7,7 @@ import torch
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.storage import read_object, recover_folder
 from robopolicy.policies import load_policy
 from robopolicy.policies.loading import checkpoint_in
 from worldmodels import load_world_model
@@ -22,7 +22,7 @@ def load_with_encoder(folder: Path | str, device: torch.device | str = "cpu") ->
     """
     folder = checkpoint_in(folder)
     policy = load_policy(folder, device)
-    description = read_json(folder / "config.json")
+    description = read_object(folder / "config.json")
     if "kind" not in description or ENCODER not in description:
         return policy
     place = folder / ENCODER

@@ -18,7 +18,7 @@ from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import cameras_of
-from robopolicy.core.storage import read_json, recover_folder, replace_folder, sweep, write_json
+from robopolicy.core.storage import read_object, reading, recover_folder, replace_folder, sweep, write_json
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.data.record import record
@@ -63,8 +63,9 @@ class ModelRefresh:
         self.every, self.episodes, self.steps, self.seed = every, episodes, steps, seed
         self.in_reality = in_reality
         self.record_path = run.path / "refreshes.json"
-        done = read_json(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
-        self.iterations, self.env_steps = list(done["iterations"]), int(done["env_steps"])
+        done = read_object(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
+        with reading(self.record_path):
+            self.iterations, self.env_steps = [int(each) for each in done["iterations"]], int(done["env_steps"])
         self._tidy()
         if self.iterations:
             self._share(load_world_model(run.path / "model").state_dict())

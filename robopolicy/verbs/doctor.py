@@ -18,7 +18,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators
-from robopolicy.core.storage import read_json
+from robopolicy.core.storage import read_object, reading
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.lerobot_reading import is_dataset, require_known
@@ -78,11 +78,11 @@ def judged_success(checkpoint: Path, data: Path) -> float | None:
     path = checkpoint.parent / "result.json"
     if not path.is_file():
         return None
-    result = read_json(path)
-    judged = result.get("policy", {}).get("deterministic", {})
-    if "data" not in result or Path(result["data"]).resolve() != data.resolve() or not judged.get("reports_success"):
-        return None
-    return float(judged["success_rate"])
+    result = read_object(path)
+    with reading(path):
+        judged = result.get("policy", {}).get("deterministic", {})
+        same = "data" in result and Path(result["data"]).resolve() == data.resolve()
+        return float(judged["success_rate"]) if same and judged.get("reports_success") else None
 
 
 def show(findings: list[Finding]) -> None:

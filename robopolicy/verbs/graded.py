@@ -20,7 +20,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import NOISE_VERSION, Generators, episode_seeds
-from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.storage import read_object, write_json
 from robopolicy.core.world import World
 from robopolicy.data.quality import (
     EXPERT_SUCCESS,
@@ -180,7 +180,7 @@ def _known(file: Path, config: Config) -> dict[str, Any]:
     """Return what was measured of this actor before a kill: a checkpoint may have been trained further since."""
     drawn = {"noise": NOISE_VERSION} if config.collect.policy is not None else {}
     actor = fingerprint({"version": VERSION, "actor": who_acts(config), **drawn})
-    found = read_json(file) if file.exists() else {}
+    found = read_object(file) if file.exists() else {}
     return found if found.get("actor") == actor else {"actor": actor}
 
 

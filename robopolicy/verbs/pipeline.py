@@ -19,7 +19,7 @@ from rich.rule import Rule
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
-from robopolicy.core.storage import read_json, write_json
+from robopolicy.core.storage import read_object, write_json
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.stages import STAGES, stage_rows, stage_summary
 from robopolicy.runs import finish, finished, open_run, output, print_table, run_path
@@ -45,7 +45,7 @@ def run(config: Config) -> int:
         return 0
     stages = stages_of(config, folder.path)  # all of them, so that a wrong setting shows before the first one runs
     seconds = folder.path / "seconds.json"
-    taken: dict[str, float] = read_json(seconds) if seconds.exists() else {}
+    taken: dict[str, float] = read_object(seconds) if seconds.exists() else {}
     for name, (verb, settings) in stages.items():
         output.print(Rule(f"[bold]{name}: robopolicy {verb}", align="left"))
         began = time.perf_counter()
