@@ -94,7 +94,7 @@ def test_the_robots_side_is_known():
     assert "robopolicy.library" not in MODULES
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", sorted(MODULES))
 def test_the_robots_side_is_written_for_python_3_10(name):
     text = MODULES[name].read_text()
     tree = ast.parse(text, feature_version=(3, 10))  # type parameters, type statements, except*
