@@ -23,7 +23,7 @@ MOST_NUMBERS = 10_000
 MOST = 2**28
 """Elements of one frame of a camera, and of all that is remembered for a policy."""
 
-type Range = tuple[np.ndarray, np.ndarray]
+Range = tuple[np.ndarray, np.ndarray]
 """Least and greatest of the elements of a vector, [N]."""
 
 NO_TURNS = Turns(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))

@@ -32,7 +32,8 @@ def flood():
 def test_a_request_of_another_address_is_in_the_next_batch_however_much_waits():
     turns, waiting = Turns(), flood()
     for _ in range(5):
-        waiting = [each for each in waiting if each not in turns.take(waiting, 16)]
+        served = turns.take(waiting, 16)
+        waiting = [each for each in waiting if each not in served]
     robot = asks(ROBOT, 99)
     batch = turns.take(waiting + robot, 16)
     assert robot[0] in batch and len(batch) == 16
