@@ -223,9 +223,15 @@ def require_fields(observation: Mapping[str, Field], action: Field, world: World
             )
         shown = world.observation[key]
         if shown.shape != field.shape:
+            size = f"{key.removeprefix(IMAGE_PREFIX)}: {list(field.shape[:2])}".replace(" ", "").replace(":", ": ")
+            way_out = (
+                f" Where it is simulated, world.image_size={{{size}}} shows that."
+                if field.is_image and shown.is_image
+                else ""
+            )
             raise SpecError(
                 f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' shows "
-                f"{_describe(shown)}. Is this the world it was trained for?"
+                f"{_describe(shown)}.{way_out} Is this the world it was trained for?"
             )
     if action.shape != world.action.shape:
         raise SpecError(

@@ -92,4 +92,7 @@ def test_of_several_policies_the_one_that_does_not_fit_is_named(files, tmp_path)
     with pytest.raises(CameraError, match=rf"^{tmp_path / 'other'}: .*has no camera 'behind'") as refused:
         build_world(WorldSection("push_t"), other)
     assert refused.value.known
+    small = saved_policy(tmp_path / "small", {STATE: SPEC.observation[STATE], TOP: Field((6, 9, 3), "uint8", 0, 255)})
+    with pytest.raises(SpecError, match=r"as \[6, 9, 3\], .*\[8, 12, 3\]\. .*world\.image_size=\{top: \[6,9\]\}"):
+        build_world(told, small)
     assert np.isfinite(world.reset(seeds=np.arange(world.batch_size))[STATE]).all()
