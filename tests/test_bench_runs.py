@@ -21,6 +21,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.verbs import bench, collect, imagine, train, worldmodel
 from robopolicy.verbs.rank import runs_of
 
+pytestmark = pytest.mark.end_to_end
+
 TINY = [
     "policy.width=16",
     "policy.depth=1",

@@ -8,6 +8,8 @@ import pytest
 from robopolicy.cli import main
 from robopolicy.evaluation import success
 
+pytestmark = pytest.mark.end_to_end
+
 SMALL = [
     "world=reach_planar",
     "run.threads=1",

@@ -13,6 +13,8 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from sims.registry import make_world
 
+pytestmark = pytest.mark.end_to_end
+
 LATE = "world.options.latency_steps=3"
 SMALL = [
     "recipe=push_cube",

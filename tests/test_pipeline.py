@@ -17,6 +17,8 @@ from robopolicy.verbs.pipeline import stages_of
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.protocol import encoder_weights
 
+pytestmark = pytest.mark.end_to_end
+
 SMALL = [
     "policy.width=32",
     "policy.depth=1",
