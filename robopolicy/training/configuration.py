@@ -172,7 +172,7 @@ class FinetuneConfig(AlgorithmConfig):
     """
     staleness: Natural = 0
     """How many updates old the weights may be that collect, in a thread beside the learner; 0 collects and learns in
-    turns, repeatably.
+    turns, repeatably. With 1 runs repeated bit by bit wherever that was measured, with 2 or more they do not.
     """
     delay: Natural = 0
     """How many updates old the weights that collect are made to be, in turns and repeatably."""

@@ -23,8 +23,10 @@ from robopolicy.training.collection.protocol import BatchCollector
 class BackgroundCollector(CopyCollector):
     """Runs `collector`, whose policy is the copy `actor` that nobody else uses, in a thread of its own.
 
-    staleness: by how many updates the thread may run ahead. Runs are not repeatable bit by bit: which weights a batch
-    sees depends on timing. `close` must be called.
+    staleness: by how many updates the thread may run ahead. With 1 the thread begins a batch as soon as the one before
+    it is done, with weights that are one update old: runs repeat bit by bit, unless the system keeps the thread from
+    beginning for the whole of an update. With 2 or more which weights a batch sees depends on timing, and runs do not
+    repeat. `close` must be called.
     """
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, staleness: int):
