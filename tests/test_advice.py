@@ -3,12 +3,16 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.evaluation.success import EvaluationResult
 from robopolicy.training.course import Ended
 from robopolicy.training.finetune import FinetuneResult
-from robopolicy.verbs import imagine
+from robopolicy.training.offline.rounds import Rounds
+from robopolicy.verbs import imagine, offline, online
+from robopolicy.verbs.advice import Evidence, evident_cause
 from robopolicy.verbs.finetune import print_advice
 
 
@@ -48,6 +52,118 @@ def test_without_a_critic_none_is_named(algorithm, capsys):
 def test_that_the_critic_alone_has_learned_is_said(iterations, said, capsys):
     print_advice({"base": judged(0.4), "tuned": judged(0.4)}, FinetuneSection(critic_warmup=3), 0, iterations)
     assert ("finetune.critic_warmup=3 takes all of 3 iterations" in " ".join(capsys.readouterr().out.split())) is said
+
+
+def recorded(count: int = 20, **columns: Any) -> list[dict[str, Any]]:
+    """Metrics of so many iterations, of a run in which all went as it should; columns: what was otherwise."""
+    usual = {"episodes": 64.0, "success": 0.4, "reward_per_decision": 0.2, "signal": 0.9, "kl": 0.02}
+    usual |= {"return": 3.0, "clip_fraction": 0.1, "kl_stop": 0.0, "actor_steps": 8}
+    rows = [{"iteration": 0, "deterministic_success": 0.4}]
+    for number in range(count):
+        row = {name: value(number) if callable(value) else value for name, value in {**usual, **columns}.items()}
+        rows.append({"iteration": number + 1, **{name: value for name, value in row.items() if value is not None}})
+    return rows
+
+
+def outcome(rate: float, episodes: int = 200, reports: bool = True) -> Any:
+    success = np.arange(episodes) < round(rate * episodes)
+    returns = success.astype(float) - (0.5 if reports else 0.0)
+    made = EvaluationResult(
+        world="w",
+        seeds=np.arange(episodes),
+        success=success,
+        returns=returns,
+        lengths=np.full(episodes, 9),
+        cut=np.zeros(episodes, bool),
+        deterministic=True,
+        seconds=1.0,
+        steps=9 * episodes,
+        reports_success=reports,
+    )
+    return SimpleNamespace(deterministic=made)
+
+
+UNPAID = {"success": 0.0, "return": 0.0, "reward_per_decision": 0.0}
+FELL = {"success": lambda at: 0.5 - 0.02 * at, "return": lambda at: 1.0 + at}
+CASES = [
+    ("nothing was paid", UNPAID, 0.0, 0.0, "None of 1280 episodes was paid anything", "finetune.hint=guide"),
+    ("two iterations, unpaid", {**UNPAID, "count": 2}, 0.0, 0.0, "None of 128 episodes was paid", "robopolicy teach"),
+    ("no episode ended", {**UNPAID, "success": None, "return": None, "episodes": 0.0}, 0.1, 0.1, "no episode ended",
+     "finetune.rollout_length="),
+    ("all alike", {"success": 0.0, "signal": 0.0}, 0.0, 0.0, "nothing tells good from bad", "finetune.group_size="),
+    ("a penalty a step", {"success": 0.0, "return": -40.0, "reward_per_decision": -1.0}, 0.0, 0.0, "paid the same, -40",
+     "robopolicy train"),
+    ("nothing to gain", {"success": 0.97}, 1.0, 0.995, "already succeeds in 100.0%", "world.options"),
+    ("too large", {"kl": 0.4, "kl_stop": 1.0}, 0.4, 0.2, "Steps were too large: the KL divergence of an update came to "
+     "0.4", "finetune.learning_rate="),
+    ("clipped", {"clip_fraction": 0.6}, 0.4, 0.2, "60% of the ratios were clipped", "finetune.clip="),
+    ("another reward", FELL, 0.4, 0.1, "the return rose from 3 to 18 and success fell", "finetune.rewards="),
+    ("hardly moved", {"kl": 2e-6}, 0.4, 0.4, "The policy hardly moved", "finetune.learning_rate="),
+    ("too few", {"count": 7}, 0.4, 0.39, "7 iterations are too few", "finetune.iterations="),
+    ("within chance", {}, 0.4, 0.39, "is within chance", "finetune.evaluate_episodes=800"),
+    ("by heart", {}, 0.6, 0.2, "learned by heart", "finetune.num_envs="),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "columns", "base", "tuned", "cause", "way"), CASES, ids=[case[0] for case in CASES])
+def test_advice_names_what_the_run_shows_and_nothing_else(what, columns, base, tuned, cause, way, capsys):
+    seen = Evidence.of(recorded(**columns))
+    print_advice({"base": outcome(base), "tuned": outcome(tuned)}, FinetuneSection(), 0, seen.iterations, seen)
+    said = " ".join(capsys.readouterr().out.split())
+    assert cause in said and way in said, said
+    others = {"None of", "nothing tells", "already succeeds", "Steps were too large", "hardly moved", "too few",
+              "within chance", "learned by heart", "steps are too large"}  # fmt: skip
+    assert not [other for other in others if other in said and other not in f"{cause} {way}" and what != "clipped"]
+
+
+def test_rewards_are_options_of_outside_environments_alone():
+    seen = Evidence.of(recorded(**UNPAID))
+    base = outcome(0.0).deterministic
+    assert "world.options.reward" not in evident_cause(seen, base, base, FinetuneSection(), world="push_cube")
+    assert "world.options.reward=package.module:NAME" in evident_cause(
+        seen, base, base, FinetuneSection(), world="gymnasium:Maze-v0"
+    )
+
+
+def test_imagination_that_pays_nothing_is_named_whatever_ended_it(capsys):
+    seen = Evidence.of(recorded(**UNPAID))
+    both = {"base": outcome(0.2), "tuned": outcome(0.2)}
+    imagine.print_advice(ended(Ended.PATIENCE, **WATCHED), both, FinetuneSection(), seen)
+    assert "None of 1280 imagined episodes was paid" in capsys.readouterr().out
+    section = FinetuneSection(target_success=0.9)
+    imagine.print_advice(ended(Ended.TARGET, **WATCHED), both, section, Evidence.of(recorded()))
+    assert "not on fresh ones" in capsys.readouterr().out
+
+
+def judgement(low: float, high: float, candidate: float = 1.0, **changes: Any) -> dict[str, Any]:
+    usual = {"bootstrap": [low, high], "student": [low, high], "low": low, "starts": 64, "margin": 0.0, "ceiling": None}
+    return {**usual, "candidate": candidate, **changes}
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (judgement(-0.3, -0.1), "1 of 1 judgements found a candidate surely worse"),
+        (judgement(0.1, 0.3, 9.0, ceiling=2.0), "above all recorded successes"),
+        (judgement(0.1, 0.3, margin=0.2), "not by the margin of 0.2"),
+        (judgement(-0.1, 0.2), "gate.starts=256"),
+    ],
+)
+def test_refused_candidates_are_advised_by_what_the_judges_found(found, said):
+    assert said in offline.why_refused(Rounds(0, ({"verdict": {"judgements": [found]}},)))
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        ([(0, 0.0), (100, 0.0)], "No evaluation ever succeeded"),
+        ([(0, 1.0), (100, 0.99)], "next to nothing to gain"),
+        ([(0, 0.4), (50, 0.8), (100, 0.3)], "fell back to 0.3"),
+        ([(0, 0.4), (100, 0.4)], "give it more steps"),
+    ],
+)
+def test_learning_online_that_gains_nothing_is_advised_by_its_curve(curve, said):
+    assert said in online.why_no_gain(curve, True)
 
 
 def ended(why: Ended, **best: float) -> FinetuneResult:

@@ -63,6 +63,7 @@ from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
 from robopolicy.training.memory import MemoryBudget, held_by, plan_memory, what_packing_leaves
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import by_episode, minibatch_rows
+from robopolicy.verbs.advice import Evidence, evident_cause, nothing_paid
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
@@ -144,7 +145,8 @@ def tune(config: Config) -> int:
         each.close()
     output.print(f"Ended after {tuned.iterations} iterations: {tuned.ended.value}.")
     print_verdicts(verdicts)
-    print_advice(verdicts, section, world.spec.horizon, tuned.iterations)
+    seen = Evidence.of(folder.metrics(), tuned.best)
+    print_advice(verdicts, section, world.spec.horizon, tuned.iterations, seen, config.world.name)
     result = {**began_from(path), **course_of(tuned), "env_steps": tuned.env_steps, "seconds": seconds}
     finish(config, folder, summary(verdicts) | result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
@@ -321,37 +323,58 @@ def add_lora(policy: Policy, rank: int) -> None:
 
 
 def print_advice(
-    verdicts: Mapping[str, Verdict], section: FinetuneSection, horizon: int = 0, iterations: int | None = None
+    verdicts: Mapping[str, Verdict],
+    section: FinetuneSection,
+    horizon: int = 0,
+    iterations: int | None = None,
+    seen: Evidence | None = None,
+    world: str = "",
 ) -> None:
-    """Say what to try where the tuned policy is no better than its base.
+    """Say why the tuned policy is no better than its base, as far as the run shows it, and what to try.
 
-    horizon: control steps of an episode, 0 where none is known; iterations: how many there were, None for enough.
+    horizon: control steps of an episode, 0 where none is known; iterations: how many there were, None for enough; seen:
+    what the run recorded, None where nothing did; world: its name.
     """
     base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
     if tuned.score > base.score:
         return
     failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
     causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` looks for other causes."
-    if Need.CRITIC not in build_algorithm(narrowed(FinetuneConfig, section)).needs:
-        output.print(
-            f"{failed} Often steps are too large, and what was lucky is learned by heart: try a third of "
-            f"finetune.learning_rate, finetune.epochs=2, or twice finetune.groups. {causes}"
-        )
-        return
-    if iterations is not None and iterations <= section.critic_warmup:
+    critic = Need.CRITIC in build_algorithm(narrowed(FinetuneConfig, section)).needs
+    unpaid = "" if seen is None else nothing_paid(seen, section, world)
+    if not unpaid and critic and iterations is not None and iterations <= section.critic_warmup:
         output.print(
             f"{failed} The critic alone has learned so far: finetune.critic_warmup={section.critic_warmup} takes all "
             f"of {iterations} iterations. Set finetune.iterations above it, or finetune.critic_warmup=0."
         )
         return
-    output.print(
-        f"{failed} Often steps are too large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is "
-        "ready, finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more finetune.num_envs. "
-        f"{causes}"
-    )
+    if seen is not None and seen.iterations:
+        evident = evident_cause(seen, base, tuned, section, compare(base, tuned), world)
+        if evident:
+            output.print(f"{failed} {evident}", markup=False, soft_wrap=True)
+            return
+        more = f"finetune.num_envs={2 * section.num_envs}" if critic else f"finetune.groups={2 * section.groups}"
+        largest = f" (a KL divergence of at most {max(seen.kl):.2g})" if seen.kl else ""
+        output.print(
+            f"{failed} Episodes were paid and steps stayed within their bounds{largest}: what was lucky may have been "
+            f"learned by heart. Try {more} or finetune.epochs=2. {causes}",
+            markup=False,
+            soft_wrap=True,
+        )
+    elif critic:
+        output.print(
+            f"{failed} Often steps are too large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is "
+            "ready, finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more "
+            f"finetune.num_envs. {causes}"
+        )
+    else:
+        output.print(
+            f"{failed} Often steps are too large, and what was lucky is learned by heart: try a third of "
+            f"finetune.learning_rate, finetune.epochs=2, or twice finetune.groups. {causes}"
+        )
     # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.
     ahead = 1 / max(1 - section.discount, 1e-9)
-    if horizon and ahead > horizon and section.time_limit == "cut":
+    if critic and horizon and ahead > horizon and section.time_limit == "cut":
         output.print(
             f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
             f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "

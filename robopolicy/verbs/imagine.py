@@ -40,6 +40,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import compare
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.origins import origin_of_section
 from robopolicy.policies import load_policy as load_alone
@@ -49,6 +50,7 @@ from robopolicy.training.configuration import NEARNESS, FinetuneConfig, held_nea
 from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
+from robopolicy.verbs.advice import Evidence, evident_cause
 from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import confirming_seeds, course_of, film, guidance_of, require_target, summary
 from robopolicy.verbs.sources import began_from
@@ -140,7 +142,8 @@ def run(config: Config) -> int:
     worlds.close()
     print_verdicts({**verdicts, **imagined})
     output.print(said_at_the_end(tuned))
-    print_advice(tuned, verdicts)
+    seen = Evidence.of(folder.metrics(), tuned.best)
+    print_advice(tuned, verdicts, narrowed(FinetuneConfig, section), seen)
     result = summary(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
         **began_from(path),
@@ -305,10 +308,28 @@ def said_at_the_end(tuned: FinetuneResult) -> str:
     return f"{kept}: {real:.1%} [{low:.1%}, {high:.1%}] for real, {imagined} (gap {gap:+.1f} points)."
 
 
-def print_advice(result: FinetuneResult, verdicts: Mapping[str, Verdict]) -> None:
-    """Say what to try where the tuned policy is no better than its base, after why the run ended."""
+def print_advice(
+    result: FinetuneResult,
+    verdicts: Mapping[str, Verdict],
+    section: FinetuneConfig | None = None,
+    seen: Evidence | None = None,
+) -> None:
+    """Say why the tuned policy is no better than its base, as far as the run shows it, else by why the run ended.
+
+    section: the settings it learned with; seen: what it recorded; None where nobody knows.
+    """
     base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
-    if tuned.score <= base.score:
-        what = "success" if base.reports_success else "the return"
-        advice = ADVICE[result.ended] if "deterministic_score" in result.best else UNWATCHED
-        output.print(f"Judged on fresh starts, {what} did not rise. {advice}")
+    if tuned.score > base.score:
+        return
+    what = "success" if base.reports_success else "the return"
+    advice = ADVICE[result.ended] if "deterministic_score" in result.best else UNWATCHED
+    target = None if section is None else section.target_success
+    if result.ended is Ended.TARGET and target is not None and base.score < target:
+        advice = (
+            "The target was reached on the starts that it is measured on, and not on fresh ones: measure it on more, "
+            "finetune.evaluate_episodes=1000, or set finetune.target_success higher."
+        )
+    if section is not None and seen is not None and seen.iterations and result.ended is not Ended.PARTED:
+        difference = compare(base, tuned) if result.ended is not Ended.TARGET else None
+        advice = evident_cause(seen, base, tuned, section, difference, inside=" imagined") or advice
+    output.print(f"Judged on fresh starts, {what} did not rise. {advice}", markup=False, soft_wrap=True)

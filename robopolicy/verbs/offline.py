@@ -220,8 +220,34 @@ def say(found: Rounds, rounds: int) -> None:
     """Say how many candidates were let in, and what to try where none was."""
     output.print(f"{found.accepted} of {rounds} candidates accepted.")
     if not found.accepted:
-        output.print(
-            "The policy is as it came. Either no candidate was better, or the judges cannot tell: give more episodes "
-            "(offline.more=[DATASET], best of all the policy's own), another critic (offline.agent=edac) or way to "
-            "improve (offline.improve), or more starts (gate.starts=1024)."
+        output.print(f"The policy is as it came. {why_refused(found)}", markup=False, soft_wrap=True)
+
+
+def why_refused(found: Rounds) -> str:
+    """Return what the judges found of the candidates, none of which was accepted, and what to try then."""
+    other = "another critic (offline.agent=edac) or way to improve (offline.improve=idql)"
+    judgements = [each for record in found.records for each in record.get("verdict", {}).get("judgements", ())]
+    worse = [each for each in judgements if max(each["bootstrap"][1], each["student"][1]) < 0]
+    incredible = [each for each in judgements if each["ceiling"] is not None and each["candidate"] > each["ceiling"]]
+    short = [each for each in judgements if 0 < each["low"] <= each["margin"]]
+    count = len(judgements)
+    if worse:
+        return (
+            f"{len(worse)} of {count} judgements found a candidate surely worse: smaller steps "
+            f"(offline.improve.config.learning_rate), more episodes (offline.more=[DATASET]), or {other}."
         )
+    if incredible:
+        return (
+            f"{len(incredible)} of {count} judgements valued a candidate above all recorded successes, which is not "
+            f"believed: give more episodes (offline.more=[DATASET], best of all the policy's own), or {other}."
+        )
+    if short:
+        return (
+            f"{len(short)} of {count} judgements found a candidate better, but not by the margin of "
+            f"{short[0]['margin']:.3g}: lower gate.margin or gate.relative, or improve in more rounds, offline.rounds."
+        )
+    starts = max((each["starts"] for each in judgements), default=256)
+    return (
+        f"In {count} judgements no candidate was surely better: judge from more starts (gate.starts={4 * starts}), "
+        f"give more episodes (offline.more=[DATASET], best of all the policy's own), or take {other}."
+    )

@@ -9,7 +9,7 @@ Killed? Run the same command again: it goes on and ends in the same place.
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from robopolicy.training.online.loop import (
     plays_policy,
 )
 from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy, steered
+from robopolicy.verbs.advice import CEILING
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import summary
 from robopolicy.verbs.sources import began_from
@@ -229,3 +230,27 @@ def say(found: OnlineResult) -> None:
         output.print(f"By updates: {text}. Largest dip: {found.dip(by):.3g}.")
     if not found.updates and found.env_steps:
         output.print("Nothing was learned: the warm-up took all steps. Set online.steps above online.warmup.")
+    elif len(curve) > 1 and curve[-1][1] <= curve[0][1]:
+        output.print(why_no_gain(curve, by == "deterministic_success"), markup=False, soft_wrap=True)
+
+
+def why_no_gain(curve: Sequence[tuple[int, float]], success: bool) -> str:
+    """Return what evaluations (updates, value), at least two, show where the last is no better than the first.
+
+    success: whether the values are success rates.
+    """
+    first, last = curve[0][1], curve[-1][1]
+    best = max(value for _, value in curve)
+    if success and best == 0:
+        return (
+            "No evaluation ever succeeded, so there was hardly a success to learn from: begin with recorded episodes "
+            "that succeed (online.dataset=DATASET), or with a policy that does now and then (online.policy=CHECKPOINT)."
+        )
+    if success and first >= CEILING:
+        return f"There is next to nothing to gain: it began at {first:.1%}."
+    if best > first:
+        return (
+            f"It reached {best:.3g} on the way and fell back to {last:.3g}: smaller steps hold what is learned, "
+            "online.agent.config.rate=1e-4."
+        )
+    return f"After {curve[-1][0]} updates it is at {last:.3g}, from {first:.3g}: give it more steps (online.steps)."

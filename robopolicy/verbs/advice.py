@@ -1,0 +1,198 @@
+"""Why a policy that was fine-tuned is no better than its base: read off what the run recorded, and what to try then."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from robopolicy.evaluation.intervals import Paired
+from robopolicy.training.configuration import FinetuneConfig
+
+FEW = 10
+"""Iterations below which a policy has hardly had time to change."""
+STILL = 1e-4
+"""KL divergence of decisions below which a policy has hardly moved in an iteration."""
+CEILING = 0.98
+"""Success of a base above which evaluations can hardly show a gain."""
+
+
+class Scored(Protocol):
+    """An evaluation, as far as advice looks at it."""
+
+    @property
+    def score(self) -> float:
+        """Success, else the mean return."""
+        ...
+
+    @property
+    def reports_success(self) -> bool:
+        """Whether the score is a success rate."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a run of fine-tuning recorded on the way; sequences are by iteration, those that say it.
+
+    iterations: how many; learned: in how many of them the policy took steps; episodes: that ended; success, returns:
+    their means while collecting; signal: share of rows with an advantage; kl, clip_fraction: of updates; stops: share
+    of iterations whose epochs the target of the KL divergence ended; best: iteration whose weights were kept, if known.
+    """
+
+    iterations: int = 0
+    learned: int = 0
+    episodes: int = 0
+    success: tuple[float, ...] = ()
+    returns: tuple[float, ...] = ()
+    paid: tuple[float, ...] = ()
+    signal: tuple[float, ...] = ()
+    kl: tuple[float, ...] = ()
+    clip_fraction: tuple[float, ...] = ()
+    stops: float = 0.0
+    best: int | None = None
+
+    @staticmethod
+    def of(records: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None = None) -> "Evidence":
+        """Return the evidence of metrics.jsonl; best: the evaluation whose weights were kept."""
+        found = [record for record in records if record.get("iteration", 0) > 0 and "episodes" in record]
+
+        def column(name: str) -> tuple[float, ...]:
+            return tuple(float(record[name]) for record in found if record.get(name) is not None)
+
+        stops, kept = column("kl_stop"), (best or {}).get("iteration")
+        return Evidence(
+            iterations=len(found),
+            learned=sum(steps > 0 for steps in column("actor_steps")),
+            episodes=round(sum(column("episodes"))),
+            success=column("success"),
+            returns=column("return"),
+            paid=column("reward_per_decision"),
+            signal=column("signal"),
+            kl=column("kl"),
+            clip_fraction=column("clip_fraction"),
+            stops=sum(stops) / len(stops) if stops else 0.0,
+            best=None if kept is None else int(kept),
+        )
+
+
+def evident_cause(
+    seen: Evidence,
+    base: Scored,
+    tuned: Scored,
+    config: FinetuneConfig,
+    difference: Paired | None = None,
+    world: str = "",
+    inside: str = "",
+) -> str:
+    """Return the first cause that the evidence shows, with the way out; empty where it shows none.
+
+    difference: tuned - base on the same episodes; world: name of the world; inside: such as " imagined" of episodes.
+    """
+    told_apart = difference is not None and difference.high < 0
+    causes = (
+        nothing_paid(seen, config, world, inside),
+        "" if told_apart else _nothing_to_gain(base),
+        _too_large(seen, config),
+        _other_reward(seen),
+        _hardly_moved(seen, config),
+        _within_noise(difference),
+    )
+    return next(filter(None, causes), "")
+
+
+def nothing_paid(seen: Evidence, config: FinetuneConfig, world: str = "", inside: str = "") -> str:
+    """Return what to do where no episode succeeded or was paid otherwise than others: nothing tells good from bad.
+
+    Empty where some were. world, inside: as in `evident_cause`.
+    """
+    if not seen.paid or any(seen.success):
+        return ""
+    ways = (
+        "begin in demonstrated states (finetune.algorithm=grpo finetune.hint=guide finetune.starts=64), give better "
+        "demonstrations to `robopolicy train` first, or learn from whoever can do it (`robopolicy teach`)"
+    )
+    if ":" in world:  # an outside environment, whose reward is an option
+        ways = f"pay for steps on the way (world.options.reward=package.module:NAME), {ways}"
+    whole = f"{seen.episodes}{inside} episodes"
+    if not any(seen.paid):
+        if not seen.episodes:
+            return (
+                f"Nothing was paid in {seen.iterations} iterations, and no{inside} episode ended in them: play further "
+                f"in an iteration, finetune.rollout_length={4 * config.rollout_length}; or {ways}."
+            )
+        return f"None of {whole} was paid anything: there was nothing to learn from. Try to {ways}."
+    if seen.signal and not any(seen.signal):
+        return (
+            f"No start had episodes that were paid differently, in {whole}: nothing tells good from bad. Play more of "
+            f"each, finetune.group_size={2 * config.group_size}; or {ways}."
+        )
+    if len(seen.returns) > 1 and max(seen.returns) == min(seen.returns):
+        return f"All of {whole} were paid the same, {seen.returns[0]:.4g}: nothing to learn from. Try to {ways}."
+    return ""
+
+
+def _nothing_to_gain(base: Scored) -> str:
+    if not base.reports_success or base.score < CEILING:
+        return ""
+    return (
+        f"There is next to nothing to gain: the base already succeeds in {base.score:.1%}. Judge it where it fails: "
+        "another world or harder starts (world.name, world.options), or by the return."
+    )
+
+
+def _too_large(seen: Evidence, config: FinetuneConfig) -> str:
+    """Updates beyond the bounds that are set, or success that fell while they were taken."""
+    clipped = sum(seen.clip_fraction) / len(seen.clip_fraction) if seen.clip_fraction else 0.0
+    if not seen.kl or (seen.stops < 0.5 and clipped < 0.3):
+        return ""
+    worst = f"the KL divergence of an update came to {max(seen.kl):.2g}"
+    if config.target_kl is not None:
+        worst += f" and ended {seen.stops:.0%} of the iterations early (finetune.target_kl={config.target_kl:g})"
+    fewer = f" finetune.epochs={config.epochs // 2}" if config.epochs > 1 else ""
+    return (
+        f"Steps were too large: {worst}, and {clipped:.0%} of the ratios were clipped. Try "
+        f"finetune.learning_rate={config.learning_rate / 3:.1g}{fewer} finetune.clip={config.clip / 2:.2g}."
+    )
+
+
+def _other_reward(seen: Evidence) -> str:
+    """The return rose and success fell: the reward pays for something else."""
+    if min(len(seen.success), len(seen.returns)) < 4:
+        return ""
+    (began, ended), (low, high) = _ends(seen.success), _ends(seen.returns)
+    if ended >= began - 0.1 or high <= low:
+        return ""
+    return (
+        f"While collecting, the return rose from {low:.3g} to {high:.3g} and success fell from {began:.0%} to "
+        f"{ended:.0%}: the reward pays for something other than success. Pay for success alone "
+        "(finetune.rewards=[success_only]), or mend the reward."
+    )
+
+
+def _hardly_moved(seen: Evidence, config: FinetuneConfig) -> str:
+    if seen.learned and seen.kl and max(seen.kl) < STILL:
+        return (
+            f"The policy hardly moved: the KL divergence of an update was at most {max(seen.kl):.1g}. Try "
+            f"finetune.learning_rate={config.learning_rate * 3:.1g}, or more iterations."
+        )
+    if 0 < seen.iterations < FEW:
+        return (
+            f"{seen.iterations} iterations are too few for anything to show: set finetune.iterations="
+            f"{max(50, 10 * seen.iterations)} or more."
+        )
+    return ""
+
+
+def _within_noise(difference: Paired | None) -> str:
+    if difference is None or not difference.low <= 0 <= difference.high or difference.low == difference.high == 0:
+        return ""
+    return (
+        f"The difference, {difference.difference:+.3g} [{difference.low:+.3g}, {difference.high:+.3g}] on "
+        f"{difference.episodes} episodes, is within chance: judge on more of them, "
+        f"finetune.evaluate_episodes={4 * difference.episodes}, or learn for longer, finetune.iterations."
+    )
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and of the last quarter of `values`."""
+    part = max(1, len(values) // 4)
+    return sum(values[:part]) / part, sum(values[-part:]) / part
