@@ -18,7 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from robopolicy import __version__
-from robopolicy.core.errors import ConfigError, RobopolicyWarning, did_you_mean, in_a_sentence, is_interruption
+from robopolicy.core.errors import (
+    ConfigError,
+    RobopolicyError,
+    RobopolicyWarning,
+    did_you_mean,
+    in_a_sentence,
+    is_interruption,
+)
 from robopolicy.core.registry import ask_for
 from robopolicy.verbs.verb import VERBS, Verb, declaration
 
@@ -125,7 +132,14 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
 
         require_writable(config.json)
     ask_for(config.run.plugins)
-    return int(VERBS.load(name)(config) or 0)
+    try:
+        return int(VERBS.load(name)(config) or 0)
+    except RobopolicyError as error:
+        from robopolicy.configuration.description import with_sections
+
+        own = sorted(verb.sections, key=lambda section: (section != name, section in ("run", "world")))
+        error.args = (with_sections(str(error), own, config),)
+        raise
 
 
 def _in_origin(verb: Verb, config: "Config") -> "Config":

@@ -163,7 +163,7 @@ def test_refused_candidates_are_advised_by_what_the_judges_found(found, said):
     ],
 )
 def test_learning_online_that_gains_nothing_is_advised_by_its_curve(curve, said):
-    assert said in online.why_no_gain(curve, True)
+    assert said in online.why_no_gain(curve, True, "dsrl")
 
 
 def ended(why: Ended, **best: float) -> FinetuneResult:

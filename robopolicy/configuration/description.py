@@ -1,14 +1,18 @@
 """Sections as the help page shows them."""
 
 import dataclasses
+import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from robopolicy.configuration.config import Config
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.structured import REGISTRY, Tagged, choices, explanations, to_plain
+
+_BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
+"""A setting without its section, as messages name them; no part of a path, of a call or of a list."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,19 @@ class Described:
 def described(names: tuple[str, ...], config: Config) -> list[Described]:
     """Return sections of a configuration with the sections inside them; of kinds, the chosen one."""
     return [part for name in names for part in _described(name, getattr(config, name))]
+
+
+def with_sections(message: str, names: Sequence[str], config: Config) -> str:
+    """Return a message with each bare `key=value` of the sections `names` as it is typed: section.key=value.
+
+    What raises it may be used without the command line, where settings have no section. A key of several sections is
+    that of the first in `names`; one that they lack stays as it is.
+    """
+    paths: dict[str, str] = {}
+    for part in described(tuple(names), config):
+        for key, _, _ in part.keys:
+            paths.setdefault(key, f"{part.path}.{key}")
+    return _BARE.sub(lambda found: f"{paths.get(found[1], found[1])}=", message)
 
 
 def _described(path: str, section: Any) -> Iterator[Described]:

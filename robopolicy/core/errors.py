@@ -23,6 +23,10 @@ class CameraError(ConfigError):
         self.known = tuple(known)
 
 
+class ScoreError(RobopolicyError, RuntimeError):
+    """A policy scores its own decisions differently from when it took them, so ratios do not begin at 1."""
+
+
 class SpecError(RobopolicyError):
     """An observation or action does not have the keys, shape or dtype that a spec promises."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, ScoreError
 from robopolicy.core.policy import (
     CachesCondition,
     EncodesObservation,
@@ -269,7 +269,7 @@ def require_same_scores(
     """Check on at most 256 decisions of the current policy that the ratio is 1 before the first update.
 
     tolerance: for log-probabilities up to 1; larger ones, and sums whose terms cancel, are rounded in proportion to
-    their own or the mean size. Raises RuntimeError if one differs by more, NonFiniteError if one is not finite.
+    their own or the mean size. Raises ScoreError if one differs by more, NonFiniteError if one is not finite.
     """
     fresh = rollouts.played & (rollouts.policy_version == iteration)
     chosen = fresh.flatten().nonzero().squeeze(1)
@@ -288,11 +288,11 @@ def require_same_scores(
     worst = (difference / size).argmax()
     apart, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
     if apart > allowed:
-        raise RuntimeError(
+        raise ScoreError(
             f"Before {where} the policy scores its own decisions differently from when it acted: a log-probability of "
             f"{float(acted.flatten()[worst]):.3g} differs by {apart:.2e} (allowed {allowed:.1e}). Sampling and scoring "
             "must share schedule, clipping, standard deviation and mode (dropout, precision); where rounding alone "
-            f"parts them, raise ratio_tolerance above {apart / allowed * tolerance:.1e}."
+            f"parts them, set ratio_tolerance={2 * apart / allowed * tolerance:.1e}."
         )
 
 

@@ -234,7 +234,7 @@ def why_refused(found: Rounds) -> str:
     if worse:
         return (
             f"{len(worse)} of {count} judgements found a candidate surely worse: smaller steps "
-            f"(offline.improve.config.learning_rate), more episodes (offline.more=[DATASET]), or {other}."
+            f"(offline.improve.learning_rate), more episodes (offline.more=[DATASET]), or {other}."
         )
     if incredible:
         return (

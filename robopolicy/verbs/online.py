@@ -118,7 +118,7 @@ def run(config: Config) -> int:
     for each in (world, judging):
         each.close()
     print_verdicts(verdicts)
-    say(found)
+    say(found, section.method)
     result: dict[str, Any] = {
         **({"base_checkpoint": None} if path is None else began_from(path)),
         "method": section.method,
@@ -221,8 +221,8 @@ def by_of(found: OnlineResult) -> str:
     return "deterministic_return" if by_return else "deterministic_success"
 
 
-def say(found: OnlineResult) -> None:
-    """Say what learning in the world did on the way, and what to try where it did nothing."""
+def say(found: OnlineResult, method: str) -> None:
+    """Say what learning in the world by a method did on the way, and what to try where it did nothing."""
     by = by_of(found)
     curve = [(record["updates"], record[by]) for record in found.evaluations]
     if curve:
@@ -231,26 +231,27 @@ def say(found: OnlineResult) -> None:
     if not found.updates and found.env_steps:
         output.print("Nothing was learned: the warm-up took all steps. Set online.steps above online.warmup.")
     elif len(curve) > 1 and curve[-1][1] <= curve[0][1]:
-        output.print(why_no_gain(curve, by == "deterministic_success"), markup=False, soft_wrap=True)
+        output.print(why_no_gain(curve, by == "deterministic_success", method), markup=False, soft_wrap=True)
 
 
-def why_no_gain(curve: Sequence[tuple[int, float]], success: bool) -> str:
+def why_no_gain(curve: Sequence[tuple[int, float]], success: bool, method: str) -> str:
     """Return what evaluations (updates, value), at least two, show where the last is no better than the first.
 
-    success: whether the values are success rates.
+    success: whether the values are success rates; method: online.method.
     """
     first, last = curve[0][1], curve[-1][1]
     best = max(value for _, value in curve)
     if success and best == 0:
+        recorded = " or with recorded episodes that succeed (online.dataset=DATASET)" if method == "actions" else ""
         return (
-            "No evaluation ever succeeded, so there was hardly a success to learn from: begin with recorded episodes "
-            "that succeed (online.dataset=DATASET), or with a policy that does now and then (online.policy=CHECKPOINT)."
+            "No evaluation ever succeeded, so there was hardly a success to learn from: begin with a policy that does "
+            f"now and then (online.policy=CHECKPOINT){recorded}."
         )
     if success and first >= CEILING:
         return f"There is next to nothing to gain: it began at {first:.1%}."
     if best > first:
         return (
             f"It reached {best:.3g} on the way and fell back to {last:.3g}: smaller steps hold what is learned, "
-            "online.agent.config.rate=1e-4."
+            "online.agent.rate=1e-4."
         )
     return f"After {curve[-1][0]} updates it is at {last:.3g}, from {first:.3g}: give it more steps (online.steps)."

@@ -57,7 +57,7 @@ class ViewAutoencoder(nn.Module):
         if height % self.factor or width % self.factor:
             raise ConfigError(
                 f"This autoencoder shrinks views by {self.factor}, {height} x {width} do not divide: use another "
-                "camera size, or fewer worldmodel.video.channels."
+                "camera size, or fewer worldmodel.config.channels."
             )
         make: Any = AutoencoderKL
         self.network = make(
