@@ -302,7 +302,11 @@ def test_a_registry_names_the_nearest(nothing_named):
         (
             "gymnasium:Reacher-v5",
             0,
-            ["state [10] (observation[0] to [9])", "-1 to 1; 50 a second, 50 in an episode", "nobody says so"],
+            [
+                "state [10] (observation[0] to [9])",
+                "-1 to 1 (executed as decided, also beyond); 50 a second, 50 in",
+                "nobody says so",
+            ],
         ),
     ],
 )
