@@ -12,8 +12,8 @@ export HF_HUB_OFFLINE := 1
 demo: $(VENV)/.core  ## collect, train, fine-tune, judge, serve and drive; ends with a report
 	$(BIN)/robopolicy demo $(ARGS)
 
-test: $(VENV)/.dev lint  ## style, floors, types, and the tests that need no whole job
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not end_to_end" $(ARGS)
+test: $(VENV)/.dev lint  ## style, floors, types, and every test that is done in a moment
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not long" $(ARGS)
 
 check: $(VENV)/.dev lint  ## every test but the learning runs: before a change is handed in
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)

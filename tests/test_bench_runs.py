@@ -21,7 +21,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.verbs import bench, collect, imagine, train, worldmodel
 from robopolicy.verbs.rank import runs_of
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = pytest.mark.long
 
 TINY = [
     "policy.width=16",

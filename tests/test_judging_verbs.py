@@ -8,7 +8,7 @@ import pytest
 from robopolicy.cli import main
 from robopolicy.evaluation import success
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = pytest.mark.long
 
 SMALL = [
     "world=reach_planar",

@@ -13,7 +13,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from sims.registry import make_world
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = pytest.mark.long
 
 LATE = "world.options.latency_steps=3"
 SMALL = [

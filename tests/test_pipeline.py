@@ -17,7 +17,7 @@ from robopolicy.verbs.pipeline import stages_of
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.protocol import encoder_weights
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = pytest.mark.long
 
 SMALL = [
     "policy.width=32",

@@ -20,6 +20,8 @@ import torch
 from pretended import PretendedGenerator, WrongDevice, pretended_cuda
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.long
+
 TOLERANCE = 2e-3
 """Attention and the gradients of convolutions are summed in another order, and an optimiser's first steps say so."""
 EVERY = dict(

@@ -14,6 +14,8 @@ from robopolicy.doctor import check_statistics, examine
 from sims.experts import NoisyController, noise_level
 from sims.registry import make_expert, make_world
 
+pytestmark = pytest.mark.long
+
 SEEN = {"cameras": ("top", "front"), "image_size": 32}
 WORLDS = {"seen_cube": ("push_cube", 4, SEEN), "pick_place": ("pick_place", 5, {})}
 """Name in the tests -> world, rows and options; others are called by their own name and have eight rows."""

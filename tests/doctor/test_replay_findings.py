@@ -14,7 +14,7 @@ from robopolicy.doctor import Health, examine
 from sims.experts import NoisyController, noise_level
 from sims.registry import TASKS, load_task, make_world
 
-pytestmark = pytest.mark.end_to_end
+pytestmark = pytest.mark.long
 
 ROWS = 10
 

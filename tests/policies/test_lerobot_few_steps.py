@@ -24,6 +24,8 @@ from robopolicy.policies.loading import load_policy
 from robopolicy.training.configuration import DistillConfig, FitConfig
 from robopolicy.training.distill import Distillation, distill
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {
     "smolvla": "num_steps",
     "pi0": "num_inference_steps",

@@ -28,6 +28,8 @@ from robopolicy.verbs import train
 from robopolicy.verbs.finetune import guidance_of, say_memory
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 SMALL = ["finetune.iterations=1", "finetune.groups=1", "finetune.group_size=2", "finetune.minibatch=4"]
 
 

@@ -19,6 +19,8 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.update import Learner
 
+pytestmark = pytest.mark.long
+
 CONFIG = FinetuneConfig(
     algorithm="grpo",
     coefficient="decoupled_ppo",

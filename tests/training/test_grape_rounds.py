@@ -26,6 +26,8 @@ from robopolicy.training.update import Learner
 from robopolicy.verbs.finetune import guidance_of
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 CONFIG = replace(GRAPE, learning_rate=1e-2, actor_warmup=1)
 
 

@@ -26,6 +26,8 @@ from robopolicy.training.teaching import Teacher, teach
 from robopolicy.verbs.teach import the_expert, world_for_both
 from sims.registry import load_task, make_world
 
+pytestmark = pytest.mark.long
+
 SMALL = DenoisingPolicyConfig(width=16, depth=1, sampling_steps=2, denoising_steps=10, chunk=2, prediction_steps=2)
 
 

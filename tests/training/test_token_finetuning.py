@@ -19,6 +19,8 @@ from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from sims.registry import load_task, make_world
 
+pytestmark = pytest.mark.long
+
 CONFIG = FinetuneConfig(
     algorithm="grpo",
     iterations=3,
