@@ -74,7 +74,8 @@ def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     if func in (torch.linspace, torch.logspace):
         return int(args[2] if len(args) > 2 else kwargs.get("steps", 0))
     if func is torch.eye:
-        rows, columns = (*args, None)[:2] if args else (kwargs.get("n", 0), None)
-        return int(rows) * int(kwargs.get("m", rows) if columns is None else columns)
+        rows = int(args[0] if args else kwargs.get("n", 0))
+        columns = args[1] if len(args) > 1 else kwargs.get("m")
+        return rows * (rows if columns is None else int(columns))
     asked = {key: value for key, value in kwargs.items() if key not in _NOT_ON_META}
     return func(*args, **{**asked, "device": "meta"}).numel()

@@ -193,7 +193,7 @@ class EpisodeGenerator(torch.Generator):
 
         A policy that draws by torch's own functions, from this generator or from the global one, gets its rows' numbers
         all the same, where the first axis of what it draws is that of rows, or another one has their number. Warns once
-        where it draws what cannot belong to rows.
+        where it draws what cannot belong to rows. Raises SpecError before the first `begin`.
         """
         if not self.rows:
             raise SpecError("Random numbers of an episode: call begin() with its seed first.")
@@ -214,7 +214,7 @@ class EpisodeGenerator(torch.Generator):
             self._say("drew random numbers by a function of torch that cannot be divided among rows")
 
     def normal(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw standard normal noise of `shape`, every row its own; axis: as in `randomness.normal`, None: of no row.
+        """Draw standard normal noise [*shape], every row its own; axis: as in `randomness.normal`, None: of no row.
 
         Raises SpecError where the axis is not of this generator's rows.
         """

@@ -98,13 +98,7 @@ def run(config: Config) -> int:
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
         output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
-    if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
-        output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
-        said, steps = episodes.labels.shape[1], policy.spec.prediction
-        if 1 < said < steps:
-            output.print(f"It said {said} steps ahead: what the policy predicts beyond, up to {steps}, is not learned.")
-    elif said := interventions_in_words(episodes):
-        output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
+    say_targets(episodes, policy)
     count = config.train.evaluate_episodes
     recorded = with_latency_options(recorded_origin(data), config.world.options)
     world: World | None = None
@@ -144,6 +138,17 @@ def run(config: Config) -> int:
     finish(config, folder, result)
     output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
     return 0
+
+
+def say_targets(episodes: Episodes, policy: Trainable) -> None:
+    """Print which actions are learned: a teacher's or a person's, where those that were executed are not."""
+    if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
+        output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
+        said, steps = episodes.labels.shape[1], policy.spec.prediction
+        if 1 < said < steps:
+            output.print(f"It said {said} steps ahead: what the policy predicts beyond, up to {steps}, is not learned.")
+    elif said := interventions_in_words(episodes):
+        output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
 
 
 def continued(config: Config, path: Path, device: torch.device | str = "cpu") -> Trainable:
