@@ -76,10 +76,13 @@ def check_policy_on_data(
     wanted = part.actions.cpu()
     spread = wanted.std(0, correction=0)
     moving = spread > 1e-6
+    if not moving.any():
+        text = "all recorded actions are the same: nothing tells whether a policy imitates them or reads its input"
+        return [Finding("imitation", Health.UNKNOWN, text)]
     decided = decide(observation)
 
     def error(actions: Tensor) -> float:
-        return float((((actions - wanted) / spread)[:, moving]).pow(2).mean()) if moving.any() else 0.0
+        return float((((actions - wanted) / spread)[:, moving]).pow(2).mean())
 
     plain = error(decided)
     findings = [_imitation(plain, success)]
@@ -93,7 +96,7 @@ def check_policy_on_data(
     }
     variance = decided.var(0, correction=0).sum().clamp(min=1e-12)
     change = float((decide(shuffled) - decided).pow(2).mean(0).sum() / (2 * variance))
-    health = Health.GOOD if change > 0.1 or not moving.any() else Health.BAD
+    health = Health.GOOD if change > 0.1 else Health.BAD
     text = f"decisions change by {change:.2f} when observations are shuffled (1: entirely, 0: not at all)"
     remedy = "" if health is Health.GOOD else "The policy ignores its input: check the normaliser and the keys."
     return [*findings, Finding("policy reads its input", health, text, remedy)]

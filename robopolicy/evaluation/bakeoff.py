@@ -24,11 +24,12 @@ from robopolicy.evaluation.ranking import spearman
 class JudgeScore:
     """How good a judge is.
 
-    spearman: with its bootstrap interval over policies; regret: of the favourite, as a share of the range of true
-    values; error: mean absolute, of values in the truth's units (NaN where the judge has others, `comparable`);
-    accepted, good: how many pairs the gate let through, and how many of all pairs (candidate, incumbent) should have
-    been; false_accepts: type I, share of the candidates that are no better which it let through; false_rejects: type
-    II, share of the better ones which it kept out (NaN where there are none).
+    spearman: with its bootstrap interval over policies, NaN with three or where they are hardly told apart; regret: of
+    the favourite, as a share of the range of true values, NaN where they are all the same; error: mean absolute, of
+    values in the truth's units (NaN where the judge has others, `comparable`); accepted, good: how many pairs the gate
+    let through, and how many of all pairs (candidate, incumbent) should have been; false_accepts: type I, share of the
+    candidates that are no better which it let through; false_rejects: type II, share of the better ones which it kept
+    out (NaN where there are none).
     """
 
     judge: str
@@ -76,8 +77,10 @@ def score_judge(
         raise DataError(f"{judge}: a value is not finite.")
     means = found.mean(1)
     draws = np.random.default_rng(0).integers(0, count, (resamples, count))
-    low, high = percentile_interval(spearman(truth[draws], means[draws]), confidence) if count > 3 else (-1.0, 1.0)
     spread = float(np.ptp(truth))
+    ranked = spearman(truth[draws], means[draws])
+    told = count > 3 and 2 * np.isfinite(ranked).sum() >= len(ranked)
+    low, high = percentile_interval(ranked, confidence) if told else (math.nan, math.nan)
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     good = np.array([truth[one] - truth[other] > threshold for one, other in pairs])
     let = np.array(
@@ -89,7 +92,7 @@ def score_judge(
         spearman=float(spearman(truth, means)),
         spearman_low=low,
         spearman_high=high,
-        regret=0.0 if spread == 0 else float(truth.max() - truth[means.argmax()]) / spread,
+        regret=math.nan if spread == 0 else float(truth.max() - truth[means.argmax()]) / spread,
         error=float(np.abs(means - truth).mean()) if comparable else math.nan,
         pairs=len(pairs),
         good=int(good.sum()),
@@ -105,7 +108,9 @@ def best_judge(scores: Mapping[str, JudgeScore], allowed: float = 0.05) -> str |
     None where no judge is safe, or none that is lets anything through: nothing is known of those.
     """
     safe = {name: score for name, score in scores.items() if score.accepted and not score.false_accepts > allowed}
-    return min(safe, key=lambda name: (safe[name].false_rejects, -safe[name].spearman), default=None)
+    return min(
+        safe, key=lambda name: (safe[name].false_rejects, -np.nan_to_num(safe[name].spearman, nan=-1)), default=None
+    )
 
 
 def _share(what: Array, among: Array) -> float:

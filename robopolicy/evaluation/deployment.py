@@ -18,6 +18,7 @@ Deviations: success of whole episodes and importance weights in the place of cou
 bound at the effective number of episodes in the place of Hoeffding's: the guarantee is as good as that approximation.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -162,11 +163,11 @@ class Deployed:
     def margin(self) -> float:
         """By how many standard errors success so far undercut the floor at its worst, below 0 where it never did.
 
-        Counted from the twentieth episode on: few episodes say nothing.
+        Counted from the twentieth episode on: few episodes say nothing, and NaN is the answer of fewer.
         """
         count = np.arange(1, len(self.success) + 1)
         error = np.sqrt(max(self.floor * (1 - self.floor), 1e-9) / count)
-        return float(((self.floor - self.running) / error)[19:].max()) if len(count) >= 20 else 0.0
+        return float(((self.floor - self.running) / error)[19:].max()) if len(count) >= 20 else math.nan
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -174,7 +175,7 @@ class Deployed:
         return {
             "success_rate": rate,
             "floor": self.floor,
-            "worst_margin": self.margin,
+            "worst_margin": None if math.isnan(self.margin) else self.margin,
             "share_at_last": float(self.shares[-1]),
             "running": [round(float(each), 4) for each in self.running],
             "shares": [round(float(each), 2) for each in self.shares],

@@ -43,6 +43,11 @@ def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.
     return np.maximum(0.0, (rates + share / 2 - spread) / (1 + share))
 
 
+def shown(value: float | None, form: str) -> str:
+    """Return a figure as `form` (".2f") writes it, "-" where it is undefined: None or NaN."""
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
 @dataclass(frozen=True)
 class Paired:
     """Two policies on the same episodes: their means, and tuned - base with its interval (low, high)."""

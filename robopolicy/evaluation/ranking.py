@@ -198,6 +198,10 @@ def rank(
     statistics: dict[str, Estimate] = {}
     warnings = _warnings(scores)
     for name, function in STATISTICS.items():
+        if name == "mmrv" and np.ptp(scores[0]) == 0:  # 0 by its formula: there is no order that could be violated
+            statistics[name] = Estimate(None, None, None)
+            warnings.append(f"{name} is undefined: all policies have the same real score.")
+            continue
         value = float(function(*scores))
         by_policy = function(*scores[:, over_policies])
         by_episode = function(over_episodes[:, 0], over_episodes[:, 1])

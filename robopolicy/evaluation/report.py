@@ -11,6 +11,7 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object, read_text, reading, write_atomic, write_json
 from robopolicy.evaluation import plots
+from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.smoothness import Smoothness
 from robopolicy.evaluation.stages import STAGES, stage_rows
@@ -295,9 +296,9 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
 def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
     success = validation["success"]
     rows = [
-        ["reward error (share of variance)", f"{validation['reward_error']:.3f}"],
-        ["success head: precision", f"{success['precision']:.2f}"],
-        ["success head: recall", f"{success['recall']:.2f}"],
+        ["reward error (share of variance)", shown(validation["reward_error"], ".3f")],
+        ["success head: precision", shown(success["precision"], ".2f")],
+        ["success head: recall", shown(success["recall"], ".2f")],
     ]
     caption = f"On {validation['steps']} held-out steps."
     report.sections.append(Section("World model on held-out episodes", caption, header=("figure", "value"), rows=rows))

@@ -40,7 +40,8 @@ def examine(
     frame it began with). A model without a decoder is compared with the latents of recorded frames. Vectors: root mean
     squared error in standard deviations of the data, less is better. Images:
     PSNR in dB, more is better, and with SSIM or LPIPS behind their key, these. Of one step from `steps` contexts,
-    success: precision, recall and F1 of the head; reward_error: squared error over variance.
+    success: precision, recall and F1 of the head; reward_error: squared error over variance. None where the data
+    does not define one: no success, none predicted, or rewards that are all the same.
     """
     return {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)} | {
         "open_loop": open_loop(model, episodes, generator, rows, horizons)
@@ -59,8 +60,10 @@ def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator
         success.append(imagined.success.cpu())
     true = progress_reward(episodes)[chosen]
     assert episodes.step_success is not None
+    variance = float(true.var(correction=0))
+    error = float((torch.cat(reward) - true).square().mean())
     return {
-        "reward_error": float((torch.cat(reward) - true).square().mean() / true.var().clamp_min(1e-12)),
+        "reward_error": error / variance if variance > 1e-12 else None,
         "success": precision_recall(torch.cat(success), episodes.step_success[chosen]),
     }
 
@@ -75,12 +78,18 @@ def _imagine(model: LearnedModel, latent: Latent, actions: Tensor) -> tuple[Late
     return model.imagine(latent, actions.to(next(iter(latent.values())).device))
 
 
-def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int]:
-    """Return precision, recall, F1 and the number of positives of a detector, from booleans [N]."""
+def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int | None]:
+    """Return precision, recall, F1 and the number of positives of a detector, from booleans [N].
+
+    None where undefined: precision where nothing is predicted, recall and F1 without positives.
+    """
     hits, found, true = int((predicted & label).sum()), int(predicted.sum()), int(label.sum())
-    precision, recall = hits / max(1, found), hits / max(1, true)
-    score = 2 * precision * recall / max(1e-9, precision + recall)
-    return {"precision": precision, "recall": recall, "f1": score, "positives": true}
+    return {
+        "precision": hits / found if found else None,
+        "recall": hits / true if true else None,
+        "f1": 2 * hits / (found + true) if true else None,
+        "positives": true,
+    }
 
 
 def open_loop(
@@ -139,8 +148,10 @@ def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor,
             found |= {key + ending: figure for ending, figure in compare(seen, wanted).items()}
         else:
             scale = true.float().std(0, correction=0)
-            error = (seen.float() - wanted.float()) / scale.clamp_min(1e-6)
-            found[key] = float(error[:, scale > 1e-6].square().mean().sqrt())
+            moving = scale > 1e-6
+            if bool(moving.any()):  # of what never changes there is nothing to foretell
+                error = (seen.float() - wanted.float())[:, moving] / scale[moving]
+                found[key] = float(error.square().mean().sqrt())
     return found
 
 

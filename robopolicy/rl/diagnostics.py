@@ -30,5 +30,10 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns) of [N] each: 1 is a perfect critic, 0 like a constant."""
-    return 1 - (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
+    """Return 1 - Var(returns - values) / Var(returns) of [N] each: 1 is a perfect critic, 0 like a constant.
+
+    NaN where all returns are the same: there is nothing to explain.
+    """
+    variance = returns.var(unbiased=False)
+    explained = 1 - (returns - values).var(unbiased=False) / variance.clamp(min=1e-12)
+    return torch.where(variance > 1e-12, explained, torch.nan)

@@ -252,8 +252,9 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
     if prepared.logp_proximal is not None:
         moved = torch.where(prepared.mask, prepared.proximal - prepared.logp_behaviour, 0.0).flatten(1)
         metrics["sequence_ess"] = float(effective_sample_size(moved, torch.ones_like(moved, dtype=torch.bool)))
-    if "process_accuracy" in prepared.extras:
-        metrics["process_accuracy"] = float(prepared.extras["process_accuracy"][0, 0])
+    accuracy = prepared.extras.process_accuracy
+    if accuracy is not None and not bool(accuracy[0, 0].isnan()):
+        metrics["process_accuracy"] = float(accuracy[0, 0])
     return metrics
 
 

@@ -152,7 +152,8 @@ class Learner:
         if self.critic is not None:
             extras, alive = rollouts.extras, rollouts.alive
             explained = diagnostics.explained_variance(extras["value"][alive], extras["value_target"][alive])
-            means["explained_variance"] = float(explained)
+            if not bool(explained.isnan()):
+                means["explained_variance"] = float(explained)
         self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
         return self.stats
 

@@ -18,6 +18,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge
 from robopolicy.evaluation.gate import ceiling_of
 from robopolicy.evaluation.importance import ImportanceJudge
+from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.judges import ModelReturn
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy, require_success
@@ -113,10 +114,10 @@ def _why_none(scores: Iterable[JudgeScore]) -> str:
 def _row(score: JudgeScore) -> list[str]:
     return [
         score.judge,
-        f"{score.spearman:.2f} [{score.spearman_low:.2f}, {score.spearman_high:.2f}]",
-        f"{score.regret:.2f}",
+        f"{shown(score.spearman, '.2f')} [{shown(score.spearman_low, '.2f')}, {shown(score.spearman_high, '.2f')}]",
+        shown(score.regret, ".2f"),
         "other units" if math.isnan(score.error) else f"{score.error:.3f}",
-        f"{score.false_accepts:.0%}",
+        shown(score.false_accepts, ".0%"),
         "no better ones" if math.isnan(score.false_rejects) else f"{score.false_rejects:.0%}",
         f"{score.accepted} of {score.pairs}",
     ]

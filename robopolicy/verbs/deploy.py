@@ -15,6 +15,7 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.world import World
 from robopolicy.evaluation.deployment import Deployed, Deployment, deploy, known_base
+from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
 from robopolicy.verbs.finetune import require_target
@@ -51,7 +52,7 @@ def run(config: Config) -> int:
         f"{section.episodes} episodes, floor {deployment.floor:.1%} ({section.drop:.0%} below the base's {rate:.1%})",
         ("", "success", "share at last", "worst below the floor (standard errors)"),
         [
-            [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", f"{each.margin:+.1f}"]
+            [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", shown(each.margin, "+.1f")]
             for name, each in found.items()
         ],
     )

@@ -32,6 +32,7 @@ from robopolicy.data.lerobot_reading import require_known
 from robopolicy.data.record import record, record_until
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.image_quality import unit_of
+from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
@@ -179,9 +180,14 @@ def show(validation: Mapping[str, Any]) -> None:
     """Print the figures that say whether the model can be trusted."""
     success = validation["success"]
     output.print(
-        f"Reward error {validation['reward_error']:.3f} of the variance; success head precision "
-        f"{success['precision']:.2f}, recall {success['recall']:.2f}"
+        f"Reward error {shown(validation['reward_error'], '.3f')} of the variance; success head precision "
+        f"{shown(success['precision'], '.2f')}, recall {shown(success['recall'], '.2f')}"
     )
+    if not success["positives"]:
+        output.print(
+            "No held-out step succeeds, so nothing is known of the success head: give episodes that do "
+            "(worldmodel.data=[DATASET])."
+        )
     keys = sorted({key for figures in validation["open_loop"].values() for key in figures})
     for key in keys:
         unit = unit_of(key) if key.startswith(IMAGE_PREFIX) else "error in standard deviations, less is better"

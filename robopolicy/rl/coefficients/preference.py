@@ -61,8 +61,10 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
     # pull[i, j] moves the winner i up and the loser j down by as much: rows sum what an episode wins, columns what it
     # loses. sigmoid(-margin) fades a pair once it is ranked rightly by far.
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
-    right = ((margin > 0) & pairs).sum() / pairs.sum().clamp(min=1)
-    return _to_steps(pull.sum(1) - pull.sum(0), scored), {"pairs": pairs.sum().float(), "preferred_right": right}
+    stats = {"pairs": pairs.sum().float()}
+    if bool(pairs.any()):
+        stats["preferred_right"] = ((margin > 0) & pairs).sum() / pairs.sum()
+    return _to_steps(pull.sum(1) - pull.sum(0), scored), stats
 
 
 @mechanism(Slot.COEFFICIENT, "sppo", source="SPPO, arXiv:2405.00675", needs=(Need.WHOLE_GROUPS,))
@@ -131,13 +133,13 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     margin = beta * (change[:, None] - change[None])
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
     per_episode = ((pull.sum(1) - pull.sum(0)) * share).to(scored.logp.dtype)
-    count = pairs.sum().clamp(min=1)
-    stats = {
-        "pairs": pairs.sum().float(),
-        "preferred_right": ((margin > 0) & pairs).sum() / count,
-        "margin": torch.where(pairs, margin, 0.0).sum() / count,
-        "chosen_log_ratio": change[side > 0].sum() / (side > 0).sum().clamp(min=1),
-        "rejected_log_ratio": change[side < 0].sum() / (side < 0).sum().clamp(min=1),
-    }
+    stats = {"pairs": pairs.sum().float()}
+    if bool(pairs.any()):
+        stats |= {
+            "preferred_right": ((margin > 0) & pairs).sum() / pairs.sum(),
+            "margin": margin[pairs].mean(),
+            "chosen_log_ratio": change[side > 0].mean(),
+            "rejected_log_ratio": change[side < 0].mean(),
+        }
     steps = torch.where(counted, per_episode[:, None, None], 0.0)
     return steps, {name: value.float() for name, value in stats.items()}

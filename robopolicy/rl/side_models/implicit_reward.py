@@ -45,6 +45,8 @@ class _ImplicitReward(SideNetwork[Trainable]):
             total = process.sum((1, 2))
             won = rollouts.row_success
             right = ((total > total.mean()) == won).float().mean()
+            if bool(won.all()) or not bool(won.any()):
+                right = torch.full_like(right, torch.nan)  # where all end alike there is nothing to tell apart
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
