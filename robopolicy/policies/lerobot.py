@@ -52,7 +52,7 @@ from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
-from robopolicy.policies.lerobot_processors import PROCESSORS, check_processor
+from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation, check_processor
 from robopolicy.policies.lerobot_reading import (
     first_line,
     nothing_downloaded,
@@ -106,6 +106,7 @@ def load_lerobot_policy(
     with nothing_downloaded(folder, kind), torch.random.fork_rng(devices=devices):
         for name in PROCESSORS:
             check_processor(folder, name, kind)
+        check_normalisation(folder)
         config = read_config(folder, torch.device(device))
         if weights:
             require_memory(folder, torch.device(device))
@@ -438,7 +439,13 @@ def _checked_type(folder: Path, weights: bool) -> str:
             f"Those that can: {', '.join(sorted(CHUNK_KEYS))}."
         )
     if description.get("use_peft"):
-        raise CheckpointError(f"{folder} holds an adapter (use_peft): merge it into the policy it adapts first.")
+        raise CheckpointError(
+            f"{folder} holds an adapter (use_peft), without the policy that it adapts. Merge the two in Python: "
+            "from lerobot.policies.factory import get_policy_class; from peft import PeftModel; "
+            f"PeftModel.from_pretrained(get_policy_class('{kind}').from_pretrained('BASE'), '{folder}')"
+            ".merge_and_unload().save_pretrained('MERGED'); and copy the policy_*processor* files into MERGED. BASE is "
+            "base_model_name_or_path in its adapter_config.json."
+        )
     if description.get("temporal_ensemble_coeff") is not None:
         raise CheckpointError(
             f"{folder} averages overlapping chunks (temporal_ensemble_coeff), which cannot be done for many rows. Set "

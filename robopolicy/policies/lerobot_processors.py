@@ -1,16 +1,29 @@
-"""What of LeRobot's processors a checkpoint may ask for: it chooses neither what is imported nor what is read."""
+"""What of LeRobot's processors a checkpoint may ask for, which chooses neither what is imported nor what is read; and
+whether they do what its config.json says.
+"""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from robopolicy.core.errors import CheckpointError
+import torch
+
+from robopolicy.core.errors import CheckpointError, RobopolicyWarning
 from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.registry import asked_for
 from robopolicy.core.storage import read_object
+from robopolicy.core.tensors import load_tensors
 
 PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 
+ASKED: Mapping[str, tuple[str, ...]] = {
+    "MEAN_STD": ("mean", "std"),
+    "MIN_MAX": ("min", "max"),
+    "QUANTILES": ("q01", "q99"),
+    "QUANTILE10": ("q10", "q90"),
+}
+"""LeRobot's way of normalising -> the statistics that it needs; data sets recorded long ago have no quantiles."""
 STEPS = (
     "absolute_actions_processor",
     "device_processor",
@@ -79,6 +92,133 @@ def _check_step(path: Path, step: Mapping[str, Any], known: tuple[str, ...]) -> 
             f"{path} asks for the class {step.get('class')}: a checkpoint does not choose what is imported. If you "
             f"trust it, name its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
         )
+
+
+AS_IT_IS = "IDENTITY"
+"""LeRobot's way of normalising that changes nothing."""
+PICTURES_OTHERWISE = "xvla_imagenet_normalize"
+"""A step that normalises pictures without a normaliser."""
+
+
+def check_normalisation(folder: Path) -> None:
+    """Hold the processors of a checkpoint against what its config.json says they do (normalization_mapping).
+
+    Raises CheckpointError where something that is to be normalised is not, twice, or on one side of the policy alone.
+    Where only the way differs a warning says so: processors are saved with what they did in training, and LeRobot goes
+    by them.
+    """
+    config = read_object(folder / "config.json")
+    mapping = config.get("normalization_mapping")
+    inputs, outputs = config.get("input_features"), config.get("output_features")
+    if not (is_mapping(mapping) and is_mapping(inputs) and is_mapping(outputs)):
+        return
+    before, after = (_steps(folder, name) for name in PROCESSORS)
+    normalisers = [step for step in before if _name(step).startswith("normalizer")]
+    inverses = [step for step in after if _name(step).startswith("unnormalizer")]
+    for name, found in ((PROCESSORS[0], normalisers), (PROCESSORS[1], inverses)):
+        if len(found) > 1:
+            raise CheckpointError(f"{folder / name} normalises {len(found)} times. {_SAVED_TOGETHER}")
+    pictures_done = any(_name(step) == PICTURES_OTHERWISE for step in before)
+    notes = [
+        _compared(folder, name, feature, mapping, normalisers, PROCESSORS[0])
+        for name, feature in inputs.items()
+        if not (pictures_done and _type_of(feature) == "VISUAL")
+    ]
+    notes += [_compared(folder, name, each, mapping, inverses, PROCESSORS[1]) for name, each in outputs.items()]
+    for name in outputs:
+        _require_inverse(folder, name, normalisers, inverses)
+    notes += _unread(before, inputs)
+    if said := " ".join(note for note in notes if note):
+        warnings.warn(f"{folder}: {said} It acts as its processors say.", RobopolicyWarning, stacklevel=2)
+
+
+_SAVED_TOGETHER = (
+    "Take the processors that were saved with these weights, or save new ones with LeRobot's "
+    "make_pre_post_processors(config, dataset_stats=...)."
+)
+
+
+def _steps(folder: Path, name: str) -> list[Mapping[str, Any]]:
+    return [step for step in read_object(folder / name)["steps"] if is_mapping(step)]
+
+
+def _name(step: Mapping[str, Any]) -> str:
+    return str(step.get("registry_name", ""))
+
+
+def _type_of(feature: Any) -> str:
+    return str(feature.get("type", "")) if is_mapping(feature) else ""
+
+
+def _way(steps: list[Mapping[str, Any]], name: str) -> str:
+    """Return how the first of `steps` normalises the feature `name`."""
+    told = steps[0].get("config") if steps else None
+    if not is_mapping(told):
+        return AS_IT_IS
+    features, ways = told.get("features"), told.get("norm_map")
+    chosen = told.get("normalize_observation_keys")
+    if not (is_mapping(features) and is_mapping(ways)) or name not in features:
+        return AS_IT_IS
+    if is_sequence(chosen) and name not in chosen and _type_of(features[name]) != "ACTION":
+        return AS_IT_IS
+    return str(ways.get(_type_of(features[name]), AS_IT_IS))
+
+
+def _compared(
+    folder: Path, name: str, feature: Any, mapping: Mapping[str, Any], steps: list[Mapping[str, Any]], file: str
+) -> str:
+    """Return a note where a processor normalises a feature in another way than config.json says, "" where it does not.
+
+    Raises CheckpointError where it does not normalise it at all.
+    """
+    wanted, done = str(mapping.get(_type_of(feature), AS_IT_IS)), _way(steps, name)
+    if done == AS_IT_IS and wanted != AS_IT_IS:
+        has = "leaves it as it is" if steps else "has no step that does"
+        raise CheckpointError(
+            f"{folder / 'config.json'} normalises '{name}' by {wanted} (normalization_mapping), and {file} {has}. "
+            f"{_SAVED_TOGETHER}"
+        )
+    if wanted == done:
+        return ""
+    return f"config.json normalises '{name}' by {wanted} (normalization_mapping), and {file} by {done}."
+
+
+def _require_inverse(
+    folder: Path, name: str, normalisers: list[Mapping[str, Any]], inverses: list[Mapping[str, Any]]
+) -> None:
+    """Raise CheckpointError where an output is brought back in another way than it was normalised in training."""
+    there, back = _way(normalisers, name), _way(inverses, name)
+    both = is_mapping(told := normalisers[0].get("config") if normalisers else None) and name in told.get(
+        "features", {}
+    )
+    if both and there != back:
+        raise CheckpointError(
+            f"{folder}: '{name}' is normalised by {there} in training ({PROCESSORS[0]}) and brought back by {back} "
+            f"({PROCESSORS[1]}). {_SAVED_TOGETHER}"
+        )
+    files = [step.get("state_file") for step in (*normalisers, *inverses)]
+    if not both or back == AS_IT_IS or len(files) != 2 or None in files:
+        return
+    first, second = (load_tensors(folder / str(file)) for file in files)
+    for key in (f"{name}.{each}" for each in ASKED.get(back, ())):
+        if key in first and key in second and not torch.allclose(first[key].float(), second[key].float(), atol=1e-5):
+            raise CheckpointError(
+                f"{folder}: '{name}' is normalised by other statistics in training ({files[0]}) than it is brought "
+                f"back by ({files[1]}): they differ in {key}. {_SAVED_TOGETHER}"
+            )
+
+
+def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any]) -> list[str]:
+    """Return a note for each name that a step gives, and the policy does not read."""
+    told = [step.get("config") for step in before if _name(step) == "rename_observations_processor"]
+    maps = [each.get("rename_map") for each in told if is_mapping(each)]
+    return [
+        f"{PROCESSORS[0]} renames '{old}' to '{new}', which config.json does not read."
+        for pairs in maps
+        if is_mapping(pairs)
+        for old, new in pairs.items()
+        if new not in inputs
+    ]
 
 
 def _registered_elsewhere(name: str) -> bool:

@@ -15,6 +15,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot_processors import ASKED
 
 FRAMES = 500
 """Images whose statistics are taken, at most."""
@@ -23,14 +24,6 @@ REMEDY = (
     "Imitate data first, which fills them in: robopolicy train DATASET policy.kind=lerobot policy.path=FOLDER. Or save "
     "the processors with make_pre_post_processors(config, dataset_stats=...)."
 )
-
-ASKED = {
-    "MEAN_STD": ("mean", "std"),
-    "MIN_MAX": ("min", "max"),
-    "QUANTILES": ("q01", "q99"),
-    "QUANTILE10": ("q10", "q90"),
-}
-"""LeRobot's way of normalising -> the statistics that it needs; data sets recorded long ago have no quantiles."""
 
 
 def lacking(policy: LeRobotPolicy) -> tuple[str, ...]:
