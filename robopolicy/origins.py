@@ -23,7 +23,7 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.policies.loading import saved_origin, untrusted_kind
-from robopolicy.runs import run_path
+from robopolicy.runs import output, run_path
 from sims.registry import require_trusted, trusted_options
 
 SERVER, UNASSUMED = "server", "unassumed"
@@ -117,6 +117,9 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     more = f" run.plugins=[{kind.partition(':')[0]}], for it holds a '{kind}', which is not either" if kind else ""
     require_trusted(origin.name, where, f"world.name={origin.name}{more}")
     taken = trusted_options(origin, where, section.options)
+    if taken:
+        said = ", ".join(f"{key}={value}" for key, value in taken.items())
+        output.print(f"World options from {where}: {said}", markup=False, soft_wrap=True)
     return dataclasses.replace(section, name=origin.name, options={**taken, **section.options})
 
 

@@ -19,7 +19,7 @@ from robopolicy.core.errors import (
     did_you_mean,
     require_extra,
 )
-from robopolicy.core.origin import WorldOrigin, texts
+from robopolicy.core.origin import WorldOrigin, check_saved_options, texts
 from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
 from robopolicy.core.spec import DRAWN, WorldSpec, require_cameras_named
 from robopolicy.core.world import Controller, World
@@ -102,9 +102,11 @@ def make_saved_world(origin: WorldOrigin, where: Path, batch_size: int, **given:
 def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the world that `where` names, but for those that are given.
 
-    Raises CheckpointError where one leads to a module that the user has not named in this process.
+    Raises CheckpointError where one leads to a module that the user has not named in this process, and as
+    `check_saved_options` does.
     """
     taken = {key: value for key, value in origin.options.items() if key not in given}
+    check_saved_options(taken, where)
     for key, value in taken.items():
         for path in texts(value):
             if is_dotted(path) and not asked_for(path):

@@ -26,6 +26,8 @@ class RunSection:
     ours alone.
     """
     overwrite: bool = False
-    """Start over; otherwise the same command resumes the run that is there."""
+    """Start over, after removing the run's folder and all that lies in it; otherwise the same command resumes the run
+    that is there.
+    """
     plugins: tuple[str, ...] = ()
     """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""

@@ -3,9 +3,11 @@
 Policies and world models are written and read here; which class a checkpoint needs is theirs to find.
 """
 
+import json
 import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +19,8 @@ from robopolicy.core.allowance import Allowance
 from robopolicy.core.errors import CheckpointError, in_one_line
 from robopolicy.core.modules import Module, Weights
 from robopolicy.core.narrowing import is_mapping, is_sequence
-from robopolicy.core.storage import read_json, storage_errors, write_folder_atomic, write_json
+from robopolicy.core.spec import LONGEST_HISTORY
+from robopolicy.core.storage import read_text, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.tensors import file_hash, load_tensors, require_hash
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ FORMAT = 2
 WEIGHTS = "model.safetensors"
 HASH = "sha256"
 """The key of config.json under which the hash of the weights file stands; older checkpoints lack it."""
+LARGEST_DESCRIPTION = 2**22
+"""Bytes of config.json: bounds of ten thousand elements fill a tenth of it."""
 LARGEST_COUNT = 2**31
 """Of elements of a field, and of steps."""
 LONGEST_NAME = 200
@@ -75,7 +80,16 @@ def read_description(folder: Path) -> Mapping[str, Any]:
     Raises CheckpointError on what is no JSON, where its kind is no text, or its spec holds what no world has.
     """
     path = Path(folder) / "config.json"
-    found = read_json(path)
+    return _description(read_text(path, limit=LARGEST_DESCRIPTION), path)
+
+
+@lru_cache(maxsize=8)
+def _description(text: str, path: Path) -> Mapping[str, Any]:
+    """Return what the `text` of config.json at `path` says; one command asks for it several times."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
     if not isinstance(found, Mapping):
         return {}
     description = cast(Mapping[str, Any], found)
@@ -137,6 +151,7 @@ def read_weights[Trained: Module](
     Raises CheckpointError unless all of them fit and, where they are read here, as `load_weights` does.
     """
     weights = load_weights(folder) if tensors is None else tensors
+    require_dtypes(Path(folder) / WEIGHTS, {name: each.dtype for name, each in weights.items()}, module)
     try:
         module.load_state_dict(weights)
     except RuntimeError as error:
@@ -147,6 +162,23 @@ def read_weights[Trained: Module](
     return module.to(device)
 
 
+def require_dtypes(path: Path, saved: Mapping[str, torch.dtype], module: Weights, rounded: bool = False) -> None:
+    """Raise CheckpointError where weights at `path` would be rounded, or reinterpreted, on their way into `module`.
+
+    saved: dtypes by name. Half precision widens to float32 without loss; rounded: the configuration asks for a
+    precision, in which floats of up to 32 bits are held.
+    """
+    small = (torch.float16, torch.bfloat16, torch.float32)
+    for name, value in module.state_dict().items():
+        found = saved.get(name, value.dtype)
+        widened = found in small and (value.dtype == torch.float32 or (rounded and value.dtype in small))
+        if found != value.dtype and not widened:
+            raise CheckpointError(
+                f"{path} holds '{name}' as {str(found).removeprefix('torch.')}, and it is used as "
+                f"{str(value.dtype).removeprefix('torch.')}: convert the file, or train again."
+            )
+
+
 def _wrong_in(spec: object) -> str:
     """Return what a policy's or world's spec holds that cannot be, "" for nothing; what it lacks is its reader's."""
     if not is_mapping(spec):
@@ -154,9 +186,9 @@ def _wrong_in(spec: object) -> str:
     rate, texts = spec.get("fps", 1.0), spec.get("instructions", ())
     if not _is_number(rate) or not 0 < rate < math.inf:
         return f"its fps is {in_one_line(rate)}, not a positive number"
-    for key in ("horizon", "history"):
+    for key, most in (("horizon", LARGEST_COUNT), ("history", LONGEST_HISTORY)):
         count = spec.get(key, 1)
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= LARGEST_COUNT:
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= most:
             return f"its {key} is {in_one_line(count)}, not a count of steps"
     if not is_sequence(texts) or not all(isinstance(text, str) for text in texts):
         return "its instructions are no list of texts"

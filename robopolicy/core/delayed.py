@@ -19,12 +19,12 @@ from torch import Tensor
 from robopolicy.core.action_bounds import executed
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError, SpecError
+from robopolicy.core.errors import ConfigError, DataError, SpecError, in_one_line
 from robopolicy.core.history import begin, held, move, select
 from robopolicy.core.holding import POSITIONS, keeps_value
 from robopolicy.core.origin import WorldOrigin, origin_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.spec import HOLD, LATENCY, QUEUE, Field, Observation, WorldSpec, validate_actions
+from robopolicy.core.spec import HOLD, LATENCY, LONGEST_LATENCY, QUEUE, Field, Observation, WorldSpec, validate_actions
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Renders, Rows, Snapshot, Snapshots, Step, World, can_render
 
@@ -65,9 +65,10 @@ def latency_in(options: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _require_latency(steps: Any, hold: Any) -> None:
-    if type(steps) is not int or steps < 0:
+    if type(steps) is not int or not 0 <= steps <= LONGEST_LATENCY:
         raise ConfigError(
-            f"{LATENCY} is {steps}: a decision takes 0 control steps or more, a whole number of control steps."
+            f"{LATENCY} is {in_one_line(steps, 60)}: a decision takes 0 control steps or more, a whole number of "
+            f"control steps, at most {LONGEST_LATENCY}."
         )
     if hold not in ("zero", "last"):
         raise ConfigError(f"{HOLD} is {hold}: zero (actions are velocities or differences) or last (positions).")

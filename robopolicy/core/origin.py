@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from robopolicy.core.errors import CameraError, CheckpointError, ConfigError, SpecError
+from robopolicy.core.errors import CameraError, CheckpointError, ConfigError, SpecError, in_one_line
 from robopolicy.core.narrowing import is_mapping, is_sequence
+from robopolicy.core.ranges import LARGEST
+from robopolicy.core.spec import LATENCY, LONGEST_HISTORY, LONGEST_LATENCY
 
 WORLD = "world"
 """Where config.json says which world a policy or world model was trained in."""
@@ -103,6 +105,72 @@ def described_origin(trained: object) -> dict[str, Any]:
     """
     origin, renamed = origin_of(trained), renaming_of(trained)
     return ({} if origin is None else {WORLD: origin.to_json()}) | ({RENAMED: dict(renamed)} if renamed else {})
+
+
+_NUMBERS: Mapping[str, tuple[type, float, float]] = {
+    LATENCY: (int, 0, LONGEST_LATENCY),
+    "history": (int, 1, LONGEST_HISTORY),
+    "horizon": (int, 1, 10**7),
+    "threads": (int, 1, 1024),
+    "workers": (int, 0, 1024),
+    "seed": (int, 0, LARGEST),
+    "style": (int, 0, 2**31),
+    "fps": (float, 1e-3, 1e6),
+}
+"""Options of worlds that are numbers, whichever world has them: type, least and largest value."""
+_LONGEST_TEXT, _MOST_VALUES, _LARGEST_NUMBER, _DEEPEST = 500, 1000, 1e9, 4
+FILES = (
+    ".xml",
+    ".mjb",
+    ".urdf",
+    ".usd",
+    ".json",
+    ".yaml",
+    ".yml",
+    ".py",
+    ".so",
+    ".dll",
+    ".dylib",
+    ".pkl",
+    ".npz",
+    ".pt",
+)
+"""Endings of names of files that environments read."""
+
+
+def check_saved_options(options: Mapping[str, Any], where: object) -> None:
+    """Raise CheckpointError unless a world's options, which the file `where` names, are plain values of usual size.
+
+    Which names there are is the world's to say. No text may be the path of a file: an environment opens it.
+    """
+    left = [_MOST_VALUES]
+    for name, value in options.items():
+        if said := _wrong_option(name, value, left):
+            shown = in_one_line(name, 60)
+            raise CheckpointError(
+                f"{where} comes from a world with {shown}={in_one_line(value, 60)}, which is {said}: it is not used. "
+                f"If you trust it, name it: world.options.{shown}=VALUE."
+            )
+
+
+def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str:
+    """Return what an option is that no world takes, "" for nothing; left: how many values there may still be."""
+    left[0] -= 1
+    if left[0] < 0 or depth > _DEEPEST:
+        return "nested too deeply, or too long"
+    kind, low, high = _NUMBERS.get(name, (float, -_LARGEST_NUMBER, _LARGEST_NUMBER))
+    if name in _NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        return "no number"
+    if isinstance(value, str):
+        if "\\" in value or value.startswith(("/", ".", "~")) or value.lower().endswith(FILES):
+            return "the path of a file"
+        return "a text too long" if len(value) > _LONGEST_TEXT else ""
+    if is_mapping(value) or is_sequence(value):
+        inside = value.values() if is_mapping(value) else value
+        return next((said for each in inside if (said := _wrong_option("", each, left, depth + 1))), "")
+    if value is None or isinstance(value, bool) or (isinstance(value, int | kind) and low <= value <= high):
+        return ""
+    return f"no {'whole ' if kind is int else ''}number from {low:g} to {high:g}"
 
 
 def texts(value: Any) -> Iterator[str]:

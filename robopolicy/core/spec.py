@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 STATE = "observation.state"
 QUEUE = "observation.action_queue"
 """What is decided and not yet done, [d * A] in the world's units, the next action first; see `core.delayed`."""
+LONGEST_LATENCY, LONGEST_HISTORY = 1000, 1000
+"""Control steps of a decision, and frames of history, beyond which a number is a mistake and memory ends."""
 LATENCY, HOLD = "latency_steps", "latency_hold"
 """Options of every world: how many control steps a decision takes; how robots hold still before the first."""
 ENVIRONMENT_STATE = "observation.environment_state"

@@ -79,6 +79,25 @@ def tensor_elements(path: Path) -> int:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
 
 
+def tensor_dtypes(path: Path) -> dict[str, torch.dtype]:
+    """Return name -> dtype of the tensors in a safetensors file, from its beginning; raises as `load_tensors` does."""
+    try:
+        with cast(Callable[..., Any], safe_open)(path, "pt") as file:
+            return {name: _DTYPES[file.get_slice(name).get_dtype()] for name in list[str](file.keys())}
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
+
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    "BF16": torch.bfloat16,
+}
+"""What safetensors calls dtypes."""
+
+
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal; reading is nearly all the work (0.07 s for 100 MB)."""
     with Path(path).open("rb") as file:

@@ -54,6 +54,7 @@ from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation, check_processor
 from robopolicy.policies.lerobot_reading import (
+    check_numbers,
     first_line,
     nothing_downloaded,
     read_config,
@@ -438,6 +439,7 @@ def _checked_type(folder: Path, weights: bool) -> str:
             f"{folder} holds LeRobot's policy '{kind}', which cannot be loaded here.{did_you_mean(kind, CHUNK_KEYS)} "
             f"Those that can: {', '.join(sorted(CHUNK_KEYS))}."
         )
+    check_numbers(folder, description)
     if description.get("use_peft"):
         raise CheckpointError(
             f"{folder} holds an adapter (use_peft), without the policy that it adapts. Merge the two in Python: "

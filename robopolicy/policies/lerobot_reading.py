@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from robopolicy.core.checkpoints import WEIGHTS
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
+from robopolicy.core.allowance import Allowance
+from robopolicy.core.checkpoints import WEIGHTS, require_dtypes
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, in_one_line
 from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.storage import read_object
-from robopolicy.core.tensors import load_tensors, tensor_elements
+from robopolicy.core.tensors import load_tensors, tensor_dtypes, tensor_elements
 from robopolicy.nn.pretrained import offline, quiet
 from robopolicy.policies.lerobot_processors import ACTION_TOKENIZER, PROCESSORS
 from robopolicy.policies.lerobot_tokenizer import tokenizers_as_data
@@ -46,6 +48,39 @@ def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
     if hasattr(config, "load_vlm_weights"):
         config.load_vlm_weights = False
     return config
+
+
+LARGEST_NUMBERS = {"layers": 1000, "depth": 1000, "chunk_size": 10_000, "horizon": 10_000, "steps": 10_000}
+"""Parts of the names of sizes in config.json -> the largest that is built: LeRobot counts up to some in Python."""
+LARGEST_NUMBER = 2**20
+"""Of other whole numbers there, such as the words of a tokenizer."""
+OF_TRAINING = ("optimizer_", "scheduler_", "n_vqvae_training_steps")
+"""What the names of numbers begin with that no policy is built with."""
+
+
+def check_numbers(folder: Path, described: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where config.json in `folder`, as read, asks for a policy of a size that none has."""
+    for key, value in described.items():
+        inside = value if is_sequence(value) else (value,)
+        for each in inside:
+            if is_mapping(each):
+                check_numbers(folder, each)
+                continue
+            most = next((most for part, most in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
+            if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= most:
+                continue
+            raise CheckpointError(
+                f"{folder / 'config.json'} says {key}={in_one_line(each, 40)}, and no policy is built with more than "
+                f"{most}: correct it, or restore it from a copy."
+            )
+
+
+def _allowance(folder: Path, weights: bool) -> Allowance:
+    """Return what a policy's constructor may allocate: about what its weights fill, or what the largest ones take."""
+    if not weights:
+        return Allowance(elements=2**36, tensors=2**17)
+    size = (folder / WEIGHTS).stat().st_size  # of 2 or 4 bytes a number: room for what is made beside them
+    return Allowance(elements=size, tensors=size // 1024)
 
 
 def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
@@ -104,7 +139,7 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
     from lerobot.policies.factory import get_policy_class
     from safetensors.torch import load_model
 
-    with tokenizers_as_data(config), Undrawn() if weights else nullcontext():
+    with tokenizers_as_data(config), _allowance(folder, weights), Undrawn() if weights else nullcontext():
         policy: Any = get_policy_class(config.type)(config)
     if config.type == "xvla":
         _check_action_mode(policy, folder)
@@ -113,6 +148,7 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
     if config.type in RENAMED:
         _load_renamed(policy, folder / WEIGHTS)
     else:
+        require_dtypes(folder / WEIGHTS, tensor_dtypes(folder / WEIGHTS), policy, rounded=True)
         load_model(policy, folder / WEIGHTS, strict=True)
     if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
         raise CheckpointError(
@@ -140,6 +176,7 @@ def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
     """
     inner: Any = policy
     tensors = RENAMED[inner.config.type](inner, load_tensors(path))
+    require_dtypes(path, {name: each.dtype for name, each in tensors.items()}, inner, rounded=True)
     missing, unknown = inner.load_state_dict(tensors, strict=False)
     state = inner.state_dict()
     there = {state[name].data_ptr() for name in tensors if name in state}

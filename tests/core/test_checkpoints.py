@@ -5,9 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from robopolicy.core.checkpoints import HASH, WEIGHTS, read_description, read_weights, restoring, write_checkpoint
+from robopolicy.core.checkpoints import (
+    HASH,
+    LARGEST_DESCRIPTION,
+    WEIGHTS,
+    read_description,
+    read_weights,
+    restoring,
+    write_checkpoint,
+)
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.tensors import file_hash, load_tree, save_tree
 
@@ -122,3 +131,30 @@ def test_descriptions_that_are_none_are_refused_in_a_line(folder: Path, text: st
     with pytest.raises(CheckpointError, match=complaint) as caught:
         read_description(folder)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.int64, torch.bool])
+def test_weights_are_neither_rounded_nor_reinterpreted(folder: Path, dtype: torch.dtype):
+    """Without the hash, which whoever changes them on purpose removes."""
+    tensors = load_file(folder / WEIGHTS)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name].to(dtype)}, folder / WEIGHTS)
+    description = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**description, HASH: None}))
+    with pytest.raises(CheckpointError, match=rf"{name}' as {str(dtype)[6:]}, and it is used as float32"):
+        read_weights(nn.Linear(3, 2), folder)
+    save_file({name: value.bfloat16() for name, value in tensors.items()}, folder / WEIGHTS)
+    read_weights(nn.Linear(3, 2), folder)
+
+
+def test_a_description_is_of_a_usual_size_and_parsed_once(folder: Path, monkeypatch):
+    parsed: list[str] = []
+    real = json.loads
+    monkeypatch.setattr("robopolicy.core.checkpoints.json.loads", lambda text: parsed.append(text) or real(text))
+    for _ in range(3):
+        read_description(folder)
+    assert len(parsed) <= 1
+    (folder / "config.json").write_text(json.dumps({"kind": "x", "more": "y" * LARGEST_DESCRIPTION}))
+    with pytest.raises(CheckpointError, match=r"config\.json has more than 4194304 bytes"):
+        read_description(folder)
+    assert len(parsed) <= 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lerobot_models import tiny_act, word_tokenizer, xvla_config
+from safetensors.torch import load_file, save_file
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.policy_conformance import Level, check_policy, example_observation
@@ -316,12 +317,29 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"use_peft": True}, "adapter"),
         ({"dim_model": 64}, r"cannot be loaded as LeRobot's 'act': .* size mismatch for model\.\w+"),
         ({"n_action_steps": 99}, "chunk size is the upper bound"),
+        ({"chunk_size": 10**9}, "chunk_size=1000000000, and no policy is built with more than 10000"),
+        ({"n_encoder_layers": 10**5}, "n_encoder_layers=100000, and no policy"),
+        ({"n_encoder_layers": 900}, "far more memory than its weights fill"),
+        ({"dim_feedforward": 10**30}, "dim_feedforward=1"),
+        ({"dim_feedforward": 10**6}, "far more memory than its weights fill"),
     ],
 )
 def test_checkpoints_that_cannot_be_used_say_why(copy, changes, text):
     with pytest.raises(CheckpointError, match=text) as caught:
         load_policy(edited(copy, **changes))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_weights_of_another_kind_are_not_rounded_in_silence(copy, dtype):
+    path = copy / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name, value in tensors.items() if value.is_floating_point())
+    save_file({**tensors, name: tensors[name].to(dtype)}, path)
+    with pytest.raises(CheckpointError, match=rf"holds '{name}' as {str(dtype)[6:]}, and it is used as float32"):
+        load_policy(copy)
+    save_file({**tensors, name: tensors[name].bfloat16()}, path)
+    load_policy(copy)
 
 
 @pytest.mark.parametrize(
