@@ -16,7 +16,6 @@ from rich.text import Text
 from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import DRAWN
 from robopolicy.core.storage import read_object, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from sims.names import OURS
@@ -246,6 +245,8 @@ def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str,
     """Return settings of before with world.image_size as it is left out now: its default was 64, which is still the
     size in which cameras are drawn, and not that of an environment's own pictures.
     """
+    from robopolicy.core.spec import DRAWN  # imports numpy, which help does without
+
     world = old.get("world")
     if world is None or world["image_size"] != DRAWN[0] or new["world"]["image_size"] is not None:
         return old

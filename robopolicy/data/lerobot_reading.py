@@ -471,8 +471,10 @@ def _field(feature: Mapping[str, Any], image_shape: tuple[int, ...] | None = Non
     if image_shape is not None:
         return Field(image_shape, "uint8", 0.0, 255.0)
     shape, names = tuple(feature["shape"]), feature.get("names")
-    if isinstance(names, Mapping) and len(names) == 1:
-        names = next(iter(names.values()))
+    if isinstance(names, Mapping) and all(isinstance(place, int) for place in names.values()):
+        names = [name for name, _ in sorted(names.items(), key=lambda pair: pair[1])]  # {"delta_x": 0, "delta_y": 1}
+    elif isinstance(names, Mapping) and all(isinstance(part, list) for part in names.values()):
+        names = [name for part in names.values() for name in part]  # {"motors": [...]}
     if isinstance(names, list) and len(names) == shape[0] and all(isinstance(name, str) for name in names):
         return Field(shape, names=tuple(names))
     return Field(shape)

@@ -13,7 +13,7 @@ from robopolicy.core.errors import CheckpointError, DataError, as_setting
 from robopolicy.core.origin import described_origin, remember_described, remember_renaming, renaming_of
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.data.lerobot_format import write_dataset
-from robopolicy.data.lerobot_reading import SIDECAR, read_dataset, read_information, require_known
+from robopolicy.data.lerobot_reading import SIDECAR, _field, read_dataset, read_information, require_known
 
 FRONT = IMAGE_PREFIX + "front"
 THEIRS = {STATE: "state", ENVIRONMENT_STATE: "objects", FRONT: "image", "action": "actions"}
@@ -50,6 +50,18 @@ def test_columns_and_elements_are_read_under_other_names(tmp_path, images):
     assert torch.equal(read.actions, same.actions)
     assert read.observation_fields[STATE].names[0] == "left"
     assert "state" not in read_information(folder, OURS)["features"]
+
+
+def test_names_are_read_in_every_form_that_lerobot_writes():
+    for names in (
+        ["x", "y", "z"],
+        {"motors": ["x", "y", "z"]},
+        {"arm": ["x", "y"], "hand": ["z"]},
+        {"z": 2, "x": 0, "y": 1},
+    ):
+        assert _field({"shape": [3], "names": names}).names == ("x", "y", "z")
+    for names in (None, ["x"], {"motors": None}, {"x": "y"}):
+        assert _field({"shape": [3], "names": names}).names == ()
 
 
 def test_our_own_dataset_keeps_its_last_observations_under_other_names(tmp_path):
