@@ -22,7 +22,14 @@ from robopolicy.configuration.run import RunSection
 from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
-from robopolicy.core.errors import CameraError, ConfigError, RobopolicyError, RobopolicyWarning, SpecError
+from robopolicy.core.errors import (
+    CameraError,
+    ConfigError,
+    RobopolicyError,
+    RobopolicyNote,
+    RobopolicyWarning,
+    SpecError,
+)
 from robopolicy.core.origin import (
     WorldOrigin,
     about,
@@ -202,7 +209,7 @@ def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[s
             warnings.warn(
                 f"world.image_size is {' and '.join(other)}, and the policy is shown what it reads, "
                 f"{' and '.join(str(list(size)) for size in read.values())}: leave world.image_size out.",
-                RobopolicyWarning,
+                RobopolicyNote,
                 stacklevel=4,
             )
     sizes = {**(given if isinstance(given, dict) else dict.fromkeys(asked, given)), **read}

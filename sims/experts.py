@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.randomness import keyed, uniforms
@@ -90,6 +89,8 @@ class NoisyController:
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
+        from scipy.special import ndtri  # half a second to import: who disturbs an expert, pays
+
         actions = self._controller.act(observation)
         if not self._disturbs:
             return np.asarray(actions, dtype=np.float64)

@@ -75,7 +75,7 @@ def complaint(capsys, verb, *arguments) -> str:
         (["serve", "serve.maximum_batch=0"], ["maximum_batch is 0"]),
         (["serve", "serve.stall=0"], ["stall is 0"]),
         (["optimize", "optimize.engines=[leen]"], ["no engine 'leen'", "'lean'"]),
-        (["drive", "drive.port=70000"], ["Cannot connect to ws://127.0.0.1:70000", "0-65535"]),
+        (["drive", "drive.port=70000"], ["port is 70000", "1 to 65535"]),
         (["drive", "drive.seconds=3", "drive.task=push"], ["drive.task, drive.seconds", "drive.robot=TYPE"]),
         (["drive", "drive.episodes=0"], ["drive.episodes is 0"]),
         (["drive", "drive.robot=so101_follower", "drive.rate=-1"], ["drive.rate=-1 is for simulated robots"]),

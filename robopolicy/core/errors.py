@@ -55,6 +55,10 @@ class RobopolicyWarning(UserWarning):
     """Something that a figure's reader must know; the command line prints its text."""
 
 
+class RobopolicyNote(RobopolicyWarning):
+    """Something that happened and may well be meant, such as exploration beyond an action's bounds."""
+
+
 def in_one_line(value: object, length: int = 300) -> str:
     """Return `value` as one line of at most so many characters; an error's text, with its type where that is needed."""
     try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from robopolicy.core.action_bounds import OutsideBounds, executed, hull, widened
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyNote
 from robopolicy.core.player import Actor, PlayedStep, Player, actor_of
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.progress import progress
@@ -155,7 +155,7 @@ def _play(
                 takes.start_next()
             takes.label()
     if text := takes.outside.text:
-        warnings.warn(f"Recording '{spec.name}': {text}", RobopolicyWarning, stacklevel=3)
+        warnings.warn(f"Recording '{spec.name}': {text}", RobopolicyNote, stacklevel=3)
     return takes
 
 

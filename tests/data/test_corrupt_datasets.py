@@ -55,7 +55,7 @@ def refused(folder, text, **options):
     with pytest.raises(DataError, match=text) as error:
         read_dataset(folder, **options)
     assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
+    assert len(str(error.value).replace(str(folder.parent), "")) < 400
 
 
 def test_frame_numbers_with_a_gap_or_a_repeat_are_refused_because_images_would_shift(copy):
