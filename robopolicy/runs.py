@@ -248,7 +248,6 @@ def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str,
     from robopolicy.core.spec import DRAWN  # imports numpy, which help does without
 
     world = old.get("world")
-    from robopolicy.core.spec import DRAWN  # and with it numpy, which --help does without
 
     if world is None or world["image_size"] != DRAWN[0] or new["world"]["image_size"] is not None:
         return old

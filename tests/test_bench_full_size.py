@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from robopolicy.benchmarks import full_size, tiny_vla
 from robopolicy.cli import main
@@ -17,6 +18,7 @@ OVERRIDES = [
 ]  # fmt: skip
 
 
+@pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="no bfloat16 on this CPU")
 @pytest.mark.parametrize(("kind", "ways"), [("smolvla", ["fp32", "many"]), ("pi0", ["expert"])])
 def test_a_row_says_what_was_held_and_what_was_planned(kind, ways, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(full_size, "OWN", SMALL)

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from websockets.exceptions import InvalidMessage, InvalidProxy, InvalidProxyStatus
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidProxy, InvalidProxyStatus
 
 from robopolicy.core.errors import ConfigError, ServingError
 
@@ -119,6 +119,8 @@ def proxy_for(address: str) -> Proxy | None:
 def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingError:
     """Return what it means that connecting to `address`, through `proxy`, raised `error`, and what to do about it."""
     said = str(error).rstrip(".") or type(error).__name__
+    if isinstance(error, ConnectionClosed):  # within the handshake, when the end comes before the answer is looked at
+        said = "did not receive a valid HTTP response"
     if proxy is None:
         if isinstance(error, ConnectionRefusedError | ConnectionResetError):
             return ServingError(f"Nobody listens at {address}. Start the server first: robopolicy serve CHECKPOINT")

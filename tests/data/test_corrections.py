@@ -202,7 +202,7 @@ class Stuck:
     """Walks to 0.3 and no further, two steps at a time."""
 
     def __init__(self, names=("velocity",)):
-        self.spec = PolicySpec(FIELDS, Field((len(names),), low=-0.1, high=0.1, names=names), 1, 2, 2, 10.0, ("",), 0)
+        self.spec = PolicySpec(FIELDS, Field((len(names),), low=-0.1, high=0.1, names=names), 1, 2, 2, 0, 10.0)
 
     def reset(self, rows=None):
         pass

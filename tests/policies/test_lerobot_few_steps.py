@@ -134,6 +134,7 @@ def recorded(teacher: Any) -> Episodes:
     )
 
 
+@pytest.mark.skipif(not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="no bfloat16 on this CPU")
 def test_its_pieces_and_precision_are_those_that_were_asked_for(folders, monkeypatch):
     """What is held at once, and in which precision the losses are computed."""
     computed, loss = [], Distillation.loss
