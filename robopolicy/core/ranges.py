@@ -63,6 +63,8 @@ Natural = Annotated[int, Range(0, 2**31)]
 """A count of which 0 switches something off, or asks for none."""
 Seed = Annotated[int, Range(0, LARGEST)]
 """Of a random number generator."""
+Pixels = Annotated[int, Range(1, 4096)]
+"""Along a side of an image."""
 Positive = Annotated[float, Range(0.0, including=False)]
 """A rate, a width, a duration."""
 NonNegative = Annotated[float, Range(0.0)]

@@ -47,14 +47,13 @@ from robopolicy.core.spec import (
     camera_key,
     validate_observation,
 )
-from robopolicy.core.storage import read_json, recover_folder
+from robopolicy.core.storage import read_json, reading, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
 from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
-from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation, check_processor
+from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation, check_numbers, check_processor
 from robopolicy.policies.lerobot_reading import (
-    check_numbers,
     first_line,
     nothing_downloaded,
     read_config,
@@ -384,7 +383,8 @@ class LeRobotPolicy:
         for name, source in self._sources.items():
             value = _tensor(observation, self._keys[name])[:, index].to(device)
             raw[source] = self._image(name, value) if value.ndim == 4 else value
-        processed = self.preprocess(raw)
+        with reading(Path(self.folder or "") / PROCESSORS[0], failure=CheckpointError):
+            processed = self.preprocess(raw)
         read = {key: each for key, each in processed.items() if key.startswith("observation.") or key == EMBODIMENT}
         batch = {key: value.to(self.device) for key, value in read.items()}
         policy: Any = self.policy
@@ -439,7 +439,7 @@ def _checked_type(folder: Path, weights: bool) -> str:
             f"{folder} holds LeRobot's policy '{kind}', which cannot be loaded here.{did_you_mean(kind, CHUNK_KEYS)} "
             f"Those that can: {', '.join(sorted(CHUNK_KEYS))}."
         )
-    check_numbers(folder, description)
+    check_numbers(folder / "config.json", description)
     if description.get("use_peft"):
         raise CheckpointError(
             f"{folder} holds an adapter (use_peft), without the policy that it adapts. Merge the two in Python: "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, NonNegative, Positive
+from robopolicy.core.ranges import Count, NonNegative, Pixels, Positive
 from robopolicy.nn.configuration import FlowNoise
 
 SETTINGS_FILE = "robopolicy.json"
@@ -108,10 +108,10 @@ class LeRobotSettings:
     """
 
     features: Mapping[str, str] = field(default_factory=dict)
-    image_sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    image_sizes: Mapping[str, tuple[Pixels, ...]] = field(default_factory=dict)
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     units: Mapping[str, str] = field(default_factory=dict)
-    fps: float = 0.0
+    fps: NonNegative = 0.0
     instructions: tuple[str, ...] = ("",)
     world: Mapping[str, Any] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)

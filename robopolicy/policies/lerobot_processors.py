@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.core.errors import CheckpointError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, RobopolicyWarning, in_one_line
 from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.registry import asked_for
 from robopolicy.core.storage import read_object
@@ -51,6 +51,41 @@ ACTION_TOKENIZER = "action_tokenizer_processor"
 """A step of pi0_fast alone: it is given the policy's own tokenizer, which was read as data."""
 
 
+LARGEST_NUMBERS = {
+    "layers": 1000,
+    "depth": 1000,
+    "chunk_size": 10_000,
+    "horizon": 10_000,
+    "steps": 10_000,
+    "resize": 4096,
+    "crop": 4096,
+    "resolution": 4096,
+    "max_length": 65_536,
+}
+"""Parts of the names of sizes -> the largest that is built or processed: LeRobot counts up to some in Python."""
+LARGEST_NUMBER = 2**20
+"""Of other whole numbers there, such as the words of a tokenizer."""
+OF_TRAINING = ("optimizer_", "scheduler_", "n_vqvae_training_steps")
+"""What the names of numbers begin with that no policy is built with."""
+
+
+def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the JSON file `path`, as read, asks for a size that no policy has."""
+    for key, value in described.items():
+        inside = value if is_sequence(value) else (value,)
+        for each in inside:
+            if is_mapping(each):
+                check_numbers(path, each)
+                continue
+            most = next((most for part, most in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
+            if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= most:
+                continue
+            raise CheckpointError(
+                f"{path} says {key}={in_one_line(each, 40)}, and no policy has more than "
+                f"{most}: correct it, or restore it from a copy."
+            )
+
+
 def check_processor(folder: Path, name: str, kind: str) -> None:
     """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot.
 
@@ -68,6 +103,7 @@ def check_processor(folder: Path, name: str, kind: str) -> None:
     known = (*STEPS, ACTION_TOKENIZER) if kind == "pi0_fast" else STEPS
     for step in steps:
         _check_step(path, step, known)
+        check_numbers(path, step)
         state = step.get("state_file")
         if state is not None and not (isinstance(state, str) and Path(state).name == state):
             raise CheckpointError(f"{path} names the file {state!r}, which is none beside it.")

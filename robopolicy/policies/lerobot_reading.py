@@ -18,9 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.allowance import Allowance
 from robopolicy.core.checkpoints import WEIGHTS, require_dtypes
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError, in_one_line
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
 from robopolicy.core.memory import free_memory, in_bytes
-from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.storage import read_object
 from robopolicy.core.tensors import load_tensors, tensor_dtypes, tensor_elements
 from robopolicy.nn.pretrained import offline, quiet
@@ -48,31 +47,6 @@ def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
     if hasattr(config, "load_vlm_weights"):
         config.load_vlm_weights = False
     return config
-
-
-LARGEST_NUMBERS = {"layers": 1000, "depth": 1000, "chunk_size": 10_000, "horizon": 10_000, "steps": 10_000}
-"""Parts of the names of sizes in config.json -> the largest that is built: LeRobot counts up to some in Python."""
-LARGEST_NUMBER = 2**20
-"""Of other whole numbers there, such as the words of a tokenizer."""
-OF_TRAINING = ("optimizer_", "scheduler_", "n_vqvae_training_steps")
-"""What the names of numbers begin with that no policy is built with."""
-
-
-def check_numbers(folder: Path, described: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where config.json in `folder`, as read, asks for a policy of a size that none has."""
-    for key, value in described.items():
-        inside = value if is_sequence(value) else (value,)
-        for each in inside:
-            if is_mapping(each):
-                check_numbers(folder, each)
-                continue
-            most = next((most for part, most in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
-            if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= most:
-                continue
-            raise CheckpointError(
-                f"{folder / 'config.json'} says {key}={in_one_line(each, 40)}, and no policy is built with more than "
-                f"{most}: correct it, or restore it from a copy."
-            )
 
 
 def _allowance(folder: Path, weights: bool) -> Allowance:

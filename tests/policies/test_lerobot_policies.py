@@ -317,7 +317,7 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"use_peft": True}, "adapter"),
         ({"dim_model": 64}, r"cannot be loaded as LeRobot's 'act': .* size mismatch for model\.\w+"),
         ({"n_action_steps": 99}, "chunk size is the upper bound"),
-        ({"chunk_size": 10**9}, "chunk_size=1000000000, and no policy is built with more than 10000"),
+        ({"chunk_size": 10**9}, "chunk_size=1000000000, and no policy has more than 10000"),
         ({"n_encoder_layers": 10**5}, "n_encoder_layers=100000, and no policy"),
         ({"n_encoder_layers": 900}, "far more memory than its weights fill"),
         ({"dim_feedforward": 10**30}, "dim_feedforward=1"),
@@ -328,6 +328,20 @@ def test_checkpoints_that_cannot_be_used_say_why(copy, changes, text):
     with pytest.raises(CheckpointError, match=text) as caught:
         load_policy(edited(copy, **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_images_are_processed_in_sizes_that_there_are(folders, tmp_path):
+    copy = shutil.copytree(folders["act"], tmp_path / "copy")
+    path = copy / "policy_preprocessor.json"
+    described = json.loads(path.read_text())
+    step = {"registry_name": "image_crop_resize_processor", "config": {"resize_size": [40_000, 40_000]}}
+    path.write_text(json.dumps({**described, "steps": [*described["steps"], step]}))
+    with pytest.raises(CheckpointError, match=r"policy_preprocessor\.json says resize_size=40000, .* more than 4096"):
+        load_policy(copy)
+    shutil.copytree(folders["act"], copy, dirs_exist_ok=True)
+    (copy / "robopolicy.json").write_text(json.dumps({"image_sizes": {FRONT: [10**6, 32]}}))
+    with pytest.raises(ConfigError, match=r"image_sizes.* is 1000000: it must lie between 1 and 4096"):
+        load_policy(copy)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
