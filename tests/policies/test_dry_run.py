@@ -94,7 +94,7 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 6 * 10**9)
     assert main([*command, *more]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "lower minibatch=32" in said
+    assert "lower finetune.minibatch=32" in said
     size = re.search(r"micro_batch=(\d+) fits", said).group(1)
     assert main([*command, *more, f"finetune.micro_batch={size}"]) == 0
     assert f"activations of {size} decisions" in capsys.readouterr().out
