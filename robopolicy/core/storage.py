@@ -82,15 +82,17 @@ def _temporary(name: str) -> tuple[str, str]:
 def require_writable(path: Path) -> None:
     """Raise StorageError unless `write_atomic` could write `path`: asked before work whose results go there."""
     path = Path(path)
-    with storage_errors(path):
-        if os.path.lexists(path) and not path.is_file():
-            raise StorageError(f"{path} is no file that could be replaced: choose another path.")
+    if os.path.lexists(path) and not path.is_file():
+        raise StorageError(f"{path} is no file that could be replaced: choose another path.")
+    try:
         with suppress(FileNotFoundError):
             path.lstat()  # refuses names that are too long
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(*_temporary(path.name), path.parent)
         os.close(handle)
         Path(temporary).unlink()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written ({error.strerror or error}): choose another path.") from error
 
 
 def sweep(folder: Path, name: str = "") -> None:

@@ -252,13 +252,15 @@ _KNOWN = (*_OWN, "index", "action")
 
 
 def _column(folder: Path, column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
+    if column.null_count and not feature["dtype"].startswith("float"):
+        raise DataError(f"{folder}: column '{key}' says nothing in {column.null_count} of {len(column)} frames.")
     array, count = column.combine_chunks(), len(column)
     while hasattr(array, "storage"):
         array = array.storage
     while hasattr(array.type, "value_type"):
         array = array.flatten()
     values = array.to_numpy(zero_copy_only=False)
-    shape = (count,) if key in _OWN else (count, *feature["shape"])
+    shape = (count,) if key in _OWN else (count, *(feature["shape"] or (1,)))
     if values.size != math.prod(shape):
         raise DataError(
             f"{folder}: column '{key}' holds {values.size / max(count, 1):g} numbers a frame, and meta/info.json "
@@ -355,6 +357,7 @@ def _read_sidecar(
         fields = {key: field for key, field in described.items() if key in shapes}
         for key, field in {**fields, "action": found["action_field"]}.items():
             said = wrong_in_field(field) or ("" if math.prod(field["shape"]) == math.prod(shapes[key]) else "a shape")
+            said = said or ("names" if len(field["names"]) not in (0, math.prod(shapes[key])) else "")
             if said:
                 raise DataError(f"{folder / SIDECAR} describes '{key}' with {said} that its data has not. {way_out}.")
         for key, value in final.items():
@@ -470,12 +473,12 @@ def _flat(values: np.ndarray) -> Tensor:
 def _field(feature: Mapping[str, Any], image_shape: tuple[int, ...] | None = None) -> Field:
     if image_shape is not None:
         return Field(image_shape, "uint8", 0.0, 255.0)
-    shape, names = tuple(feature["shape"]), feature.get("names")
+    shape, names = tuple(feature["shape"]) or (1,), feature.get("names")
     if isinstance(names, Mapping) and all(isinstance(place, int) for place in names.values()):
         names = [name for name, _ in sorted(names.items(), key=lambda pair: pair[1])]  # {"delta_x": 0, "delta_y": 1}
     elif isinstance(names, Mapping) and all(isinstance(part, list) for part in names.values()):
         names = [name for part in names.values() for name in part]  # {"motors": [...]}
-    if isinstance(names, list) and len(names) == shape[0] and all(isinstance(name, str) for name in names):
+    if isinstance(names, list) and len(names) == math.prod(shape) and all(isinstance(name, str) for name in names):
         return Field(shape, names=tuple(names))
     return Field(shape)
 

@@ -307,3 +307,33 @@ def test_links_that_lead_outside_are_not_followed(copy, tmp_path, name):
     shutil.move(copy / name, tmp_path / "outside")
     (copy / name).symlink_to(tmp_path / "outside")
     refused(copy, "outside of")
+
+
+@pytest.mark.parametrize("column", ["episode_index", "frame_index", "task_index", "next.done"])
+def test_numbers_that_are_missing_are_named(copy, column):
+    edit(copy, lambda table: put(table, column, [None] * table.num_rows))
+    refused(copy, rf"column '{column}' says nothing in 19 of 19 frames")
+
+
+@pytest.mark.parametrize("names", [["a", "b"], ["a"] * 4, {"x": [1]}, 3, [1, 2, 3], {"motors": 3}, [["a", "b", "c"]]])
+def test_names_that_are_not_of_the_elements_are_no_names(copy, names):
+    """One more or one less shifted every message about an element, or ended in a traceback."""
+    shutil.rmtree(copy / "meta" / "robopolicy")
+    information = json.loads((copy / "meta" / "info.json").read_text())
+    state = information["features"]["observation.state"]
+    assert state["shape"] == [3]
+    state["names"] = names
+    inform(copy, features=information["features"])
+    assert read_dataset(copy).observation_fields["observation.state"].names == ()
+
+
+def test_names_of_rows_are_no_names_of_elements(copy):
+    shutil.rmtree(copy / "meta" / "robopolicy")
+    information = json.loads((copy / "meta" / "info.json").read_text())
+    information["features"]["observation.state"].update(shape=[3, 1], names=["a", "b", "c"])
+    inform(copy, features=information["features"])
+    field = read_dataset(copy).observation_fields["observation.state"]
+    assert field.shape == (3, 1) and field.names == ("a", "b", "c")
+    information["features"]["observation.state"].update(shape=[1, 3], names=["row"])
+    inform(copy, features=information["features"])
+    assert read_dataset(copy).observation_fields["observation.state"].names == ()
