@@ -54,6 +54,21 @@ def test_files_and_functions_fit_a_head():
     assert not long, "\n".join(long)
 
 
+def test_no_local_function_calls_itself():
+    """It is a reference cycle: the tensors that it holds stay until Python's collector comes round, which is rare."""
+    cycles = []
+    for path in sources():
+        functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+        for outer in functions:
+            inner = [node for node in ast.walk(outer) if isinstance(node, ast.FunctionDef) and node is not outer]
+            methods = {id(item) for node in ast.walk(outer) if isinstance(node, ast.ClassDef) for item in node.body}
+            for node in inner:
+                called = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+                if id(node) not in methods and node.name in called:
+                    cycles.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}")
+    assert not cycles, "\n".join(cycles)
+
+
 def test_no_module_imports_itself_over_others():
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources()}
     imports: dict[str, set[str]] = {}

@@ -180,24 +180,11 @@ class Rollouts:
         return replace(self, extras=self.extras.adding(**extras))
 
     def _map(self, function: Callable[[Tensor], Tensor], rows: Callable[[Tensor], Tensor] | None = None) -> "Rollouts":
-        def apply(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return function(value)
-            if isinstance(value, Extras):
-                return value.map(function)
-            if isinstance(value, Images):
-                return value.map(function)
-            if is_mapping(value):
-                return {key: apply(item) for key, item in value.items()}
-            if value is None or isinstance(value, bool):
-                return value
-            raise TypeError(f"Rollouts hold tensors and mappings of tensors, not {type(value).__name__}.")
-
         def changed(name: str) -> Any:
             value = getattr(self, name)
             if name in ROW_FIELDS:
                 return value if rows is None or value is None else rows(value)
-            return apply(value)
+            return _mapped(value, function)
 
         return Rollouts(**{item.name: changed(item.name) for item in fields(self)})
 
@@ -263,24 +250,42 @@ def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts
         parts = [replace(part, latents={"executed": part.valid, **part.latents}) for part in parts]
     length = max(part.shape[1] for part in parts)
 
-    def join(values: list[Any], per_row: bool) -> Any:
-        first = values[0]
-        if isinstance(first, Extras):
-            values = [dict(value.items()) for value in values]
-            first = values[0]
-        if is_mapping(first):
-            differ = {key for value in values for key in set(value) ^ set(first)}
-            if differ:
-                raise ValueError(f"Rollouts that are to be joined differ in {', '.join(sorted(differ))}.")
-            return {key: join([value[key] for value in values], per_row) for key in first}
-        if first is None or isinstance(first, bool):
-            return first
-        if isinstance(first, Images):
-            return Images.join(values, lambda numbers: _pad(numbers, length))
-        return torch.cat(values if per_row else [_pad(value, length) for value in values])
-
     names = [item.name for item in fields(Rollouts)]
-    return Rollouts(**{name: join([getattr(part, name) for part in parts], name in ROW_FIELDS) for name in names})
+    columns = {name: [getattr(part, name) for part in parts] for name in names}
+    return Rollouts(**{name: _joined(found, length, name in ROW_FIELDS) for name, found in columns.items()})
+
+
+# A function inside a function that calls itself is a reference cycle: what it holds, here all of an iteration's
+# tensors, stays until Python's collector comes round, which counts objects and not their memory.
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested tensors, each changed by `function`."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Extras | Images):
+        return value.map(function)
+    if is_mapping(value):
+        return {key: _mapped(item, function) for key, item in value.items()}
+    if value is None or isinstance(value, bool):
+        return value
+    raise TypeError(f"Rollouts hold tensors and mappings of tensors, not {type(value).__name__}.")
+
+
+def _joined(values: list[Any], length: int, per_row: bool) -> Any:
+    """Return one field of several parts, padded to `length` decisions unless it is one `per_row`."""
+    first = values[0]
+    if isinstance(first, Extras):
+        values = [dict(value.items()) for value in values]
+        first = values[0]
+    if is_mapping(first):
+        differ = {key for value in values for key in set(value) ^ set(first)}
+        if differ:
+            raise ValueError(f"Rollouts that are to be joined differ in {', '.join(sorted(differ))}.")
+        return {key: _joined([value[key] for value in values], length, per_row) for key in first}
+    if first is None or isinstance(first, bool):
+        return first
+    if isinstance(first, Images):
+        return Images.join(values, lambda numbers: _pad(numbers, length))
+    return torch.cat(values if per_row else [_pad(value, length) for value in values])
 
 
 def _with_own_groups(parts: list[Rollouts]) -> list[Rollouts]:

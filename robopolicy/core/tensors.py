@@ -24,16 +24,7 @@ _HASH = "__sha256__"
 def save_tree(folder: Path, name: str, tree: Tree) -> None:
     """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`, which holds the hash of the former."""
     tensors: dict[str, Tensor] = {}
-
-    def split(node: Any, path: str) -> Any:
-        if isinstance(node, Tensor):
-            tensors[path] = node.detach().cpu().contiguous().clone()
-            return {"__tensor__": path}
-        if is_mapping(node):
-            return {str(key): split(value, f"{path}/{key}" if path else str(key)) for key, value in node.items()}
-        return node
-
-    skeleton = split(tree, "")
+    skeleton = _split(tree, "", tensors)
     with storage_errors(folder):
         path = Path(folder) / f"{name}.safetensors"
         save_file(tensors, path)
@@ -47,17 +38,32 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
     require_hash(path, skeleton.get(_HASH), described.name)
     tensors = load_tensors(path, device)
 
-    def join(node: Any) -> Any:
-        if is_mapping(node):
-            if set(node) == {"__tensor__"}:
-                if node["__tensor__"] not in tensors:
-                    raise CheckpointError(f"{path} lacks '{node['__tensor__']}', which {described} names.")
-                return tensors[node["__tensor__"]]
-            return {key: join(value) for key, value in node.items()}
-        return node
-
     with reading(described, failure=CheckpointError):
-        return join({key: value for key, value in skeleton.items() if key != _HASH})
+        return _joined({key: value for key, value in skeleton.items() if key != _HASH}, tensors, path, described)
+
+
+# Not inside what calls them: a local function that calls itself is a reference cycle, which keeps a whole checkpoint's
+# tensors until Python's collector comes round.
+def _split(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Move the tensors of a tree to `tensors`, by their paths, and return the rest."""
+    if isinstance(node, Tensor):
+        tensors[path] = node.detach().cpu().contiguous().clone()
+        return {"__tensor__": path}
+    if is_mapping(node):
+        inner = ((str(key), value) for key, value in node.items())
+        return {key: _split(value, f"{path}/{key}" if path else key, tensors) for key, value in inner}
+    return node
+
+
+def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Path) -> Any:
+    """Put tensors back where `_split` took them from."""
+    if is_mapping(node):
+        if set(node) == {"__tensor__"}:
+            if node["__tensor__"] not in tensors:
+                raise CheckpointError(f"{path} lacks '{node['__tensor__']}', which {described} names.")
+            return tensors[node["__tensor__"]]
+        return {key: _joined(value, tensors, path, described) for key, value in node.items()}
+    return node
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -268,10 +268,10 @@ def _require_verdicts(rollouts: Rollouts, where: str) -> None:
 
 def _bytes(rollouts: Rollouts) -> int:
     """How much memory nested tensors take."""
+    return _size(rollouts.tree())
 
-    def size(value: Any) -> int:
-        if isinstance(value, Tensor):
-            return value.numel() * value.element_size()
-        return sum(map(size, value.values())) if is_mapping(value) else 0
 
-    return size(rollouts.tree())
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_size, value.values())) if is_mapping(value) else 0
