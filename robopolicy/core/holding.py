@@ -28,22 +28,27 @@ class Kind(Enum):
 
 _WORDS = {
     "rate": re.compile(
-        r".*(velocity|vel|speed|torque|effort|dot|rpm)|(velocitie|rate|torque|effort|force|moment|current|volt|voltage|amp"
+        r"(?!(swi|le|tra|be|sho|gra)vels?$).*(velocity|vel|speed|torque|effort|dot|rpm)|(velocitie|rate|torque|effort|force|moment|current|volt|voltage|amp"
         r"|ampere|acceleration|accel)s?|v|v(x|y|z|theta|yaw)|omega|twist|dq|qd|tau|wrench|pwm|duty|power|thrust|throttle"
         r"|jerk|momentum|remote|joystick"
     ),
     "difference": re.compile(
-        r"(delta|diff|difference|change|increment)s?|rel|relative|d(x|y|z|rx|ry|rz|theta|roll|pitch|yaw)"
+        r"(delta|diff|difference|change|increment|residual|correction)s?|rel|relative"
+        r"|d(x|y|z|rx|ry|rz|rot|pos|ori|theta|roll|pitch|yaw|gripper)"
     ),
     "toggle": re.compile(r"toggles?|switch(es)?|buttons?|enabled?|trigger"),
     "place": re.compile(r".*(pos|position|angle)s?|q|pose|orientation|quat|quaternion|heading|height|width|opening"),
 }
 """What a word of an element's name says of it."""
 
+_BEFORE_A_PLACE = {"current", "twist", "power", "remote", "v"}
+"""Words of a rate that say nothing before one of a place: `current_position`, `wrist_twist.pos`."""
+
 _RATE_UNIT = re.compile(
-    r"/\s*(s|sec|second|min|minute|h|hour|step)(?![A-Za-z])|s\s?(\^?-|⁻)[12¹²]"
+    r"/\s*(s|sec|second|min|minute|h|hour|step|frame|tick|cycle|sample)(?![A-Za-z])|s\s?(\^?-|⁻)[12¹²]"
     r"|(?<![A-Za-z])([kmMuµ]?(N([\s·*.-]?m)?|A|V|W|Pa|Hz)|lbf|kgf|psi|bar|rpm)(?![A-Za-z])"
-    r"|(?i:\b(per (second|minute|hour|step)|newtons?|amp(ere)?s?|volts?|watts?|hertz|rpm|torque|force|velocity)\b)"
+    r"|(?i:(?<![a-z])(per[ _](s|sec|second|minute|hour|step|frame|tick|cycle)|newtons?|amp(ere)?s?|volts?|watts?|hertz"
+    r"|rpm|[mk]ps|[mk]ph|kmh|knots?|speed|torque|force|velocity)(?![a-z]))"
 )
 _DIFFERENCE_UNIT = re.compile(r"(?i:\b(moves?|delta|difference|change|relative)\b)")
 _TOGGLE_UNIT = re.compile(r"(?i:\b(on/off|on or off|bool(ean)?|binary|0 or 1)\b)")
@@ -66,13 +71,15 @@ def unit_of(unit: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def kind_of(names: str | Sequence[str], unit: str = "", *, shown: bool = False) -> Kind:
-    """Return what an element is by its name and its unit; UNKNOWN where neither says it, or the two disagree.
+    """Return what an element is by its name and its unit; UNKNOWN where neither says it, or they disagree.
 
     names: what it is called, or what the robot and the policy call it; shown: whether the robot shows an element of
     that name too, so that rad or m is the unit of a place, not of a difference.
     """
     said = {_by_name(name) for name in ([names] if isinstance(names, str) else names)}
     by_unit = _by_unit(unit)
+    if "unclear" in said:
+        return Kind.RATE if by_unit in ("rate", "difference") else Kind.UNKNOWN
     rate = bool({"rate", "difference"} & {*said, by_unit})
     place = "place" in said or (by_unit == "place" and "difference" not in said and (shown or said != {""}))
     if rate and place:
@@ -90,15 +97,23 @@ def is_gripper(name: str) -> bool:
 
 
 def _by_name(name: str) -> str:
-    """Return what the last word of a name says that says anything: `left_arm.wristRoll2.vel` is a rate."""
-    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
+    """Return what the last word of a name says that says anything: `left_arm.wristRoll2.vel` is a rate.
+
+    Of a place after a rate or a difference it is "unclear": `delta_pos_x` is a step, `torque_q1` a torque.
+    """
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", re.sub("[Δ∆δ]", " delta ", name))]
     if any(word in ("linear", "angular") and after in "xyz" for word, after in pairwise(words)):  # of ROS's Twist
         return "rate"
-    for word in reversed(words):
-        for kind, pattern in _WORDS.items():
-            if pattern.fullmatch(word):
-                return kind
-    return "gripper" if {"gripper", "grippers"} & set(words) else ""
+    kinds = [
+        next(((kind, word) for kind, pattern in _WORDS.items() if pattern.fullmatch(word)), ("", "")) for word in words
+    ]
+    said = [(kind, word) for kind, word in kinds if kind]
+    if not said:
+        return "gripper" if {"gripper", "grippers"} & set(words) else ""
+    last, moving = said[-1][0], [word for kind, word in said[:-1] if kind in ("rate", "difference")]
+    if last == "place" and (words[0] == "d" or not _BEFORE_A_PLACE.issuperset(moving)):
+        return "unclear"
+    return last
 
 
 def _by_unit(unit: str) -> str:

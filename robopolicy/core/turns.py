@@ -20,8 +20,15 @@ from robopolicy.core.spec import Field
 if TYPE_CHECKING:
     from torch import Tensor
 
-_GOES_ROUND = re.compile(r"yaw|heading|azimuth|bearing|compass", re.IGNORECASE)
+_GOES_ROUND = re.compile(
+    r"yaw|heading|azimuth|bearing|compass|theta(?![._]?\d)|euler|(^|[._])rpy"
+    r"|(^|[._])(eef?|tcp|tool|end_?effector|flange)([._]\w+)*[._](roll|rx|rz)$",
+    re.IGNORECASE,
+)
 """Names of angles without ends. A joint's, such as wrist_roll, has some unless its bounds are a whole turn."""
+
+_SWITCHES = re.compile(r"suction|vacuum|pump|valve|magnet|solenoid", re.IGNORECASE)
+"""Names of tools that are on or off."""
 
 _ANGLE = re.compile(r"yaw|heading|azimuth|bearing|compass|theta|angle|roll|pitch|rotation|orientation", re.IGNORECASE)
 
@@ -89,7 +96,8 @@ def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
     kind = kind_of(name, unit)
     if kind is Kind.RATE:
         return 0.0, False
-    if kind is Kind.TOGGLE or _QUATERNION.search(name) or (is_gripper(name) and not is_place_unit(unit)):
+    switches = is_gripper(name) or _SWITCHES.search(name)
+    if kind is Kind.TOGGLE or _QUATERNION.search(name) or (switches and not is_place_unit(unit)):
         return 0.0, True
     turn = 360.0 if _DEGREES.fullmatch(unit) else 2 * math.pi if _RADIANS.fullmatch(unit) else 0.0
     endless = (turn, not turn) if _GOES_ROUND.search(name) else (0.0, False)

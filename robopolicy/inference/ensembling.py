@@ -15,7 +15,8 @@ from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhea
 
 
 def ensembling(policy: Policy, delay: Delay, decay: float = 0.01) -> Policy:
-    """Average all plans that say something of a step, with weights exp(-decay i), i = 0 the oldest.
+    """Average all plans that say something of a step, with weights exp(-decay i), i = 0 the oldest; grippers and
+    toggles as the newest one says.
 
     Temporal ensembling of ACT (arXiv:2304.13705), whose policy is asked in every step; here in every chunk. decay: a
     large one trusts old plans, a negative one new ones.
@@ -61,10 +62,11 @@ class Averaged:
         # The share of the newest of `count` + 1, exp(-decay count) / sum_i exp(-decay i), without what overflows.
         sums = torch.exp(self.decay * torch.arange(int(count.max()) + 1, device=plan.device)).cumsum(0)
         share = (1 / sums[count])[..., None]
-        # Angles that go round are averaged the short way round, near what the newest plan says.
+        # Angles that go round are averaged the short way round, near what the newest plan says; of what switches the
+        # newest plan is taken: halfway between an open and a closed gripper lies neither.
         turns, newest = turns_of(policy.spec.action).like(plan), plan[:, :overlap]
         before = torch.where(turns.period > 0, newest - turns.shortest(newest - underway.rest), underway.rest)
-        averaged = turns.within(share * newest + (1 - share) * before)
+        averaged = torch.where(turns.at_once > 0, newest, turns.within(share * newest + (1 - share) * before))
         return torch.cat([averaged, plan[:, overlap:]], 1)
 
 

@@ -173,7 +173,11 @@ class Inpainted:
         target = pad(latents, (0, 0, policy.part.first, steps - overlap))
         weights = pad(weights, (policy.part.first, 0))
         turns = turns_of(policy.spec.action).like(target)
-        turns = None if own else replace(turns, period=turns.period / policy.action_normalizer.scale)
+        if own:  # whose latents are normalised actions, padded at most: what a turn adds to an action adds to them
+            turned = own.to_latents(underway.rest + turns.period) - latents
+            turns = replace(turns, period=turned.flatten(0, -2)[0].abs())
+        else:
+            turns = replace(turns, period=turns.period / policy.action_normalizer.scale)
         guidance = Guidance(target, weights[..., None], self.strongest, self.jacobian, turns)
         guided: Callable[[Steps], Steps] = lambda inner: GuidedSteps(inner, policy.schedule, guidance)  # noqa: E731
         return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
@@ -201,8 +205,8 @@ class Guidance:
     """What clean latents are led to.
 
     target: [B, P, L], clean latents; weights: W, [B, P, 1] in [0, 1]; strongest: beta; jacobian: whether the error is
-    pulled back through the network, or taken as it is (J = 1); turns: how latents go round that are normalised
-    angles, None where latents are no normalised actions.
+    pulled back through the network, or taken as it is (J = 1); turns: how latents [L] go round that are normalised
+    angles, None for not at all.
     """
 
     target: Tensor

@@ -16,9 +16,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from concurrent.futures import TimeoutError as NoAnswer  # one of its own before Python 3.11
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from robopolicy.serving.wiring import Wiring
 
 if TYPE_CHECKING:
     from lerobot.robots import Robot
+
+Result = TypeVar("Result")  # and no type parameters: a robot's computer may have Python 3.10
 
 CONNECTS_WITHIN = 60.0
 """Seconds that a robot may take to connect: cameras warm up."""
@@ -225,11 +228,11 @@ class AttachedLeRobot:
             return [f"{what} ({_said(error)})"]
         return []
 
-    def _call[Result](self, what: str, function: Callable[[], Result], seconds: float) -> Result:
+    def _call(self, what: str, function: Callable[[], Result], seconds: float) -> Result:
         future = self._calls.call(function)
         try:
             return future.result(seconds)
-        except TimeoutError as error:
+        except (TimeoutError, NoAnswer) as error:
             said = _said(error) if future.done() else f"no answer within {seconds:g} s"  # or a camera's own timeout
             raise ServingError(f"{self.robot} did not {what}: {said}. It was stopped.") from error
         except Exception as error:
@@ -283,7 +286,7 @@ class _Calls:
         """Whether no call is under way, or none after `seconds`."""
         return self._last is None or bool(wait([self._last], seconds).done)
 
-    def call[Result](self, function: Callable[[], Result]) -> Future[Result]:
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Begin a call; the future has what it returns, or what it raises."""
         future: Future[Result] = Future()
 

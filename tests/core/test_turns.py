@@ -39,6 +39,11 @@ def one(name, unit="", low=-math.inf, high=math.inf):
         (("lamp_switch",), (0.0, True)),
         (("ee_qw",), (0.0, True)),
         (("lift", "bool"), (0.0, True)),
+        (("base_theta", "rad"), (TURN, False)),
+        (("theta_1", "rad"), (0.0, False)),  # a joint
+        (("tcp.rot.roll", "rad"), (TURN, False)),  # of a gripper that points down: near half a turn
+        (("euler_x", "deg"), (360.0, False)),
+        (("suction",), (0.0, True)),
     ],
 )
 def test_names_units_and_bounds_say_what_goes_round_or_switches(element, expected):

@@ -142,15 +142,15 @@ def test_angles_that_go_round_are_joined_the_short_way(kind):
     class Turning(Numbered):
         def __init__(self):
             super().__init__()
-            low, high = (-1e6, -math.pi), (1e6, math.pi)
-            action = Field((2,), low=low, high=high, unit="m, rad", names=("x", "yaw"))
+            low, high = (-1e6, -math.pi, 0.0), (1e6, math.pi, 1.0)
+            action = Field((3,), low=low, high=high, unit="m, rad, ", names=("x", "yaw", "gripper"))
             self.spec = replace(self.spec, action=action)
 
         def predict(self, observation, generator, *, deterministic=False):
             rows = len(observation[STATE])
-            plans = torch.tensor([[3.0, 3.0], [0.0, 1.0], [2.0, -3.0]])  # x, yaw
+            plans = torch.tensor([[3.0, 3.0, 0.0], [0.0, 1.0, 1.0], [2.0, -3.0, 1.0]])  # x, yaw, gripper
             first = bool(observation[STATE][0, 0, 0] == 0)
-            chosen = plans[:1].expand(rows, 2) if first else plans[2 if kind == "ensembling" else 1 :][:rows]
+            chosen = plans[:1].expand(rows, 3) if first else plans[2 if kind == "ensembling" else 1 :][:rows]
             return chosen[:, None].expand(-1, 8, -1).clone()
 
     policy = with_chunking(Turning(), kind, Delay(0), {"decay": 0.0} if kind == "ensembling" else {"samples": 2})
@@ -160,6 +160,7 @@ def test_angles_that_go_round_are_joined_the_short_way(kind):
     expected = [2.5, -math.pi] if kind == "ensembling" else [2.0, -3.0]  # the closest of two: -3 rad is 0.28 from 3
     assert abs(joined[0] - expected[0]) < 1e-5
     assert abs(math.remainder(float(joined[1]) - expected[1], 2 * math.pi)) < 1e-5
+    assert joined[2] == 1  # as the new plan has it: a gripper is open or closed
 
 
 @pytest.mark.parametrize(("decay", "newest"), [(-200.0, 1.0), (200.0, 0.0)])

@@ -1,5 +1,6 @@
 """LeRobot's policies while a decision takes its time: all that they predict, real-time chunking as LeRobot's."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,25 @@ def test_a_plan_goes_on_with_what_is_executed_meanwhile(folders: dict[str, Path]
     assert off < 0.6 * before, (off, before)
     led = (plan - unguided).abs()[:2].mean((0, 2))
     assert led[0] > led[made.policy.spec.chunk :].max()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("diffusion", "rtc"), ("smolvla", "lerobot_rtc")])
+def test_a_plan_is_led_the_short_way_round(folders: dict[str, Path], tmp_path, kind, name):
+    """A plan underway that is a whole turn further in its angle is the same plan."""
+    folder = edited(folders[kind], tmp_path / "turning")
+    said = {"names": {"action": ["x", "yaw"]}, "units": {"action": "m, deg"}, "fps": 10}
+    (folder / "robopolicy.json").write_text(json.dumps(said))
+    made = with_chunking(load_policy(folder), name, Delay(DELAY))
+    seen, left = observed(made.policy), made.policy.spec.prediction - made.policy.spec.chunk
+    rest = 0.5 * torch.randn((ROWS, left, 2), generator=torch.Generator().manual_seed(1))
+
+    def plan_after(rest: torch.Tensor) -> torch.Tensor:
+        underway = Underway(rest, torch.ones(ROWS, dtype=torch.int64), DELAY, made.policy.spec.chunk)
+        return made.plans(made.policy, seen, seeded(), underway, deterministic=True)
+
+    led, turned, further = (plan_after(rest + torch.tensor(more)) for more in ([0, 0], [0, 360.0], [5.0, 0]))
+    torch.testing.assert_close(turned, led, atol=1e-2, rtol=0)
+    assert (further - led).abs().max() > 0.1  # what does not go round is led as far as it takes
 
 
 def test_prefetch_goes_on_with_what_lerobots_policy_predicted(folders: dict[str, Path]):

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROBOTS_SIDE = ("robopolicy.serving.client", "robopolicy.serving.driver", "robopolicy.serving.connecting")
+ATTACHED = ("robopolicy.serving.lerobot_robot", "robopolicy.serving.drive_robot")
+"""Beside LeRobot, with packages of its own."""
 PACKAGES = {"numpy", "msgpack", "websockets", "PIL"}
 """The last one only where it is installed."""
 NEWER = {
@@ -49,9 +51,9 @@ def path_of(module: str) -> Path | None:
     return next((each for each in (file.with_suffix(".py"), file / "__init__.py") if each.is_file()), None)
 
 
-def reached() -> dict[str, Path]:
-    """Every module of ours that the robot's side imports."""
-    known, waiting = dict[str, Path](), list(ROBOTS_SIDE)
+def reached(names: tuple[str, ...]) -> dict[str, Path]:
+    """Every module of ours that these import."""
+    known, waiting = dict[str, Path](), list(names)
     while waiting:
         name = waiting.pop()
         path = path_of(name)
@@ -65,7 +67,7 @@ def reached() -> dict[str, Path]:
     return known
 
 
-MODULES = reached()
+MODULES, WRITTEN = reached(ROBOTS_SIDE), reached(ROBOTS_SIDE + ATTACHED)
 
 
 def nested_quotes(path: Path) -> list[int]:
@@ -94,15 +96,22 @@ def test_the_robots_side_is_known():
     assert "robopolicy.library" not in MODULES
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
+@pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_the_robots_side_is_written_for_python_3_10(name):
-    text = MODULES[name].read_text()
+    text = WRITTEN[name].read_text()
     tree = ast.parse(text, feature_version=(3, 10))  # type parameters, type statements, except*
-    assert not nested_quotes(MODULES[name])
+    assert not nested_quotes(WRITTEN[name])
     used = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not (imports(tree) | used) & NEWER
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not names & NEWER_NAMES and not imports(tree) & NEWER_MODULES
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_a_future_that_is_late_is_caught_in_python_3_10_too(name):
+    """Its TimeoutError is the built-in one since 3.11 only."""
+    text = WRITTEN[name].read_text()
+    assert "except TimeoutError" not in text or ".result(" not in text
 
 
 def test_the_robots_side_needs_three_packages():

@@ -50,6 +50,9 @@ RATES = [
     "leftWheelRPM",
     "throttle",
     "gripper_vel",
+    "dpos_x",
+    "Δx",
+    "drot_z",
 ]
 PLACES = [
     "shoulder_pan.pos",
@@ -59,6 +62,9 @@ PLACES = [
     "gripper",
     "left_gripper",
     "elbow_angle",
+    "current_position",
+    "wrist_twist.pos",
+    "swivel.pos",
 ]
 
 
@@ -74,7 +80,41 @@ def test_positions_stay_at_their_place_by_their_name(name):
 
 
 @pytest.mark.parametrize(
-    "unit", ["m/s", "rad/s", "deg / s", "N", "Nm", "N m", "A", "mA", "share of 0.4 m/s", "rpm", "V"]
+    "name", ["delta_pos_x", "relative_position", "d_pos_x", "deltaPosX", "velocity_q1", "torque_angle", "dq_pos"]
+)
+def test_a_place_after_a_rate_or_difference_is_asked_for(name):
+    assert kind_of(name) is Kind.UNKNOWN and kind_of(name, "rad", shown=True) is Kind.UNKNOWN
+    assert kind_of(name, "rad/s") is Kind.RATE
+
+
+@pytest.mark.parametrize("name", ["swivel", "shovel", "lift_level", "finger_travel"])
+def test_words_that_end_like_vel_are_no_velocity(name):
+    assert kind_of(name) is Kind.UNKNOWN and kind_of(name, "rad", shown=True) is Kind.POSITION
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "m/frame",
+        "cm/tick",
+        "deg per cycle",
+        "rad_per_s",
+        "mps",
+        "km/h",
+        "kph",
+        "per mille of top speed",
+        "m/s",
+        "rad/s",
+        "deg / s",
+        "N",
+        "Nm",
+        "N m",
+        "A",
+        "mA",
+        "share of 0.4 m/s",
+        "rpm",
+        "V",
+    ],
 )
 def test_a_unit_says_it_where_the_name_does_not(unit):
     assert kind_of("motor_0", unit) is Kind.RATE
