@@ -9,7 +9,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("robopolicy", "worldmodels", "sims")
 LONGEST_FILE, LONGEST_FUNCTION = 800, 70
-ROOMS = ("robopolicy/core", "robopolicy/rl", "robopolicy/nn", "robopolicy/policies", "sims", "worldmodels")
+ROOMS = (
+    "robopolicy/core",
+    "robopolicy/rl",
+    "robopolicy/nn",
+    "robopolicy/policies",
+    "robopolicy/testing",
+    "sims",
+    "worldmodels",
+)
 """Where public functions over arrays say their shapes, and which errors they raise."""
 ARRAYS = {"Tensor", "ndarray", "Array", "Rows"}
 ACTORS = {"policy", "base", "teacher", "model", "world", "critic", "actor", "candidate", "student"}

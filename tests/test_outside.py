@@ -12,9 +12,9 @@ import pytest
 from torch import nn
 
 from robopolicy.cli import main
-from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.testing.controller import check_controller
 from sims.registry import make_world
 from worldmodels import load_world_model
 

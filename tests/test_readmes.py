@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from robopolicy.cli import main
-from robopolicy.core.conformance import check_world
 from robopolicy.core.registry import load_dotted
 from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.testing.world import check_world
 from robopolicy.verbs.verb import VERBS
 from sims.engine import MujocoWorld
 from sims.recorded import DemonstratedWorld

@@ -207,7 +207,7 @@ def fields_read(model: WorldModel) -> Mapping[str, Field]:
 class LearnedModel(WorldModel, Staged, Module, Protocol):
     """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint.
 
-    `worldmodels.conformance.check_world_model` tests every promise of it.
+    `robopolicy.testing.world_model.check_world_model` tests every promise of it.
     """
 
     @property

@@ -19,9 +19,9 @@ from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.benchmarks.tiny_vla import Sizes, pi_processors, tokenizer_of, write_smolvlm
 from robopolicy.build import build_world, choose_device, load_trainable
 from robopolicy.configuration import Config, compose
+from robopolicy.core.examples import example_observation
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import Trainable
-from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.core.storage import read_json, write_json

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import require_extra
+from robopolicy.core.examples import example_observation
 from robopolicy.core.policy import TensorObservation
-from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.core.storage import read_json

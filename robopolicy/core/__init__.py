@@ -1,1 +1,1 @@
-"""Protocols, specs, rollouts, generators, run folders and conformance checks: what every floor above shares."""
+"""Protocols, specs, rollouts, generators and run folders: what every floor above shares."""

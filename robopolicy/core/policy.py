@@ -3,7 +3,7 @@
 A decision of a policy is one action chunk: it predicts P steps, of which the first C are executed. It is generated in K
 scored steps (denoising steps, flow steps or tokens), each with a log-probability, which is what policy gradients act
 on. Everything is torch tensors. Axes: B row (parallel environment) or N row of a training batch, K scored step, C chunk
-step, P >= C predicted steps, A action dimension, H history frame. `robopolicy.core.policy_conformance.check_policy`
+step, P >= C predicted steps, A action dimension, H history frame. `robopolicy.testing.policy.check_policy`
 tests whether a policy keeps what is promised here.
 """
 

@@ -23,12 +23,9 @@ import torch
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
 from robopolicy.configuration.bench import BenchSection
-from robopolicy.core.conformance import check_world
-from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, did_you_mean
 from robopolicy.core.policy import BecomesTrainable, Policy
-from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Field, Observation, WorldSpec
 from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
@@ -37,13 +34,16 @@ from robopolicy.policies.loading import build_policy, no_rate
 from robopolicy.policies.registry import POLICIES
 from robopolicy.rl.registry import CALLED_WITH, Mechanism, declared_at, written
 from robopolicy.runs import output, publish
+from robopolicy.testing.controller import check_controller
+from robopolicy.testing.policy import check_policy
+from robopolicy.testing.world import check_world
+from robopolicy.testing.world_model import check_world_model
 from robopolicy.verbs.bench import Benchmark
 from robopolicy.verbs.verb import Verb
 from sims.controllers import load_controller
 from sims.names import WORLDS, suite_of
 from sims.registry import make_world
 from worldmodels.checkpoint import holds_world_model, load_world_model
-from worldmodels.conformance import check_world_model
 from worldmodels.registry import WORLD_MODELS
 
 VERB = Verb(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from robopolicy.core.policy import Decision, Scores
-from robopolicy.core.policy_conformance import Level, PolicyReport, check_policy
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import LogpReduction, PolicyKind
+from robopolicy.testing.policy import Level, PolicyReport, check_policy
 
 FIELDS = {"observation.state": Field((3,)), "observation.environment_state": Field((4,))}
 CAMERA = {"observation.images.front": Field((32, 32, 3), "uint8", 0, 255)}

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.world import Snapshot
+from robopolicy.testing.world import check_world
 from sims.engine import MujocoWorld
 from sims.registry import TASKS, load_task, make_world
 

@@ -6,13 +6,13 @@ import torch
 
 from robopolicy.build import build_controller
 from robopolicy.configuration import compose
-from robopolicy.core.conformance import check_world
 from robopolicy.core.delayed import QUEUE, DelayedSnapshots, delayed, with_latency
 from robopolicy.core.errors import ConfigError, DataError, SpecError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, PolicySpec
 from robopolicy.core.world import Snapshots, can_render
 from robopolicy.data.record import record
 from robopolicy.inference.chunking import Delay, with_chunking
+from robopolicy.testing.world import check_world
 from sims.registry import load_task, make_world
 
 

@@ -25,8 +25,8 @@ from lerobot_models import (
 )
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
+from robopolicy.core.examples import example_observation
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.policies.lerobot import CHUNK_KEYS, LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.lerobot_families import FAMILIES, WITHOUT_STEPS

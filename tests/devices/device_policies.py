@@ -13,9 +13,9 @@ from random_world import IMAGES, STATES, TEXTS, RandomWorld, recorded
 
 from robopolicy.build import load_policy
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.policy import DecidesFromNoise, FinishesChain, Policy, Resumes, ScoredPolicy
-from robopolicy.core.policy_conformance import example_batch, example_observation
 from robopolicy.core.randomness import EpisodeGenerator, Generators
 from robopolicy.core.regression import Staged
 from robopolicy.core.spec import WorldSpec

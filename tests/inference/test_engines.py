@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
-from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import Field
 from robopolicy.inference import networks
 from robopolicy.inference.caching import CachePlan
@@ -22,6 +21,7 @@ from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
 from robopolicy.policies.token.configuration import TokenConfig, TokenDecoding, TokenPolicyConfig
 from robopolicy.policies.token.policy import TokenPolicy
+from robopolicy.testing.policy import check_policy
 
 STATE, GOAL, CAMERA = "observation.state", "observation.environment_state", "observation.images.front"
 LEAN = InferenceConfig("lean")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy_conformance import Level, check_policy, example_observation
+from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
 from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import calibrate
@@ -17,6 +17,7 @@ from robopolicy.inference.lerobot import lean_lerobot, why_not_lean
 from robopolicy.inference.lerobot_networks import Convolution
 from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
+from robopolicy.testing.policy import Level, check_policy
 
 FRONT, SIZE = "observation.images.front", 32
 ROWS = 3

@@ -14,7 +14,7 @@ import torch
 
 import robopolicy
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
-from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import evaluate_policy

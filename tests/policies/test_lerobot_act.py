@@ -14,11 +14,12 @@ from test_lerobot_training import ROWS, data_spec, edited, learn_a_little, lerob
 
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
-from robopolicy.core.policy_conformance import Level, check_policy, example_batch
+from robopolicy.core.examples import example_batch
 from robopolicy.data.record import record
 from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.expert_rows import ExpertRows
 from robopolicy.training.finetune import finetune

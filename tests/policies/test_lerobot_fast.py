@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
+from robopolicy.core.examples import example_batch
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.policy_conformance import Level, check_policy, example_batch
 from robopolicy.core.spec import TASK
 from robopolicy.nn import shapes
 from robopolicy.nn.precision import tolerance_in
@@ -27,6 +27,7 @@ from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
 from robopolicy.policies.lerobot_tokenizer import FastTokenizer
 from robopolicy.policies.loading import load_policy
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.memory import plan_memory
 
 MOST, END = 12, 27

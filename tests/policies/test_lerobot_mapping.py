@@ -14,9 +14,9 @@ from robopolicy.cli import main
 from robopolicy.configuration.world import WorldSection
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import to_tensors
-from robopolicy.core.policy_conformance import Level, PolicyReport
 from robopolicy.core.spec import STATE
 from robopolicy.policies.lerobot import load_lerobot_policy
+from robopolicy.testing.policy import Level, PolicyReport
 from sims.registry import make_world
 
 CAMERA1 = "observation.images.camera1"

@@ -12,12 +12,13 @@ from lerobot_models import tiny_act, word_tokenizer, xvla_config
 from safetensors.torch import load_file, save_file
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
-from robopolicy.core.policy_conformance import Level, check_policy, example_observation
+from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
 from robopolicy.doctor.data import check_rate
 from robopolicy.doctor.findings import Health
 from robopolicy.policies.lerobot import LeRobotSettings, load_lerobot_policy
 from robopolicy.policies.loading import load_policy
+from robopolicy.testing.policy import Level, check_policy
 
 FRONT = "observation.images.front"
 SIZE = 32

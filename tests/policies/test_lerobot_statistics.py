@@ -10,7 +10,7 @@ from test_lerobot_policies import FRONT, SIZE, act_config, diffusion_config, sav
 from robopolicy.build import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
-from robopolicy.core.policy_conformance import example_observation
+from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import WorldSpec
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning

@@ -20,9 +20,9 @@ from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.build import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.memory import in_bytes
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.policy_conformance import Level, check_policy, example_batch, example_observation
 from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec, require_fit
 from robopolicy.inference.configuration import InferenceConfig
@@ -34,6 +34,7 @@ from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTunin
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.policies.network import steps_of
 from robopolicy.rl.critic import state_critic
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig, PretrainConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import plan_memory

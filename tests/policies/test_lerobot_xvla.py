@@ -17,12 +17,13 @@ from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, no
 
 from robopolicy.build import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
-from robopolicy.core.policy_conformance import Level, check_policy, example_batch
+from robopolicy.core.examples import example_batch
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.precision import tolerance_in
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
 from robopolicy.policies.loading import load_policy
+from robopolicy.testing.policy import Level, check_policy
 
 WRIST = "observation.images.wrist"
 SIZES = {"auto": 2, "ee6d": 20, "joint": 14, "agibot_ee6d": 20, "franka_joint7": 7, "so101_bimanual": 12}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.registry import ask_for
 from robopolicy.core.spec import STATE, Field
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import Likelihood, PolicyKind
 from robopolicy.policies.network import ChunkNetwork
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 

@@ -12,11 +12,11 @@ from token_toys import STATE, TOKEN, disturb, generator, make_tokens, observe
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy_conformance import check_policy
 from robopolicy.nn.configuration import ActionTokens
 from robopolicy.policies import TokenPolicy, load_policy
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.policies.token.decoding import ParallelDecoding
+from robopolicy.testing.policy import check_policy
 from robopolicy.training.memory import plan_memory
 
 PARALLEL = replace(TOKEN, decoding=TokenDecoding.PARALLEL)

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import robopolicy
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.registry import ask_for
 from robopolicy.core.spec import STATE, Field
 from robopolicy.policies import load_policy
 from robopolicy.policies.registry import POLICIES
+from robopolicy.testing.policy import Level, check_policy
 
 README = Path(robopolicy.__file__).parent / "policies" / "README.md"
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig
@@ -24,6 +23,7 @@ from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncode
 from robopolicy.rl.critic import state_critic
 from robopolicy.serving.batching import InferenceQueue
 from robopolicy.serving.inputs import Session
+from robopolicy.testing.policy import check_policy
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 

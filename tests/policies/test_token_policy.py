@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
-from robopolicy.core.policy_conformance import check_policy
 from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import ActionTokens
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
+from robopolicy.testing.policy import check_policy
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 FIELDS = {STATE: Field((3,)), "observation.environment_state": Field((4,))}

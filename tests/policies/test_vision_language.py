@@ -15,7 +15,7 @@ from torch import Tensor
 from vision_language_models import FAMILIES, tokenizer, written
 
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
-from robopolicy.core.policy_conformance import check_policy, example_batch
+from robopolicy.core.examples import example_batch
 from robopolicy.core.spec import Field
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
@@ -26,6 +26,7 @@ from robopolicy.nn.vision_language import VisionLanguageProcessor, images_of_row
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, load_policy
 from robopolicy.policies.token.configuration import TokenDecoding, TokenVision
 from robopolicy.policies.token.decoding import MaskedDecoding, ParallelDecoding
+from robopolicy.testing.policy import check_policy
 
 STATE, CAMERA, WRIST = "observation.state", "observation.images.front", "observation.images.wrist"
 FIELDS = {STATE: Field((3,)), CAMERA: Field((24, 40, 3), "uint8", 0, 255)}

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.testing.world import check_world
 from sims import arm, grasping
 from sims.experts import NOISE_LEVELS, NoisyController, noise_level
 from sims.registry import load_task, make_world

@@ -11,9 +11,9 @@ from gymnasium import spaces
 from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from suite_toys import PointEnvironment
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE
+from robopolicy.testing.world import check_world
 from sims.registry import make_world, require_trusted
 from sims.suites.gymnasium_suite import GymnasiumWorld, make_gymnasium_world
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, SpecError
+from robopolicy.testing.world import check_world
 from sims.registry import make_world
 from sims.suites.environment import open_gymnasium, resized
 from sims.suites.gymnasium_suite import make_gymnasium_world, words

@@ -5,8 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError
+from robopolicy.testing.world import check_world
 from sims.registry import make_world
 from sims.suites.metaworld_suite import instruction, metaworld_expert
 

@@ -5,11 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
-from robopolicy.core.controller_conformance import check_controller
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.data.record import record
+from robopolicy.testing.controller import check_controller
+from robopolicy.testing.world import check_world
 from sims.registry import make_expert, make_world
 from sims.suites.controllers.ogbench_order import OPEN, Things, lights_out, next_target
 from sims.suites.ogbench_environment import split_name

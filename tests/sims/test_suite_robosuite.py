@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from robosuite_toy import Environment, module
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.testing.world import check_world
 from sims.registry import make_expert, make_world
 
 

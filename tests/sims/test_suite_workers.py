@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_same, check_same_step
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
+from robopolicy.testing.world import check_same, check_same_step
 from sims.suites.gymnasium_suite import make_gymnasium_world
 from sims.suites.vector import WorkerError
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK, WorldSpec
+from robopolicy.testing.world import check_world
 from sims.engine import MujocoWorld
 from sims.registry import load_task, make_world
 from sims.tasks.push_choice import INSTRUCTIONS

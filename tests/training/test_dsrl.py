@@ -7,12 +7,12 @@ import torch
 from offline_toys import BEST, distance, imitated_policy, lesson
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.offline.decisions import observed_at
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.offline.configuration import DsrlConfig
 from robopolicy.training.offline.dsrl import Dsrl, drawn_noise, noise_values
 from robopolicy.training.offline.improvers import BestOf, BestOfConfig, Wraps

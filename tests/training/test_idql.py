@@ -7,7 +7,6 @@ import torch
 from offline_toys import BEST, Knows, distance, imitated_policy, lesson
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.run import RunFolder
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
@@ -16,6 +15,7 @@ from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.iql import Iql
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.offline.configuration import IdqlConfig
 from robopolicy.training.offline.idql import Idql
 from robopolicy.training.offline.improvers import Lesson, Wraps

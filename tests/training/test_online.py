@@ -11,7 +11,6 @@ from robopolicy.build import load_acting
 from robopolicy.configuration.inference import InferenceSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import PolicyActor
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, TASK, Field
 from robopolicy.core.transitions import Transitions
@@ -25,6 +24,7 @@ from robopolicy.rl.offline.cql import Cql
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.rebrac import ReBrac
 from robopolicy.rl.offline.sac import Sac
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.online import loop
 from robopolicy.training.online.configuration import OnlineConfig
 from robopolicy.training.online.experience import Experience

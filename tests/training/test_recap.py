@@ -9,7 +9,6 @@ from offline_toys import ACTION, BEST, FIELDS, distance, imitated_policy, lesson
 from torch import nn
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
@@ -19,6 +18,7 @@ from robopolicy.policies.advantage_conditioned import IMPROVEMENT, Improvement, 
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.decisions import actions_at
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.offline.configuration import (
     FilteredImitationConfig,
     RecapConfig,

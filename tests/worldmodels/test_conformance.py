@@ -7,8 +7,8 @@ import point_world
 import pytest
 import torch
 
+from robopolicy.testing.world_model import check_world_model
 from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
-from worldmodels.conformance import check_world_model
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.latent_ensemble import LatentEnsembleModel

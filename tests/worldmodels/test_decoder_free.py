@@ -8,12 +8,12 @@ import torch
 from point_world import GAIN, SPEC, recorded
 from torch import nn
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import NonFiniteError, SpecError
 from robopolicy.core.policy import Decision, to_tensors
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, PolicySpec
 from robopolicy.evaluation.world_model import examine
+from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from worldmodels.configuration import PlanConfig

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import STATE, Field
+from robopolicy.testing.world import check_world
 from sims.recorded import DemonstratedWorld
 
 FIELDS = {STATE: Field((2,))}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from point_world import SPEC, recorded
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.evaluation.world_model import examine
+from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model

@@ -9,7 +9,6 @@ from point_world import GAIN, SPEC, recorded
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
@@ -17,6 +16,7 @@ from robopolicy.nn.configuration import EdmConfig
 from robopolicy.policies import load_policy
 from robopolicy.policies.joint import ACTION, FUTURE, VALUE, JointModel
 from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 

@@ -13,7 +13,6 @@ from dot_world import IMAGE, SPEC, recorded
 from robopolicy.build import as_seen_in, load_policy
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
-from robopolicy.core.policy_conformance import Level, check_policy
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.evaluation.world_model import follow, images_imagined
@@ -22,6 +21,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.iql import Iql
+from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig, FitConfig
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
 from robopolicy.training.offline.imagined import ImaginedPpo

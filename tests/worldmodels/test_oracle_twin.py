@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from robopolicy.core.conformance import check_world
+from robopolicy.testing.world import check_world
 from sims.registry import make_world
 from worldmodels.env import Truncation
 from worldmodels.oracle import oracle_twin

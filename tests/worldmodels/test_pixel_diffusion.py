@@ -8,11 +8,11 @@ import pytest
 import torch
 from dot_world import IMAGE, PIXELS, SPEC, check_round_trip, imagined_world, recorded
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.evaluation.world_model import examine
+from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.stages import fit_stages
 from worldmodels.images.configuration import ReadoutConfig

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from point_world import SPEC as POINTS
 from point_world import assembled
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError, NonFiniteError
 from robopolicy.core.randomness import Generators, uniforms
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field, WorldSpec
 from robopolicy.evaluation.world_model import examine, open_loop
+from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model

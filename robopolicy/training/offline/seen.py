@@ -9,8 +9,8 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.examples import example_observation
 from robopolicy.core.policy import Policy, TensorObservation
-from robopolicy.core.policy_conformance import example_observation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field
 from robopolicy.rl.offline.interface import Interface, recorded_range
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from robopolicy.core.conformance import copy
 from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.spec import Observation
 from robopolicy.core.world import Controller, World
+from robopolicy.testing.world import copy
 
 
 def check_controller(make: Callable[[], Controller], world: World) -> None:

@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, RobopolicyWarning, SpecError
+from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.policy import Decision, Policy, ScoredPolicy, TensorObservation, Trainable, missing_members
 from robopolicy.core.randomness import EpisodeGenerator
-from robopolicy.core.spec import TASK, PolicySpec
+from robopolicy.core.spec import TASK
 
 TOLERANCE = 1e-5
 
@@ -105,23 +106,6 @@ def check_policy(
         assert hasattr(policy, "save"), f"{name} has no save, so that it cannot be loaded"
         _check_round_trip(cast(Trainable, policy), observation, load)
     return PolicyReport(reached, lacks, bool(policy.spec.fps))
-
-
-def example_observation(
-    spec: PolicySpec, batch: int, generator: torch.Generator, device: torch.device | str = "cpu"
-) -> TensorObservation:
-    """Return a random observation [batch, H, ...] that fits `spec`: floats uniform in each field's range in [-1, 1]."""
-    observation: TensorObservation = {TASK: [spec.instructions[row % len(spec.instructions)] for row in range(batch)]}
-    for key, field in spec.observation.items():
-        shape = (batch, spec.history, *field.shape)
-        if field.dtype == "uint8":
-            value = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-        else:
-            low = torch.tensor(field.low).expand(field.shape).clamp(-1, 1)
-            high = torch.tensor(field.high).expand(field.shape).clamp(-1, 1)
-            value = (low + (high - low) * torch.rand(shape, generator=generator)).float()
-        observation[key] = value.to(device)
-    return observation
 
 
 def _act(policy: Policy, observation: TensorObservation, seed: int = 1, deterministic: bool = False) -> Decision:
@@ -290,22 +274,6 @@ def _check_modes(policy: Trainable, observation: TensorObservation) -> None:
     assert _equal(training, _act(other.eval(), observation)), (
         "train and eval mode act differently (dropout, batch norm)"
     )
-
-
-def example_batch(
-    spec: PolicySpec, observation: TensorObservation, device: torch.device | str = "cpu"
-) -> dict[str, Any]:
-    """Return what `loss` takes, for N observations: actions [N, P, A] within the range, the last row padded."""
-    count, draws = len(cast(list[str], observation[TASK])), torch.Generator().manual_seed(3)
-    low, high = (torch.tensor(bound).clamp(-1, 1).expand(spec.action.shape) for bound in _bounds(spec))
-    actions = low + (high - low) * torch.rand((count, spec.prediction, *spec.action.shape), generator=draws)
-    valid = torch.ones((count, spec.prediction), dtype=torch.bool)
-    valid[-1, 1:] = False
-    return {"observation": observation, "actions": actions.float().to(device), "action_valid": valid.to(device)}
-
-
-def _bounds(spec: PolicySpec) -> tuple[Any, Any]:
-    return spec.action.low, spec.action.high
 
 
 def _check_loss(policy: Trainable, observation: TensorObservation) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.conformance import check_world
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.regression import Regression
 from robopolicy.core.spec import WorldSpec
+from robopolicy.testing.world import check_world
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import ChunkModel, DecoderFree, Imagined, Latent, LearnedModel, WorldModel
 from worldmodels.starts import context_at, recorded_starts
