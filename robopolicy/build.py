@@ -15,11 +15,16 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from robopolicy.configuration.finetune import FinetuneSection
-from robopolicy.configuration.inference import AUTO, InferenceSection
-from robopolicy.configuration.plan import PlanSection
-from robopolicy.configuration.run import RunSection
-from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
+from robopolicy.configuration.sections.act import AUTO, InferenceSection
+from robopolicy.configuration.sections.learn import FinetuneSection
+from robopolicy.configuration.sections.run import (
+    DEMONSTRATIONS,
+    WORLD_MODEL,
+    ImaginationSection,
+    RunSection,
+    WorldSection,
+)
+from robopolicy.configuration.sections.worldmodel import PlanSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
 from robopolicy.core.errors import (

@@ -12,8 +12,7 @@ import torch
 from robopolicy.build import build_world, choose_device, made_of_files
 from robopolicy.build import load_policy as load_checkpoint
 from robopolicy.configuration import compose
-from robopolicy.configuration.run import RunSection
-from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
+from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, RunSection, WorldSection
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.registry import ask_for

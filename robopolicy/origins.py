@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from robopolicy.configuration import Config
-from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL, WorldSection
+from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, WorldSection
 from robopolicy.core.delayed import with_latency_options
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, origin_of

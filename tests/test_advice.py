@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.evaluation.success import EvaluationResult
 from robopolicy.training.course import Ended
 from robopolicy.training.finetune import FinetuneResult

@@ -6,7 +6,7 @@ import pytest
 
 from robopolicy.build import build_world
 from robopolicy.cli import main
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.delayed import QUEUE
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.data.lerobot_reading import read_dataset

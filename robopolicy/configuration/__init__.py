@@ -1,4 +1,4 @@
-"""What can be set: sections with their defaults, one a file, composed by hydra with recipes and the command line.
+"""What can be set: sections with their defaults (`sections/`), composed by hydra with recipes and the command line.
 
 Nothing here imports torch. `configs/recipe/<name>.yaml` holds what differs from the defaults.
 """

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robopolicy.configuration.config import Config
-from robopolicy.configuration.world import DEMONSTRATIONS, WORLD_MODEL
+from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL
 from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.resources import resource

@@ -3,35 +3,33 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from robopolicy.configuration.algorithms import AlgorithmsSection
-from robopolicy.configuration.bakeoff import BakeoffSection
-from robopolicy.configuration.bench import BenchSection
-from robopolicy.configuration.check import CheckSection
-from robopolicy.configuration.collect import CollectSection
-from robopolicy.configuration.demo import DemoSection
-from robopolicy.configuration.deploy import DeploySection
-from robopolicy.configuration.distill import DistillSection
-from robopolicy.configuration.doctor import DoctorSection
-from robopolicy.configuration.drive import DriveSection
-from robopolicy.configuration.evaluate import EvaluateSection
-from robopolicy.configuration.finetune import FinetuneSection
-from robopolicy.configuration.gate import GateSection
-from robopolicy.configuration.imagine import ImagineSection
-from robopolicy.configuration.inference import InferenceSection
-from robopolicy.configuration.offline import OfflineSection
-from robopolicy.configuration.online import OnlineSection
-from robopolicy.configuration.optimize import OptimizeSection
-from robopolicy.configuration.pipeline import PipelineSection
-from robopolicy.configuration.plan import PlanSection
-from robopolicy.configuration.policy import PolicySection
-from robopolicy.configuration.rank import RankSection
-from robopolicy.configuration.report import ReportSection
-from robopolicy.configuration.run import RunSection
-from robopolicy.configuration.serve import ServeSection
-from robopolicy.configuration.teach import TeachSection
-from robopolicy.configuration.train import TrainSection
-from robopolicy.configuration.world import WorldSection
-from robopolicy.configuration.worldmodel import WorldModelSection
+from robopolicy.configuration.sections.act import DeploySection, EvaluateSection, InferenceSection, OptimizeSection
+from robopolicy.configuration.sections.learn import (
+    DistillSection,
+    FinetuneSection,
+    OnlineSection,
+    PolicySection,
+    TeachSection,
+    TrainSection,
+)
+from robopolicy.configuration.sections.recorded import (
+    BakeoffSection,
+    CollectSection,
+    DoctorSection,
+    GateSection,
+    OfflineSection,
+)
+from robopolicy.configuration.sections.run import RunSection, WorldSection
+from robopolicy.configuration.sections.serve import DriveSection, ServeSection
+from robopolicy.configuration.sections.tools import (
+    AlgorithmsSection,
+    BenchSection,
+    CheckSection,
+    DemoSection,
+    PipelineSection,
+    ReportSection,
+)
+from robopolicy.configuration.sections.worldmodel import ImagineSection, PlanSection, RankSection, WorldModelSection
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 
 

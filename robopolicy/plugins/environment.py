@@ -8,7 +8,7 @@ import gymnasium
 from lerobot.envs.configs import EnvConfig
 
 from robopolicy.build import build_world
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
 from robopolicy.plugins.features import ACTION, feature

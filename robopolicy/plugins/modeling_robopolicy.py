@@ -18,7 +18,7 @@ from lerobot.policies.pretrained import ActionSelectKwargs, PreTrainedPolicy
 from torch import Tensor
 
 from robopolicy.build import load_acting
-from robopolicy.configuration.inference import InferenceSection
+from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.core.errors import CheckpointError, SpecError
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.policy import PolicySpec

@@ -22,7 +22,7 @@ import torch
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.bench import BenchSection
+from robopolicy.configuration.sections.tools import BenchSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, did_you_mean
 from robopolicy.core.policy import BecomesTrainable, Policy

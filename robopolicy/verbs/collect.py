@@ -32,7 +32,7 @@ from robopolicy.build import (
     with_planning,
 )
 from robopolicy.configuration import Config
-from robopolicy.configuration.inference import AUTO
+from robopolicy.configuration.sections.act import AUTO
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.interventions import interventions_in_words

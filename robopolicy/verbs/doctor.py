@@ -12,7 +12,7 @@ from rich.table import Table
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.world import DEMONSTRATIONS
+from robopolicy.configuration.sections.run import DEMONSTRATIONS
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import renaming_of

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from robopolicy.build import build_world
 from robopolicy.configuration import Config
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.delayed import without_latency
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.holding import Kind

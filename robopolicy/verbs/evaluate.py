@@ -20,7 +20,7 @@ from rich.table import Table
 
 from robopolicy.build import as_seen_in, build_world, choose_device, load_acting, with_planning
 from robopolicy.configuration import Config, to_yaml
-from robopolicy.configuration.evaluate import EvaluateSection
+from robopolicy.configuration.sections.act import EvaluateSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds

@@ -27,7 +27,7 @@ from robopolicy.build import (
     trainable,
 )
 from robopolicy.configuration import Config
-from robopolicy.configuration.finetune import FinetuneSection
+from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, RobopolicyWarning

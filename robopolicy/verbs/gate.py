@@ -16,7 +16,7 @@ import torch
 
 from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.gate import GateSection
+from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.origin import renaming_of

@@ -30,8 +30,8 @@ from robopolicy.build import (
     planned_acting,
 )
 from robopolicy.configuration import Config
-from robopolicy.configuration.imagine import ImagineSection
-from robopolicy.configuration.world import ImaginationSection
+from robopolicy.configuration.sections.run import ImaginationSection
+from robopolicy.configuration.sections.worldmodel import ImagineSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, Trainable, require_trainable

@@ -13,7 +13,7 @@ from rich.markup import escape
 from torch import Tensor
 
 from robopolicy.configuration import Config
-from robopolicy.configuration.offline import OfflineSection
+from robopolicy.configuration.sections.recorded import OfflineSection
 from robopolicy.core.delayed import delayed, steps_ahead
 from robopolicy.core.episodes import Episodes, chosen_episodes, require_recorded
 from robopolicy.core.errors import ConfigError, DataError

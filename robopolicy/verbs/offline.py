@@ -22,7 +22,7 @@ import torch
 
 from robopolicy.build import as_seen_in, build_critic, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.gate import GateSection
+from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of

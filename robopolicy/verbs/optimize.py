@@ -18,7 +18,7 @@ from torch import Tensor
 
 from robopolicy.build import build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.configuration.sections.act import OptimizeSection
 from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.configuration import Config
-from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.configuration.sections.act import OptimizeSection
 from robopolicy.core.delayed import seen_ahead
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError

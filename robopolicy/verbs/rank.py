@@ -12,7 +12,7 @@ from typing import Any
 
 from robopolicy.build import as_seen_in, build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive, numpy_generator

@@ -21,8 +21,8 @@ from robopolicy.build import (
     load_policy,
 )
 from robopolicy.configuration import Config
-from robopolicy.configuration.inference import InferenceSection
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.act import InferenceSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import Policy, is_policy, require_trainable

@@ -17,7 +17,7 @@ import torch
 
 from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.world import DEMONSTRATIONS
+from robopolicy.configuration.sections.run import DEMONSTRATIONS
 from robopolicy.core.delayed import recorded_in
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError

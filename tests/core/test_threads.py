@@ -7,7 +7,7 @@ import pytest
 
 import sims.engine
 from robopolicy.build import choose_device
-from robopolicy.configuration.run import RunSection
+from robopolicy.configuration.sections.run import RunSection
 from robopolicy.core import threads
 from robopolicy.core.threads import usable_threads
 from robopolicy.evaluation import video

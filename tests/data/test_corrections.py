@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from robopolicy.cli import main
-from robopolicy.configuration.collect import CollectSection
+from robopolicy.configuration.sections.recorded import CollectSection
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.interventions import (

@@ -11,8 +11,7 @@ import torch
 
 from robopolicy.build import load_acting
 from robopolicy.cli import main
-from robopolicy.configuration.inference import InferenceSection
-from robopolicy.configuration.optimize import OptimizeSection
+from robopolicy.configuration.sections.act import InferenceSection, OptimizeSection
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, remember_origin
 from robopolicy.data.record import record

@@ -11,7 +11,7 @@ from test_lerobot_policies import save, tiny_act
 
 from robopolicy.build import build_world
 from robopolicy.cli import main
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import STATE

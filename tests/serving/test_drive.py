@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from robopolicy.cli import main
-from robopolicy.configuration.drive import DriveSection
+from robopolicy.configuration.sections.serve import DriveSection
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, STATE, TASK, Field, WorldSpec
 from robopolicy.core.world import Step

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from misbehaving import POLICY_FAULTS, Base, run_moody
 
-from robopolicy.configuration.drive import DriveSection
+from robopolicy.configuration.sections.serve import DriveSection
 from robopolicy.core.errors import ConfigError, RobopolicyError, ServingError
 from robopolicy.core.holding import Kind, keeps_value, kind_of, unit_of
 from robopolicy.core.spec import STATE

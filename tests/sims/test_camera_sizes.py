@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 
 from robopolicy.build import build_world
-from robopolicy.configuration.world import WorldSection
+from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import DRAWN, STATE, Field, image_options, image_sizes

@@ -8,7 +8,7 @@ import torch
 from steps_world import StepsWorld
 
 from robopolicy.build import load_acting
-from robopolicy.configuration.inference import InferenceSection
+from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import PolicyActor
 from robopolicy.core.run import RunFolder

@@ -9,7 +9,7 @@ from point_world import SPEC, recorded
 
 import robopolicy
 from robopolicy.build import build_world, load_policy
-from robopolicy.configuration.world import ImaginationSection, WorldSection
+from robopolicy.configuration.sections.run import ImaginationSection, WorldSection
 from robopolicy.core.errors import CameraError, ConfigError, SpecError
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.spec import STATE, Field

@@ -1,12 +1,21 @@
-"""A robot, simulated or LeRobot's, that asks a policy server."""
+"""A policy server, and a robot, simulated or one of LeRobot's, that asks it."""
 
 import math
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count
 from robopolicy.serving.attached import AttachedRobot
-from robopolicy.serving.configuration import RobotSettings, ServerAddress
+from robopolicy.serving.configuration import RobotSettings, ServerAddress, ServerConfig
+
+
+@dataclass(frozen=True)
+class ServeSection(ServerConfig):
+    """A policy server."""
+
+    policy: Path | None = None
+    """Checkpoint."""
 
 
 @dataclass(frozen=True)
