@@ -27,6 +27,7 @@ from robopolicy.doctor.statistics import check_statistics
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.kept_waves import KeptWaves
 from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.scores import known_anchors
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.plan import InferencePlan, load_plan, save_plan, weights_hash
 from robopolicy.policies.configuration import DenoisingPolicyConfig
@@ -236,3 +237,26 @@ def test_no_damage_is_more_than_a_sentence(sound: Path, tmp_path: Path, part: st
             shutil.rmtree(root / part)
             shutil.copytree(sound / part, root / part)
     assert not wrong, f"{len(wrong)}:\n" + "\n".join(wrong[:40])
+
+
+OPTIONAL: dict[str, Callable[[Path], object]] = {
+    "png/meta/robopolicy/episodes.json": lambda root: read_dataset(root / "png"),
+    "png/meta/robopolicy/world.json": lambda root: recorded_origin(root / "png"),
+    "png/meta/robopolicy/quality.json": lambda root: known_anchors(root / "png", "reach_planar"),
+    "policy/inference.json": lambda root: load_plan(root / "policy"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+@pytest.mark.parametrize("odd", ["folder", "link that leads nowhere"])
+def test_what_may_be_missing_and_is_no_file_is_not_passed_over(sound: Path, tmp_path: Path, name: str, odd: str):
+    """Without its side table a dataset would lose its rewards and successes, and nobody would know."""
+    part = name.partition("/")[0]
+    shutil.copytree(sound / part, tmp_path / part)
+    place = tmp_path / name
+    assert place.is_file()
+    place.unlink()
+    OPTIONAL[name](tmp_path)  # it may be missing
+    place.mkdir() if odd == "folder" else place.symlink_to("nowhere")
+    with pytest.raises(RobopolicyError, match=place.name):
+        OPTIONAL[name](tmp_path)

@@ -11,6 +11,7 @@ last action: those frames, and what a `Field` says beyond a shape, lie in `meta/
 `lerobot_reading` holds the way back.
 """
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,7 +98,7 @@ def write_dataset(
 def recorded_origin(folder: Path) -> WorldOrigin | None:
     """Return the world that a dataset says it was recorded in, None where it says nothing; DataError if damaged."""
     path = recover_folder(Path(folder)) / ORIGIN
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
         file_within(path.parents[2], ORIGIN, "The file that names the world")

@@ -7,6 +7,7 @@ it is called: `observation.image` is read as `observation.images.image`.
 """
 
 import math
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -336,7 +337,7 @@ def _read_sidecar(
 
     shapes: of one frame of each observation and of an action. Raises DataError where it says something else.
     """
-    if not (folder / SIDECAR / "episodes.json").is_file():
+    if not os.path.lexists(folder / SIDECAR / "episodes.json"):
         return None
     way_out = f"Delete {folder / SIDECAR} to read the dataset without its final observations"
     for name in ("episodes.json", "episodes.safetensors"):

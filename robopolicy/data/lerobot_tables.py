@@ -5,6 +5,7 @@ at once; parquet keeps one row group an episode, as LeRobot's readers expect. Ax
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -113,7 +114,7 @@ def _read_existing(folder: Path) -> _Existing:
         return _Existing(
             read_object(folder / "meta" / "info.json", DataError),
             tuple(tasks[index] for index in range(len(tasks))),
-            read_object(path, DataError) if path.is_file() else {},
+            read_object(path, DataError) if os.path.lexists(path) else {},
         )
 
 

@@ -10,6 +10,7 @@ Axes: E episode, T control step (up to the horizon), B row, R selected rows, C c
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -402,7 +403,7 @@ def read_quality(folder: Path) -> dict[str, Any]:
     Raises DataError where it says nothing, or is damaged.
     """
     path = recover_folder(Path(folder)) / QUALITY
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise DataError(
             f"{folder} does not say how good its episodes are: robopolicy collect collect.quality=medium writes data "
             "that does."

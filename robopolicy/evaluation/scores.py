@@ -5,6 +5,7 @@ themselves alone: D4RL's tasks, experts and random policies are others, so a sco
 D4RL's in a table. Axes: E episode.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,7 +142,7 @@ def read_anchors(folder: Path) -> Anchors:
 
 def known_anchors(folder: Path, world: str) -> Anchors | None:
     """Return the anchors that a dataset holds, None where it holds none, or another world's than `world`."""
-    if not (recover_folder(Path(folder)) / QUALITY).is_file():
+    if not os.path.lexists(recover_folder(Path(folder)) / QUALITY):
         return None
     found = read_anchors(folder)
     return found if found.world == world else None

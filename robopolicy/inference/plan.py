@@ -4,6 +4,7 @@ It holds names and numbers, no weights and no code. It belongs to the weights wh
 refused, because what was measured on those says nothing about these.
 """
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -127,7 +128,7 @@ def load_plan(folder: Path) -> InferencePlan | None:
     is imported.
     """
     path = recover_folder(folder) / FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     try:
         found = read_object(path)

@@ -10,6 +10,7 @@ Nothing is ever downloaded. A file `robopolicy.json` beside config.json says wha
 
 import json
 import math
+import os
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ from robopolicy.core.errors import (
     ConfigError,
     SpecError,
     did_you_mean,
+    in_one_line,
     require_extra,
 )
 from robopolicy.core.origin import (
@@ -141,7 +143,7 @@ def _require_room(config: Any) -> None:
 def read_settings(folder: Path) -> LeRobotSettings:
     """Return what robopolicy.json in `folder` says, the defaults without one; raises ConfigError for unknown keys."""
     path = folder / SETTINGS_FILE
-    return from_plain(LeRobotSettings, read_json(path) if path.is_file() else {}, SETTINGS_FILE)
+    return from_plain(LeRobotSettings, read_json(path) if os.path.lexists(path) else {}, SETTINGS_FILE)
 
 
 class LeRobotPolicy:
@@ -331,6 +333,8 @@ class LeRobotPolicy:
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> Field:
         names = tuple(self.settings.names.get(name, ()))
+        if twice := [each for each in names if names.count(each) > 1]:
+            raise ConfigError(f"{SETTINGS_FILE} names two elements of '{name}' '{in_one_line(twice[0], 80)}'.")
         if names and len(names) != math.prod(shape):
             raise ConfigError(f"{SETTINGS_FILE} names {len(names)} elements of '{name}', which has {math.prod(shape)}.")
         return Field(shape, unit=self.settings.units.get(name, ""), names=names)
@@ -440,6 +444,12 @@ def _checked_type(folder: Path, weights: bool) -> str:
             f"Those that can: {', '.join(sorted(CHUNK_KEYS))}."
         )
     check_numbers(folder / "config.json", description)
+    steps = description.get(CHUNK_KEYS[kind], 1)
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise CheckpointError(
+            f"{folder / 'config.json'} says {CHUNK_KEYS[kind]}={in_one_line(steps, 40)}: it is how many steps of a "
+            "decision are executed, 1 or more."
+        )
     if description.get("use_peft"):
         raise CheckpointError(
             f"{folder} holds an adapter (use_peft), without the policy that it adapts. Merge the two in Python: "

@@ -77,6 +77,13 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
             if is_mapping(each):
                 check_numbers(path, each)
                 continue
+            if isinstance(each, float) and each != each:
+                raise CheckpointError(f"{path} says {key}=NaN: correct it, or restore it from a copy.")
+            if key == "eps" and (not isinstance(each, float | int) or not 0 <= each <= 1):
+                raise CheckpointError(
+                    f"{path} says {key}={in_one_line(each, 40)}, which is added to what is divided by: it is between 0 "
+                    "and 1. Restore it from a copy."
+                )
             most = next((most for part, most in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
             if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= most:
                 continue
@@ -163,7 +170,7 @@ def check_normalisation(folder: Path) -> None:
     notes += [_compared(folder, name, each, mapping, inverses, PROCESSORS[1]) for name, each in outputs.items()]
     for name in outputs:
         _require_inverse(folder, name, normalisers, inverses)
-    notes += _unread(before, inputs)
+    notes += _unread(before, inputs, folder / PROCESSORS[0])
     if said := " ".join(note for note in notes if note):
         warnings.warn(f"{folder}: {said} It acts as its processors say.", RobopolicyWarning, stacklevel=2)
 
@@ -244,17 +251,33 @@ def _require_inverse(
             )
 
 
-def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any]) -> list[str]:
-    """Return a note for each name that a step gives, and the policy does not read."""
+def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Path) -> list[str]:
+    """Return a note for each name that a step gives, and the policy does not read.
+
+    Raises CheckpointError where a step of the processor at `path` renames what the policy reads, without giving it that
+    name again, or gives one name to two.
+    """
     told = [step.get("config") for step in before if _name(step) == "rename_observations_processor"]
-    maps = [each.get("rename_map") for each in told if is_mapping(each)]
-    return [
-        f"{PROCESSORS[0]} renames '{old}' to '{new}', which config.json does not read."
-        for pairs in maps
-        if is_mapping(pairs)
-        for old, new in pairs.items()
-        if new not in inputs
-    ]
+    notes: list[str] = []
+    for pairs in (each.get("rename_map", {}) for each in told if is_mapping(each)):
+        if not is_mapping(pairs) or not all(isinstance(new, str) for new in pairs.values()):
+            raise CheckpointError(f"{path} has a rename_map that is none: it is {{NAME: NAME}}.")
+        given = list(pairs.values())
+        if twice := [new for new in given if given.count(new) > 1]:
+            raise CheckpointError(
+                f"{path} renames two observations to '{twice[0]}': keep the one that the policy reads."
+            )
+        if gone := [old for old in pairs if old in inputs and old not in given]:
+            raise CheckpointError(
+                f"{path} renames '{gone[0]}' to '{pairs[gone[0]]}', and config.json reads it as '{gone[0]}': take it "
+                "out of rename_map."
+            )
+        notes += [
+            f"{PROCESSORS[0]} renames '{old}' to '{new}', which config.json does not read."
+            for old, new in pairs.items()
+            if new not in inputs
+        ]
+    return notes
 
 
 def _registered_elsewhere(name: str) -> bool:

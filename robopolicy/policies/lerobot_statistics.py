@@ -4,6 +4,7 @@ A checkpoint that nobody has trained on data of its own may hold none, and LeRob
 actions in radians or pixels would be taken for normalised ones. Axes: N value.
 """
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -69,13 +70,29 @@ def _require_sizes(policy: LeRobotPolicy) -> None:
         for name, size in sizes.items():
             known = (step.stats or {}).get(name) or {}
             for each in _asked(step, name):
-                count = torch.as_tensor(known[each]).numel() if each in known else 1
-                if count not in (1, size):
+                shape = tuple(torch.as_tensor(known[each]).shape) if each in known else (size,)
+                if shape != (size,) and not math.prod(shape) == size == 1:
                     raise CheckpointError(
-                        f"The processors beside this checkpoint normalise '{name}' by statistics of {count} elements "
-                        f"({each}), and its config.json says {size}: they are of another robot or data set. Take the "
-                        "processors that were saved with these weights."
+                        f"The processors beside this checkpoint normalise '{name}' by statistics of shape "
+                        f"{list(shape)} ({each}), and its config.json says {[size]}: they are of another robot or data "
+                        f"set. {_TAKE}"
                     )
+            _require_sense(name, {each: torch.as_tensor(known[each]) for each in _asked(step, name) if each in known})
+
+
+_TAKE = "Take the processors that were saved with these weights."
+
+
+def _require_sense(name: str, asked: dict[str, Tensor]) -> None:
+    """Raise CheckpointError where statistics [N] of one feature, by their names, cannot be those of any data."""
+    values = list(asked.values())
+    spread = values[1] if "std" in asked else values[1] - values[0] if len(values) == 2 else torch.zeros(())
+    wrong = "NaN or infinite" if not all(bool(each.isfinite().all()) for each in values) else ""
+    if wrong or bool((spread < 0).any()):
+        raise CheckpointError(
+            f"The processors beside this checkpoint normalise '{name}' by statistics that no data has: "
+            f"{' or '.join(asked)} {wrong or 'spread by less than 0'}. {_TAKE}"
+        )
 
 
 def _said(policy: LeRobotPolicy, missing: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ config.json names the kind of policy that it needs. Built-in and installed kinds
 where the user has named them too, so that a downloaded folder cannot choose what is imported.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -98,7 +99,7 @@ def saved_origin(folder: Path) -> WorldOrigin | None:
     description, file = read_description(folder), "config.json"
     if _of_lerobot(description):
         file = SETTINGS_FILE
-        description = read_object(folder / file) if (folder / file).is_file() else {}
+        description = read_object(folder / file) if os.path.lexists(folder / file) else {}
     return WorldOrigin.from_json(description.get(WORLD), folder / file)
 
 

@@ -4,6 +4,7 @@ Names what is off (sign, order, scale, time, rate, cameras, statistics) and says
 apart. Exit status 1 if a convention is off, so a script can check it.
 """
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def replayed_in(config: Config, episodes: Episodes, policy: Policy | None) -> Wo
 def judged_success(checkpoint: Path, data: Path) -> float | None:
     """Return the rate of success that `train` measured of a checkpoint learned from `data`; None if it did not."""
     path = checkpoint.parent / "result.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
     result = read_object(path)
     with reading(path):

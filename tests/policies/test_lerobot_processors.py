@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_lerobot_policies import act_config, save
 
-from robopolicy.core.errors import CheckpointError, RobopolicyWarning
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import STATE
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation
+from robopolicy.policies.lerobot_statistics import check_acting
+from robopolicy.policies.loading import saved_origin
 
 BEFORE, AFTER = PROCESSORS
 
@@ -130,3 +132,80 @@ def test_an_adapter_is_merged_as_the_error_says(whole: Path, tmp_path: Path) -> 
     merged, base = load_lerobot_policy(told["MERGED"]), load_lerobot_policy(whole)
     weights = {name: value for name, value in base.policy.state_dict().items() if "action_head" in name}
     assert not torch.equal(merged.policy.state_dict()["model.action_head.weight"], weights["model.action_head.weight"])
+
+
+def test_what_is_read_cannot_be_renamed_away(whole: Path, tmp_path: Path) -> None:
+    """LeRobot would stop at the first decision with a KeyError."""
+    state, other = "observation.state", "observation.other"
+    refused = {
+        "renames 'observation.state' to 'observation.other', and config.json reads": {state: other},
+        "renames two observations to 'observation.state'": {"observation.a": state, other: state},
+        "has a rename_map that is none": [state],
+    }
+    for number, (text, pairs) in enumerate(refused.items()):
+        with pytest.raises(CheckpointError, match=text):
+            load_lerobot_policy(edited(whole, tmp_path / str(number), BEFORE, renaming(pairs)))
+    with pytest.warns(RobopolicyWarning, match="renames 'observation.state' to 'observation.old'"):
+        check_normalisation(edited(whole, tmp_path / "x", BEFORE, renaming({other: state, state: "observation.old"})))
+
+
+def renaming(pairs: Any) -> Callable[[dict[str, Any]], None]:
+    def renamed(data: dict[str, Any]) -> None:
+        (step,) = [each for each in data["steps"] if each["registry_name"] == "rename_observations_processor"]
+        step["config"]["rename_map"] = pairs
+
+    return renamed
+
+
+@pytest.mark.parametrize("changed", [{"n_action_steps": 0}, {"n_action_steps": True}, {"dropout": float("nan")}])
+def test_numbers_that_no_policy_has(whole: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(CheckpointError, match=name):
+        load_lerobot_policy(edited(whole, tmp_path / "odd", "config.json", lambda data: data.update(changed)))
+
+
+@pytest.mark.parametrize("eps", [-1, 1e30, float("nan"), None])
+def test_what_is_added_to_a_divisor_is_small(whole: Path, tmp_path: Path, eps: float | None) -> None:
+    def changed(data: dict[str, Any]) -> None:
+        (step,) = [each for each in data["steps"] if each["registry_name"] == "normalizer_processor"]
+        step["config"]["eps"] = eps
+
+    with pytest.raises(CheckpointError, match="eps"):
+        load_lerobot_policy(edited(whole, tmp_path / "eps", BEFORE, changed))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda each: each[:, None], "of shape \\[\\d, 1\\]"),
+        (lambda each: each.mean(), "of shape \\[\\]"),
+        (lambda each: -each - 1, "spread by less than 0"),
+        (lambda each: each * float("inf"), "NaN or infinite"),
+    ],
+)
+def test_statistics_that_no_data_has(whole: Path, tmp_path: Path, change: Any, text: str) -> None:
+    folder = edited(whole, tmp_path / "stats", AFTER, lambda _: None)
+    for state in folder.glob("policy_*processor*normalizer*.safetensors"):
+        tensors = load_file(state)
+        save_file({**tensors, "action.std": change(tensors["action.std"]).contiguous()}, state)
+    with pytest.raises(CheckpointError, match=text):
+        check_acting(load_lerobot_policy(folder))
+
+
+@pytest.mark.parametrize("odd", ["folder", "link"])
+def test_settings_that_are_no_file_are_not_passed_over(whole: Path, tmp_path: Path, odd: str) -> None:
+    folder = edited(whole, tmp_path / "settings", AFTER, lambda _: None)
+    place = folder / "robopolicy.json"
+    place.mkdir() if odd == "folder" else place.symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match=r"robopolicy\.json"):
+        load_lerobot_policy(folder)
+    with pytest.raises(CheckpointError, match=r"robopolicy\.json"):
+        saved_origin(folder)
+
+
+def test_no_two_elements_have_one_name(whole: Path, tmp_path: Path) -> None:
+    folder = edited(whole, tmp_path / "names", AFTER, lambda _: None)
+    size = json.loads((folder / "config.json").read_text())["output_features"]["action"]["shape"][0]
+    (folder / "robopolicy.json").write_text(json.dumps({"names": {"action": ["x"] * size}}))
+    with pytest.raises(ConfigError, match="names two elements of 'action' 'x'"):
+        load_lerobot_policy(folder)
