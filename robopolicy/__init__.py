@@ -6,8 +6,7 @@ names below come from `robopolicy.library` when they are first used.
 
 from typing import TYPE_CHECKING, Any
 
-from robopolicy.core.graphics import choose_graphics
-from robopolicy.core.threads import choose_waiting
+from robopolicy.core.machine import choose_graphics, choose_waiting
 
 if TYPE_CHECKING:
     from robopolicy.library import (

@@ -35,6 +35,7 @@ from robopolicy.core.errors import (
     RobopolicyWarning,
     SpecError,
 )
+from robopolicy.core.machine import limit_threads
 from robopolicy.core.origin import (
     WorldOrigin,
     about,
@@ -63,7 +64,6 @@ from robopolicy.core.spec import (
     shown_sizes,
 )
 from robopolicy.core.structured import narrowed
-from robopolicy.core.threads import limit_threads
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset

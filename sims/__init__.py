@@ -3,6 +3,6 @@
 Importing this package loads nothing heavy; it only chooses MuJoCo's graphics library.
 """
 
-from robopolicy.core.graphics import choose_graphics
+from robopolicy.core.machine import choose_graphics
 
 choose_graphics()

@@ -20,6 +20,7 @@ from mujoco.rollout import Rollout
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, SpecError, did_you_mean
 from robopolicy.core.history import places
+from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator, uniforms
 from robopolicy.core.spec import (
     IMAGE_PREFIX,
@@ -32,7 +33,6 @@ from robopolicy.core.spec import (
     validate_actions,
 )
 from robopolicy.core.stages import Stage
-from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.render import FREE_CAMERA, FrameRenderer
 from sims.styles import restyle

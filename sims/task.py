@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import ConfigError, SpecError
-from robopolicy.core.resources import resource
 from robopolicy.core.spec import Field
 from robopolicy.core.stages import Stage
+from robopolicy.core.storage import resource
 from robopolicy.core.world import Controller
 
 Arrays = Mapping[str, np.ndarray]

@@ -13,8 +13,7 @@ from robopolicy.benchmarks import rates, recipes, tables
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.resources import resource
-from robopolicy.core.storage import read_json
+from robopolicy.core.storage import read_json, resource
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import run_path
 from robopolicy.verbs import bench

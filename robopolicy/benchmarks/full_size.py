@@ -20,7 +20,7 @@ from robopolicy.benchmarks.tiny_vla import Sizes, pi_processors, tokenizer_of, w
 from robopolicy.build import build_world, choose_device, load_trainable
 from robopolicy.configuration import Config, compose
 from robopolicy.core.examples import example_observation
-from robopolicy.core.memory import in_bytes
+from robopolicy.core.machine import in_bytes
 from robopolicy.core.policy import Trainable
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import IMAGE_PREFIX, STATE

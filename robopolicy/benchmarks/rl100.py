@@ -16,7 +16,7 @@ from robopolicy.benchmarks.rates import rate_text, spread_text
 from robopolicy.benchmarks.runs import each_task
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation.stages import stage_summary
+from robopolicy.evaluation.tables import stage_summary
 from robopolicy.runs import is_complete, output
 from robopolicy.verbs import offline, pipeline
 from robopolicy.verbs.bench import Benchmark, Table

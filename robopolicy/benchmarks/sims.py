@@ -25,8 +25,8 @@ from mujoco.rollout import Rollout
 from robopolicy.benchmarks.push_cube_env import PushCubeEnv
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, require_extra
+from robopolicy.core.machine import usable_threads
 from robopolicy.core.progress import progress
-from robopolicy.core.threads import usable_threads
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.engine import MujocoWorld
 from sims.registry import load_task

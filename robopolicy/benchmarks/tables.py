@@ -14,8 +14,7 @@ from typing import Any
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.resources import resource
-from robopolicy.core.storage import read_json, write_atomic
+from robopolicy.core.storage import read_json, resource, write_atomic
 from robopolicy.verbs.bench import BENCHMARKS, Benchmark, Table
 
 PLACE = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -20,8 +20,7 @@ from robopolicy.configuration.config import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL
 from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
 from robopolicy.core.registry import is_dotted
-from robopolicy.core.resources import resource
-from robopolicy.core.storage import read_text
+from robopolicy.core.storage import read_text, resource
 from robopolicy.core.structured import Tagged, from_plain, to_plain
 from sims.names import WORLDS, suite_of
 

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CameraError, CheckpointError, ConfigError, SpecError, in_one_line
-from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.ranges import LARGEST
 from robopolicy.core.spec import LATENCY, LONGEST_HISTORY, LONGEST_LATENCY
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.extras import Extras
 from robopolicy.core.images import Images
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 

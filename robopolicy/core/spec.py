@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from robopolicy.core.arrays import Array
+from robopolicy.core.arrays import Array, is_mapping, is_sequence
 from robopolicy.core.errors import (
     ConfigError,
     NonFiniteError,
@@ -25,7 +25,6 @@ from robopolicy.core.errors import (
     as_setting,
     did_you_mean,
 )
-from robopolicy.core.narrowing import is_mapping, is_sequence
 
 if TYPE_CHECKING:
     from torch import Tensor

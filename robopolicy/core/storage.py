@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes of files and folders."""
+"""Files that are either whole or absent: atomic writes of files and folders; and where the shipped files are."""
 
 import errno
 import json
@@ -14,8 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError, in_one_line
-from robopolicy.core.narrowing import is_mapping
 
 LARGEST_TEXT = 2**24
 """Bytes of a JSON or YAML file that is parsed: what it describes takes a hundred times as much memory."""
@@ -23,6 +23,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.robopolicy-[a-z0-9_]{8}\.tmp")
 """Names of what is being written; nobody else gives such names, so they may be removed."""
 _OLD = re.compile(r"\.(.+)\.robopolicy-old")
 """Names of folders that were put aside until another one is in their place."""
+_PACKAGE = Path(__file__).resolve().parents[1]
 _LONGEST_NAME = 200
 """Characters of a file's name that its temporary file repeats: systems allow 255 in all."""
 
@@ -256,3 +257,14 @@ def recover_folder(folder: Path) -> Path:
 
 def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.robopolicy-old")
+
+
+def resource(kind: str, name: str = "") -> Path:
+    """Return the path of a shipped file or folder; kind is "assets" or "configs".
+
+    Raises FileNotFoundError where the installation lacks the folder of that kind; the file itself is not looked for.
+    """
+    for root in (_PACKAGE.parent / kind, _PACKAGE / "resources" / kind):
+        if root.is_dir():
+            return root / name
+    raise FileNotFoundError(f"The '{kind}' folder is missing from this installation: reinstall robopolicy.")

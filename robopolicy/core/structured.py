@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
+from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
-from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.ranges import LARGEST
 from robopolicy.core.registry import Kinds
 

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.storage import read_object, reading, storage_errors, write_json
 
 Tree = Mapping[str, Any]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import DataError, RobopolicyWarning, in_one_line
-from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.spec import camera_key
 
 TIMESTAMP_SLACK = 0.1

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.threads import usable_threads
+from robopolicy.core.machine import usable_threads
 
 VIDEO_INFORMATION = {
     "video.codec": "h264",

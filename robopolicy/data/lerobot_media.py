@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.errors import DataError, in_one_line
-from robopolicy.core.threads import usable_threads
+from robopolicy.core.machine import usable_threads
 from robopolicy.data.lerobot_checks import file_within, require_room, table_within
 
 IMAGE_FORMATS = ("PNG", "JPEG")

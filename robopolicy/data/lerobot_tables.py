@@ -20,9 +20,9 @@ import torch
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.interventions import intervened
+from robopolicy.core.machine import usable_threads
 from robopolicy.core.progress import Advance, progress
 from robopolicy.core.storage import read_object, reading
-from robopolicy.core.threads import usable_threads
 from robopolicy.data.lerobot_images import encode_png, quiet_encoder, video_information, write_videos
 from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABEL_STEPS, LABELS, SEGMENT
 from robopolicy.data.lerobot_statistics import Statistics, image_statistics, pooled, vector_statistics

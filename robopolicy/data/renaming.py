@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError, as_setting
-from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
 
 _STATES = ("state", "qpos", "proprio", "robot_state", "joint_positions")

@@ -25,11 +25,11 @@ from robopolicy.doctor.recording import (
     check_duplicates,
     check_instructions,
     check_spikes,
+    check_success,
     check_truncation,
 )
 from robopolicy.doctor.replay import check_replay
 from robopolicy.doctor.statistics import check_statistics
-from robopolicy.doctor.success import check_success
 
 __all__ = ["Finding", "Health", "check_statistics", "examine", "examine_data", "examine_policy"]
 

@@ -1,19 +1,26 @@
-"""Checks of a policy against data: its normalisers, and what it decides at recorded states."""
+"""Checks of a policy against data: its normalisers, what it decides at recorded states, and on which engine."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.finite_values import element_names, listed
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.doctor.findings import Finding, Health, name_factor
 from robopolicy.doctor.images import IMAGES_DIR, image_check
+from robopolicy.inference.comparison import EXACT, action_error, decided
+from robopolicy.inference.engine import with_engine
+from robopolicy.inference.plan import load_plan
 from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import ACTION, CONSTANT_SCALE, Normalizer, ShowsNormalizers
+from robopolicy.rl.offline.decisions import observed_at
 
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
@@ -36,6 +43,10 @@ SHARE, NARROW = 0.3, 3.0
 Objects at rest move by a hair, another recording may push them: single elements that are wider at times or narrower
 differ between sound recordings too.
 """
+ENGINE_CHECK = "engine"
+ENGINE_FRAMES = 128
+GROWN = 2.0
+"""How many times larger than measured an error may be: other observations, another processor."""
 
 
 def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
@@ -250,3 +261,32 @@ def _explain_images(
 
 def _to(observation: Mapping, device: torch.device) -> TensorObservation:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in observation.items()}
+
+
+def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding]:
+    """Compare the stored way of deciding with the policy itself, at recorded observations; nothing where none is."""
+    plan = load_plan(folder)
+    if plan is None:
+        return []
+    again = f"robopolicy optimize {folder} makes it anew, and without inference.json the policy decides as trained."
+    if plan.refusal(folder):
+        return [Finding(ENGINE_CHECK, Health.WARNING, "inference.json was made for other weights", again)]
+    episodes = recorded_for(policy, episodes)
+    frames = torch.linspace(0, episodes.step_count - 1, min(ENGINE_FRAMES, episodes.step_count)).long()
+    frames = frames + episodes.episode_of_step.cpu()[frames]
+    seen = observed_at(episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation))
+    try:
+        fast = with_engine(policy, plan.config, plan.cache)
+    except ConfigError as error:
+        return [Finding(ENGINE_CHECK, Health.BAD, str(error), again)]
+    found = action_error(decided(fast, seen), decided(policy, seen))
+    exact = plan.config.exact and plan.cache is None
+    allowed = EXACT if exact else GROWN * float(plan.measured.get("error", 0.0)) + EXACT
+    measured = (
+        f"{plan.config.engine}: actions {found:.2g} standard deviations from the reference, {allowed:.2g} allowed"
+    )
+    return [
+        Finding(ENGINE_CHECK, Health.GOOD, measured)
+        if found <= allowed
+        else Finding(ENGINE_CHECK, Health.BAD, measured, again)
+    ]

@@ -1,4 +1,5 @@
-"""Checks of a recording by itself: episodes stored twice, elements that never change, cut episodes, instructions.
+"""Checks of a recording by itself: episodes stored twice, elements that never change, cut episodes, instructions,
+success.
 
 Axes: E episode, F observation frame (one more than steps in each episode), D element of a column.
 """
@@ -174,3 +175,26 @@ def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> 
 
 def _health(wrong: int, count: int) -> Health:
     return Health.BAD if wrong > MANY * count else Health.WARNING
+
+
+def check_success(episodes: Episodes, spec: WorldSpec | None) -> list[Finding]:
+    """Return whether the world, where it is known, says which episodes succeed, and how many recorded ones did."""
+    if spec is not None and not spec.reports_success:
+        text = f"'{spec.name}' never says which episodes succeed: every rate of success is 0"
+        remedy = (
+            "Say it: world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\", "
+            "world.options.success=terminated, or world.options.success_key=NAME."
+        )
+        return [Finding("success", Health.BAD, text, remedy)]
+    if episodes.success is None:
+        text = "the dataset does not say which episodes succeeded"
+        return [Finding("success", Health.UNKNOWN, text, "Success-weighted losses and world models need it.")]
+    won = float(episodes.success.float().mean())
+    text = f"{won:.0%} of {len(episodes)} recorded episodes succeeded"
+    if won == 0:
+        return [
+            Finding(
+                "success", Health.WARNING, text, "A policy imitates what it is shown: record episodes that succeed."
+            )
+        ]
+    return [Finding("success", Health.GOOD, text)]

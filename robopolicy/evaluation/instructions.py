@@ -15,7 +15,7 @@ from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.spec import TASK, PolicySpec, WorldSpec
 from robopolicy.core.world import Rows
 from robopolicy.evaluation.success import EvaluationResult, compare
-from robopolicy.evaluation.told import difference_text
+from robopolicy.evaluation.tables import difference_text
 
 WRONG, PARAPHRASE = "wrong", "paraphrase"
 CONTROLS = {"wrong_instruction": WRONG, "paraphrase": PARAPHRASE}

@@ -14,9 +14,7 @@ from robopolicy.evaluation import plots
 from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.plots import Rate
 from robopolicy.evaluation.smoothness import Smoothness
-from robopolicy.evaluation.stages import STAGES, stage_rows
-from robopolicy.evaluation.told import control_table, instruction_table
-from robopolicy.evaluation.ways import way_rows, ways_header
+from robopolicy.evaluation.tables import STAGES, control_table, instruction_table, stage_rows, way_rows, ways_header
 
 if TYPE_CHECKING:
     import jinja2

@@ -28,8 +28,7 @@ from robopolicy.evaluation.intervals import (
     mean_interval,
     wilson,
 )
-from robopolicy.evaluation.kept_waves import KeptWaves
-from robopolicy.evaluation.waves import play_wave, waves
+from robopolicy.evaluation.waves import KeptWaves, play_wave, waves
 
 
 @dataclass(frozen=True)

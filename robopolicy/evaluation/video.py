@@ -18,10 +18,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.machine import usable_threads
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.storage import storage_errors, write_atomic
-from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Controller, Renders, Step, World
 from robopolicy.evaluation.waves import play_wave, waves
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from robopolicy.core.narrowing import is_mapping
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.policy import ScoredPolicy, Scores, TensorObservation, Trainable
 from robopolicy.nn.precision import computing_again, is_lowered
 

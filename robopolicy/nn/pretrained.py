@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, ConfigError, require_extra
-from robopolicy.core.memory import free_memory, in_bytes
-from robopolicy.core.narrowing import is_mapping, is_sequence
+from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.storage import read_object
 from robopolicy.nn.language import EXTRA, PretrainedTokenizer
 from robopolicy.nn.vision_language import VisionLanguageProcessor

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning, in_one_line
-from robopolicy.core.narrowing import is_mapping, is_sequence
 from robopolicy.core.registry import asked_for
 from robopolicy.core.storage import read_object
 from robopolicy.core.tensors import load_tensors

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from robopolicy.core.allowance import Allowance
-from robopolicy.core.checkpoints import WEIGHTS, require_dtypes
+from robopolicy.core.checkpoints import WEIGHTS, Allowance, require_dtypes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
-from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.storage import read_object
 from robopolicy.core.tensors import load_tensors, tensor_dtypes, tensor_elements
 from robopolicy.nn.pretrained import offline, quiet

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.arrays import Array
+from robopolicy.core.arrays import Array, is_mapping
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.images import FrameStore, Keeping, store_for
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.origin import about
 from robopolicy.core.player import Player, PolicyActor
 from robopolicy.core.policy import Policy, Resumes

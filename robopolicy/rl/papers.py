@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from robopolicy.core.narrowing import is_sequence
-from robopolicy.core.resources import resource
+from robopolicy.core.arrays import is_sequence
+from robopolicy.core.storage import resource
 
 FILE = Path(__file__).with_name("papers.json")
 

@@ -13,10 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from robopolicy.core.arrays import integers
+from robopolicy.core.arrays import integers, is_mapping
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.extras import Extras
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.policy import is_condition
 from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.core.arrays import Array, integers
+from robopolicy.core.arrays import Array, integers, is_sequence
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.narrowing import is_sequence
 from robopolicy.core.registry import load_dotted
 from robopolicy.core.rollouts import Rollouts, tensor_of
 from robopolicy.core.segments import Segments

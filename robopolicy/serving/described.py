@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.core.holding import Kind, kind_of, kinds_of
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
 from robopolicy.core.turns import Turns, turns_of
 from robopolicy.serving.inputs import accepted_names

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ServingError, SpecError, did_you_mean
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields

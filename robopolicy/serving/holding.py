@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.holding import Kind, is_gripper, kind_of, kinds_of, standstill
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.spec import HOLD
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.described import DescribedPolicy

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.policy import LearnsFromCondition, Trainable
 from robopolicy.core.progress import progress
 from robopolicy.nn.configuration import LearningPrecision

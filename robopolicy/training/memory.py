@@ -16,9 +16,8 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.examples import example_batch, example_observation
-from robopolicy.core.frames import PackedFrames
-from robopolicy.core.images import cameras_in
-from robopolicy.core.memory import in_bytes
+from robopolicy.core.images import PackedFrames, cameras_in
+from robopolicy.core.machine import in_bytes
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.regression import Regressor
 from robopolicy.core.world import World

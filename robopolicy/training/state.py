@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError, ConfigError
-from robopolicy.core.narrowing import is_mapping
 from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
 from robopolicy.core.tensors import Tree, load_tree, save_tree
 

@@ -35,13 +35,13 @@ from robopolicy.evaluation.instructions import (
     judge_controls,
     with_instruction,
 )
-from robopolicy.evaluation.kept_waves import KeptWaves
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
 from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
 from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
-from robopolicy.evaluation.told import difference_text, instruction_table
+from robopolicy.evaluation.tables import difference_text, instruction_table
 from robopolicy.evaluation.video import record_grid, write_video
+from robopolicy.evaluation.waves import KeptWaves
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in

@@ -31,7 +31,7 @@ from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.core.arrays import Array
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
-from robopolicy.core.memory import free_memory, in_bytes
+from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.core.policy import Policy, TakesAdapters, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds

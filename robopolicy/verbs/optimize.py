@@ -30,7 +30,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
-from robopolicy.evaluation.ways import way_rows, ways_header
+from robopolicy.evaluation.tables import way_rows, ways_header
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import Calibration, calibrate
 from robopolicy.inference.comparison import EXACT, Timing, action_error, decided, timed

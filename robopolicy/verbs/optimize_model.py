@@ -21,7 +21,7 @@ from robopolicy.core.randomness import derive
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.ways import way_rows, ways_header
+from robopolicy.evaluation.tables import way_rows, ways_header
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.calibration import calibrate_model
 from robopolicy.inference.comparison import Timing

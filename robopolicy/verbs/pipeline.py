@@ -21,7 +21,7 @@ from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object, write_json
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.stages import STAGES, stage_rows, stage_summary
+from robopolicy.evaluation.tables import STAGES, stage_rows, stage_summary
 from robopolicy.runs import finish, finished, open_run, output, print_table, run_path
 from robopolicy.verbs.verb import VERBS, Verb
 

@@ -25,7 +25,7 @@ from robopolicy.core.episodes import Episodes, chosen_episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
-from robopolicy.core.memory import free_memory
+from robopolicy.core.machine import free_memory
 from robopolicy.core.origin import remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import PlansInternally, Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators, derive

@@ -13,6 +13,7 @@ from robopolicy.core.action_bounds import executed
 from robopolicy.core.episode_rows import EpisodeRows, require_sizes
 from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, RobopolicyWarning, did_you_mean
 from robopolicy.core.history import places, select
+from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator
 from robopolicy.core.spec import (
     IMAGE_PREFIX,
@@ -25,7 +26,6 @@ from robopolicy.core.spec import (
     least_return,
     validate_actions,
 )
-from robopolicy.core.threads import usable_threads
 from robopolicy.core.world import Rows, Snapshot, Step
 from sims.suites.environment import (
     Description,

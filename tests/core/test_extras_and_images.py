@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from robopolicy.core.extras import Extras
-from robopolicy.core.frames import PackedFrames, frames_of, frames_tree, joined_frames
-from robopolicy.core.images import FrameStore, Images
+from robopolicy.core.images import FrameStore, Images, PackedFrames, frames_of, frames_tree, joined_frames
 from robopolicy.core.rollouts import Rollouts, concatenate, visible
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, TASK
 from robopolicy.core.tensors import load_tree, save_tree

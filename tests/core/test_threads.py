@@ -8,8 +8,8 @@ import pytest
 import sims.engine
 from robopolicy.build import choose_device
 from robopolicy.configuration.sections.run import RunSection
-from robopolicy.core import threads
-from robopolicy.core.threads import usable_threads
+from robopolicy.core import machine
+from robopolicy.core.machine import usable_threads
 from robopolicy.evaluation import video
 from robopolicy.evaluation.video import Clip, mp4_bytes
 from sims.registry import make_world
@@ -18,7 +18,7 @@ from sims.registry import make_world
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the tests a machine of 8 cores, and the process its bounds back afterwards."""
-    monkeypatch.setattr(threads, "_bound", None)
+    monkeypatch.setattr(machine, "_bound", None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     for name in ("OMP_NUM_THREADS", "LP_NUM_THREADS"):
         monkeypatch.setenv(name, "")

@@ -15,8 +15,8 @@ from robopolicy.configuration.sections.act import InferenceSection, OptimizeSect
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, remember_origin
 from robopolicy.data.record import record
-from robopolicy.doctor.engine import check_plan
 from robopolicy.doctor.findings import Health
+from robopolicy.doctor.policy import check_plan
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.chunking import Delay, with_chunking
 from robopolicy.inference.comparison import Timing, timed

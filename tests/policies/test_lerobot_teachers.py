@@ -14,7 +14,7 @@ from robopolicy.build import load_trainable
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.memory import in_bytes
+from robopolicy.core.machine import in_bytes
 from robopolicy.core.policy import ScoredPolicy
 from robopolicy.core.structured import narrowed
 from robopolicy.policies.configuration import DenoisingPolicyConfig

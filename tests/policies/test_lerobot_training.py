@@ -21,7 +21,7 @@ from robopolicy.build import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.examples import example_batch, example_observation
-from robopolicy.core.memory import in_bytes
+from robopolicy.core.machine import in_bytes
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec, require_fit

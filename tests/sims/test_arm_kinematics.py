@@ -6,7 +6,7 @@ import mujoco
 import numpy as np
 import pytest
 
-from robopolicy.core.resources import resource
+from robopolicy.core.storage import resource
 from sims import arm, grasping
 
 CORNERS = np.array(list(itertools.product(*zip(arm.TIP_LOW, arm.TIP_HIGH, strict=True))))

@@ -8,8 +8,8 @@ import pytest
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.randomness import uniforms
-from robopolicy.core.resources import resource
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.core.storage import resource
 from sims.engine import MujocoWorld, load_model
 from sims.registry import load_task, make_world
 

@@ -8,7 +8,7 @@ import torch
 from seeing_toys import CAMERA, SIZE, SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import DataError
-from robopolicy.core.frames import PackedFrames
+from robopolicy.core.images import PackedFrames
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.data.record import record

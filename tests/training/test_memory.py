@@ -9,7 +9,7 @@ from bandit_toys import BanditWorld
 from seeing_toys import SeeingWorld, denoising_policy
 
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
-from robopolicy.core.memory import free_memory
+from robopolicy.core.machine import free_memory
 from robopolicy.nn.optimisers import optimiser_bytes
 from robopolicy.nn.precision import learning_in
 from robopolicy.rl.registry import Need

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.arrays import integers
-from robopolicy.core.narrowing import is_mapping
+from robopolicy.core.arrays import integers, is_mapping
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import TASK
 from robopolicy.nn.members import follow
