@@ -19,6 +19,7 @@ from robopolicy.core.errors import (
     did_you_mean,
     require_extra,
 )
+from robopolicy.core.machine import graphics_trouble
 from robopolicy.core.origin import WorldOrigin, check_saved_options, texts
 from robopolicy.core.registry import asked_for, fixed_arguments, is_dotted, load_dotted, note
 from robopolicy.core.spec import DRAWN, WorldSpec, require_cameras_named
@@ -50,7 +51,13 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     latency_steps, of any of them: see `core.delayed.with_latency`. Raises ConfigError, and SpecError where pictures are
     not named as cameras.
     """
-    world = with_latency_of(options, _made(name, batch_size, without_latency(options)))
+    try:
+        made = _made(name, batch_size, without_latency(options))
+    except Exception as error:
+        if text := graphics_trouble(error):
+            raise ConfigError(text) from error
+        raise
+    world = with_latency_of(options, made)
     try:
         require_cameras_named(world.spec.observation, f"The world '{name}'")
     except SpecError:

@@ -7,6 +7,7 @@ both are chosen before, so that nothing here imports either at its top.
 import ctypes
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,22 @@ def choose_graphics() -> None:
             continue
         os.environ["MUJOCO_GL"] = name
         return
+
+
+def graphics_trouble(error: Exception) -> str:
+    """Return what to do about an error that came of importing MuJoCo with its graphics, "" where another one did.
+
+    MuJoCo loads the library that MUJOCO_GL names as it is imported, and fails in many ways where there is none.
+    """
+    places = {frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)}
+    loading = any(("/mujoco/" in place and "gl_context" in place) or "/OpenGL/" in place for place in places)
+    if not loading and "module 'mujoco' has no attribute" not in str(error):
+        return ""
+    chosen = os.environ.get("MUJOCO_GL", "")
+    return (
+        f"MuJoCo cannot load its graphics (MUJOCO_GL={chosen}: {error}). Set MUJOCO_GL=egl or osmesa to one that is "
+        "installed (Debian and Ubuntu: apt-get install libegl1 libgl1, or libosmesa6), or leave it unset."
+    )
 
 
 def choose_waiting() -> None:

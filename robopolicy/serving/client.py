@@ -14,8 +14,9 @@ from websockets.exceptions import ConnectionClosed, InvalidProxyStatus, InvalidS
 from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
-from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError
+from robopolicy.core.errors import RobopolicyWarning, ServingError, SpecError
 from robopolicy.serving.addresses import Proxy, proxy_for, trusting, unreachable, whole_address
+from robopolicy.serving.configuration import require_key
 from robopolicy.serving.described import camera_shapes
 from robopolicy.serving.pictures import smaller
 from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
@@ -73,8 +74,7 @@ class PolicyClient:
     ):
         self.address = whole_address(host, port, encrypted=certificate is not None)
         self.timeout, self.patience, self.session = timeout, patience, session
-        if api_key and not api_key.isprintable():
-            raise ConfigError(f"The API key holds a line break or the like, which no header can carry ({KEYS}).")
+        require_key(api_key or "")
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
         self._tls = trusting(certificate) if self.address.startswith("wss://") else None
         self._connection: ClientConnection | None = None

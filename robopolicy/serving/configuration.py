@@ -10,6 +10,24 @@ from robopolicy.core.holding import POSITIONS
 from robopolicy.core.ranges import Count, Natural, NonNegative, Positive
 from robopolicy.core.structured import REGISTRY
 
+LONGEST_KEY = 4096
+"""Characters of an API key: a header of twice as many is refused by servers."""
+
+
+def require_key(key: str) -> None:
+    """Raise ConfigError, without saying it, where an API key cannot be sent in a header, "" excepted."""
+    if not key.isprintable():
+        wrong = "holds a line break or the like"
+    elif key != key.strip():
+        wrong = "begins or ends with a space"
+    elif any(ord(each) > 255 for each in key):
+        wrong = "holds characters beyond Latin's"
+    elif len(key) > LONGEST_KEY:
+        wrong = f"has {len(key)} characters, more than {LONGEST_KEY}"
+    else:
+        return
+    raise ConfigError(f"The API key {wrong}: no header could carry it. Make one with: openssl rand -hex 16")
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -63,8 +81,7 @@ class ServerConfig:
                 f"certificate_key is {self.certificate_key}, and without its certificate nothing is encrypted: set "
                 "serve.certificate=FILE too."
             )
-        if not self.api_key.isprintable():
-            raise ConfigError("api_key holds a line break or the like: no client could send it in a header.")
+        require_key(self.api_key)
 
 
 @dataclass(frozen=True)

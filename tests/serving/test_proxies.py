@@ -14,6 +14,7 @@ from websockets.sync.server import serve
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, ServingError
 from robopolicy.serving.addresses import is_this_machine, proxy_for
 from robopolicy.serving.client import PolicyClient
+from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.protocol import REQUEST, fingerprint, sealed
 
 FAR = "192.0.2.1"
@@ -201,6 +202,18 @@ def test_addresses_of_nobody_end_in_a_sentence(options):
         PolicyClient(**{"host": "127.0.0.1", "patience": 0.1, "timeout": 2.0, **options})
 
 
-def test_a_key_that_no_header_can_carry_is_refused(port):
-    with pytest.raises(ConfigError, match="API key holds a line break"):
-        PolicyClient(port=port, api_key="key\r\nX: y")
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("key\r\nX: y", "holds a line break"),
+        ("key ", "begins or ends with a space"),
+        (" ", "begins or ends with a space"),
+        ("鍵" * 8, "beyond Latin"),
+        ("x" * 9000, "has 9000 characters"),
+    ],
+)
+def test_a_key_that_no_header_can_carry_is_refused_on_both_sides(port, key, text):
+    """A header's ends are stripped: the right key with a space at its end would count as a wrong one for ever."""
+    for made in (lambda: PolicyClient(port=port, api_key=key), lambda: ServerConfig(api_key=key)):
+        with pytest.raises(ConfigError, match=f"API key .*{text}"):
+            made()

@@ -1,5 +1,6 @@
 """Images: sharp, shadow-free, showing the goal; asked for by row, camera and size."""
 
+import os
 import subprocess
 import sys
 
@@ -56,3 +57,21 @@ def test_a_program_that_forgets_to_close_its_world_ends_without_noise():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "(1, 24, 24, 3)"
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(("chosen", "said"), [("bogus", "invalid value"), ("osmesa", "NoneType")])
+def test_graphics_that_there_are_not_end_in_a_sentence(chosen, said):
+    """MuJoCo fails as it is imported, in a way of its own for every library."""
+    code = f"""if True:
+        import os
+        from ctypes.util import find_library
+        from robopolicy.core.errors import ConfigError
+        from sims.registry import make_world
+        if find_library("OSMesa"):
+            raise SystemExit("MUJOCO_GL={chosen}: {said}")
+        make_world("push_cube", 1)
+        """
+    environment = {**os.environ, "MUJOCO_GL": chosen}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert f"MUJOCO_GL={chosen}: " in last and said in last
