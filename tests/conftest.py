@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny_runs import made_once, root  # noqa: F401  fixtures
 
 SET_NUM_THREADS = torch.set_num_threads
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_runs import TINY
 
 from robopolicy.cli import main
 from robopolicy.core import storage
@@ -20,25 +21,7 @@ from robopolicy.data.lerobot_reading import read_dataset
 from sims.engine import MujocoWorld
 from sims.registry import make_world
 
-SMALL = [
-    "world=reach_planar",
-    "policy.width=16",
-    "policy.depth=1",
-    "policy.sampling_steps=2",
-    "collect.episodes=6",
-    "train.fit.steps=10",
-    "train.evaluate_episodes=0",
-    "evaluate.episodes=4",
-    "evaluate.videos=0",
-]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    for verb in ("collect", "train"):
-        assert main([verb, *SMALL, f"run.root={root}"]) == 0
-    return root
+SMALL = [*TINY, "evaluate.episodes=4", "evaluate.videos=0"]
 
 
 @pytest.fixture
@@ -117,9 +100,7 @@ def test_a_policy_of_another_world(root, checkpoint, capsys):
 def test_a_setting_that_a_verb_does_not_read_is_said(root, tmp_path, capsys):
     absent = tmp_path / "absent"
     said = complaint(capsys, "finetune", str(absent), "recipe=push_cube", "policy.width=33", f"run.root={root}")
-    known = (
-        "train.evaluate_episodes, evaluate.episodes, evaluate.videos, policy.width: it reads run, world, plan, finetune"
-    )
+    known = "evaluate.episodes, evaluate.videos, policy.width: it reads run, world, plan, finetune"
     assert "'finetune' does not read policy.width, policy.depth" in said and known in said
     said = complaint(capsys, "train", "world=push_t", "collect.quality=medium", f"run.root={root}")
     assert "quality" not in said and "push_t-medium" in said  # it says where the data lies
@@ -135,9 +116,6 @@ def test_a_path_of_any_characters_is_a_target(root, checkpoint, tmp_path):
 
 def test_a_policy_that_does_not_fit_is_named_before_others_are_ranked(root, checkpoint, capsys, monkeypatch):
     spec = make_world("reach_planar", 1).spec
-    small = ["worldmodel.transitions=100", "worldmodel.config.members=2", "worldmodel.config.width=8"]
-    small += ["worldmodel.fit.steps=2", "worldmodel.include_base=false", "worldmodel.validation_steps=2"]
-    assert main(["worldmodel", *SMALL, *small, f"run.root={root}"]) == 0
     other = root / "other"
     shutil.copytree(checkpoint, other, dirs_exist_ok=True)
     description = json.loads((other / "config.json").read_text())
@@ -180,7 +158,8 @@ def test_actions_of_another_shape(root, tmp_path, capsys):
     wider = torch.cat([episodes.actions, episodes.actions[:, :1]], 1)
     changed: Episodes = replace(episodes, actions=wider, action_field=Field((3,)))
     write_dataset(changed, tmp_path / "wide")
-    assert main(["train", *SMALL, f"train.data={tmp_path / 'wide'}", f"run.root={tmp_path}"]) == 0
+    unjudged = "train.evaluate_episodes=0", f"train.data={tmp_path / 'wide'}", f"run.root={tmp_path}"
+    assert main(["train", *SMALL, *unjudged]) == 0
     said = complaint(capsys, "evaluate", tmp_path / "train/reach_planar/0/checkpoint", f"run.root={tmp_path}")
     assert "actions are [3]" in said
     assert "'reach_planar' are [2]" in said

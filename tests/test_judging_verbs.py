@@ -4,32 +4,14 @@ import json
 import shutil
 
 import pytest
+from tiny_runs import TINY
 
 from robopolicy.cli import main
 from robopolicy.evaluation import success
 
 pytestmark = pytest.mark.long
 
-SMALL = [
-    "world=reach_planar",
-    "run.threads=1",
-    "policy.width=16",
-    "policy.depth=1",
-    "policy.sampling_steps=2",
-    "train.fit.steps=20",
-    "train.evaluate_episodes=8",
-    "collect.episodes=24",
-    "collect.anchor_episodes=32",
-    "evaluate.episodes=8",
-    "evaluate.videos=0",
-]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    assert run(root, "collect") == 0 and run(root, "train") == 0
-    return root
+SMALL = [*TINY, "collect.anchor_episodes=32", "evaluate.episodes=8", "evaluate.videos=0"]
 
 
 def run(root, verb, *settings):

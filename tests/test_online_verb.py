@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_runs import TINY
 
 from robopolicy.cli import main
 from robopolicy.core.run import RunFolder
@@ -10,14 +11,7 @@ from robopolicy.policies import load_policy
 from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy
 
 SMALL = (
-    "world=reach_planar",
-    "run.threads=1",
-    "policy.width=16",
-    "policy.depth=1",
-    "policy.sampling_steps=2",
-    "collect.episodes=12",
-    "train.fit.steps=10",
-    "train.evaluate_episodes=0",
+    *TINY,
     "evaluate.episodes=4",
     "evaluate.videos=0",
     "online.steps=400",
@@ -31,14 +25,6 @@ SMALL = (
 NARROW = ("online.agent.width=8", "online.agent.depth=1")
 RLPD = (*NARROW, "online.agent.critics=3")
 CAL_QL = (*NARROW, "online.agent=cal_ql", "online.agent.samples=2")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    for verb in ("collect", "train"):
-        assert run(folder, verb) == 0
-    return folder
 
 
 def run(root, verb, *arguments):

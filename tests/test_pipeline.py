@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runs import TINY
 
 from robopolicy.benchmarks import rl100
 from robopolicy.build import load_policy as load_whole
@@ -20,25 +21,14 @@ from worldmodels.protocol import encoder_weights
 pytestmark = pytest.mark.long
 
 SMALL = [
-    "policy.width=32",
-    "policy.depth=1",
-    "policy.sampling_steps=3",
-    "collect.episodes=24",
-    "train.fit.steps=30",
-    "train.evaluate_episodes=8",
+    *TINY[1:],
     "finetune.num_envs=8",
     "finetune.rollout_length=4",
     "finetune.evaluate_episodes=8",
     "finetune.critic_width=16",
-    "worldmodel.transitions=600",
-    "worldmodel.config.members=2",
-    "worldmodel.config.width=32",
-    "worldmodel.fit.steps=40",
-    "worldmodel.validation_episodes=4",
     "distill.fit.steps=20",
     "distill.episodes=8",
     "distill.evaluate_episodes=8",
-    "run.threads=1",
 ]
 WORLD = ["world=reach_planar", *SMALL]
 QUOTED = ",".join(f"'{each}'" for each in SMALL)
@@ -53,14 +43,6 @@ pipeline:
       - distill.policy={imitation}/checkpoint
       - distill.data=[{demonstrations}/dataset]
 """
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    for verb in ("collect", "train", "worldmodel"):
-        assert main([verb, *WORLD, f"run.root={folder}"]) == 0
-    return folder
 
 
 def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys):

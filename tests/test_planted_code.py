@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import TINY
 
 from robopolicy.cli import main
 from robopolicy.core import registry
@@ -24,19 +25,15 @@ from worldmodels.ensemble import EnsembleModel
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel
 
-SMALL = [
-    "world=reach_planar", "policy.width=16", "policy.depth=1", "policy.sampling_steps=2", "collect.episodes=6",
-    "train.fit.steps=10", "train.evaluate_episodes=0", "evaluate.episodes=4", "evaluate.videos=0", "rank.episodes=4",
-]  # fmt: skip
+SMALL = [*TINY, "evaluate.episodes=4", "evaluate.videos=0", "rank.episodes=4"]
 PLACE = "runs.worldmodel.reach_planar.s0.checkpoint.payload"
 PAYLOAD = "import pathlib\npathlib.Path('ran').touch()\nEvil = dict\n"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
+def root(made_once, tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("planted")
-    for verb in ("collect", "train"):
-        assert main([verb, *SMALL, f"run.root={root}/trusted"]) == 0
+    shutil.copytree(made_once, root / "trusted")
     shutil.copytree(root / "trusted/train/reach_planar/0/checkpoint", root / "policy")
     episodes = read_dataset(root / "trusted/collect/reach_planar/0/dataset")
     world = make_world("reach_planar", 1)

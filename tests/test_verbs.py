@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
+from tiny_runs import TINY
 
 from robopolicy.cli import INTERRUPTED, main, overrides, print_help
 from robopolicy.configuration import Config, compose, described, groups
@@ -21,13 +22,7 @@ from robopolicy.verbs.verb import VERBS, declaration
 from worldmodels.registry import WORLD_MODELS
 
 SMALL = [
-    "world=reach_planar",
-    "policy.width=32",
-    "policy.depth=1",
-    "policy.sampling_steps=2",
-    "collect.episodes=24",
-    "train.fit.steps=30",
-    "train.evaluate_episodes=8",
+    *TINY,
     "finetune.iterations=2",
     "finetune.num_envs=8",
     "finetune.rollout_length=4",
@@ -35,21 +30,12 @@ SMALL = [
     "finetune.evaluate_episodes=8",
     "finetune.critic_width=16",
     "finetune.videos=1",
-    "worldmodel.transitions=600",
-    "worldmodel.config.members=2",
-    "worldmodel.config.width=32",
-    "worldmodel.fit.steps=40",
     "rank.episodes=8",
     "rank.noise=[none,medium,random]",
     "evaluate.episodes=8",
     "evaluate.videos=1",
     "doctor.episodes=8",
 ]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.mktemp("runs")
 
 
 def run(root, *arguments):
@@ -117,7 +103,7 @@ def test_the_whole_path(root, capsys):
     assert run(root, "imagine", *synthetic, "imagine.imitate_learning_rate=1e-3") == 2
     for page in root.glob("*/*/*/report.html"):
         text = page.read_text()
-        assert "<svg" in text
+        assert "<svg" in text, page
         assert 'src="http' not in text
         assert 'href="http' not in text
     capsys.readouterr()

@@ -1,9 +1,11 @@
 """`robopolicy doctor` on the command line: names the break, says what to do, and its exit status tells a script."""
 
 import json
+import shutil
 
 import broken_data
 import pytest
+from tiny_runs import TINY
 
 from robopolicy.cli import main
 from robopolicy.core.spec import STATE
@@ -12,13 +14,14 @@ from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.pretrain import pretrain
 
-SMALL = ["world=reach_planar", "collect.episodes=12", "doctor.episodes=12"]
+SMALL = [*TINY, "doctor.episodes=12"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
+def root(made_once, tmp_path_factory):
+    """A folder with a recording, and without a policy that would be examined too."""
     root = tmp_path_factory.mktemp("runs")
-    assert main(["collect", *SMALL, f"run.root={root}"]) == 0
+    shutil.copytree(made_once / "collect", root / "collect")
     return root
 
 

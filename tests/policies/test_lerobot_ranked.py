@@ -3,37 +3,13 @@
 import json
 from pathlib import Path
 
-import pytest
 from test_lerobot_policies import FRONT, act_config, diffusion_config, save
+from tiny_runs import TINY
 
 from robopolicy.cli import main
 
-SMALL = [
-    "world=reach_planar",
-    "collect.episodes=24",
-    "worldmodel.transitions=600",
-    "worldmodel.config.members=2",
-    "worldmodel.config.width=32",
-    "worldmodel.fit.steps=40",
-    "worldmodel.validation_episodes=8",
-    "worldmodel.validation_steps=50",
-    "train.fit.steps=30",
-    "train.evaluate_episodes=0",
-    "policy.width=32",
-    "policy.depth=1",
-    "policy.sampling_steps=2",
-    "rank.episodes=4",
-    "rank.noise=[none]",
-]
+SMALL = [*TINY, "rank.episodes=4", "rank.noise=[none]"]
 SIZES = {"state": 6, "environment": 6}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("runs")
-    for verb in ("collect", "train", "worldmodel"):
-        assert main([verb, *SMALL, f"run.root={root}"]) == 0
-    return root
 
 
 def ranked(root: Path, name: str, *policies: Path) -> int:
