@@ -10,7 +10,7 @@ from robopolicy.benchmarks import coplanner, joint, styles, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.data.transitions import recorded_transitions
+from worldmodels.data.statistics import recorded_transitions
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.video.configuration import VideoConfig

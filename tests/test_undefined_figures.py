@@ -19,7 +19,7 @@ from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.ranking import rank
 from robopolicy.evaluation.report import Report, _add_validation
 from robopolicy.evaluation.success import EvaluationResult
-from robopolicy.rl.diagnostics import explained_variance
+from robopolicy.rl.objective import explained_variance
 from robopolicy.verbs import worldmodel
 
 NO, YES = torch.zeros(6, dtype=torch.bool), torch.ones(6, dtype=torch.bool)

@@ -24,7 +24,7 @@ class EnsembleConfig:
     """Their hidden layers."""
     head_width: Count = 192
     """Width of the heads of reward and success."""
-    success_head: str = field(default="logistic", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    success_head: str = field(default="logistic", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
     """What reads success, or module:Name."""
     batch_size: Count = 256
     """Transitions a training step, for every member."""

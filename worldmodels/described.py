@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import to_plain
 from worldmodels.data.structure import StateStructure, structure_in
-from worldmodels.heads.registry import saved_configuration
+from worldmodels.registry import saved_configuration
 
 
 class Described[Configuration](nn.Module):

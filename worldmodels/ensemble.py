@@ -23,11 +23,10 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.data.statistics import Standardised, means_and_deviations, require_fields
+from worldmodels.data.statistics import Standardised, means_and_deviations, recorded_transitions, require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
-from worldmodels.data.transitions import recorded_transitions
 from worldmodels.described import Described
-from worldmodels.heads.calibration import quantiles_of
+from worldmodels.heads.outputs import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
 

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.candidates import best_of, repeated
+from robopolicy.core.candidates import AGGREGATED, best_of, repeated
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation, to_tensors
 from robopolicy.core.randomness import integers
 from robopolicy.core.spec import TASK, PolicySpec, require_alike
 from robopolicy.core.world import Rows
-from robopolicy.nn.aggregates import AGGREGATED
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import Context, WorldModel, fields_read

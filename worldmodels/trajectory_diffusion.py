@@ -28,9 +28,8 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.data.statistics import require_fields
+from worldmodels.data.statistics import recorded_transitions, require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
-from worldmodels.data.transitions import recorded_transitions
 from worldmodels.described import Described
 from worldmodels.heads.state import StepHeads
 

@@ -31,7 +31,7 @@ from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig
-from worldmodels.data.transitions import recorded_transitions
+from worldmodels.data.statistics import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy

@@ -27,14 +27,14 @@ from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.configuration import Td3BcConfig
 from robopolicy.rl.offline.interface import Interface
-from robopolicy.rl.offline.td3_bc import Td3Bc
+from robopolicy.rl.offline.td3 import Td3Bc
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.imagined_values import AgentController
 from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, TrajectoryConfig
-from worldmodels.data.transitions import recorded_transitions
+from worldmodels.data.statistics import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryDiffusion
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.nn.branches import Blocks, fresh
-from robopolicy.nn.time_embedding import TimeEmbedding
 
 
 class ResidualMLP(nn.Module):

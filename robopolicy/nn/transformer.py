@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.nn.branches import Blocks, fresh
-from robopolicy.nn.time_embedding import TimeEmbedding
 
 _PARTS = 6
 """Modulations per block: shift, scale and gate of attention, and of the feed-forward layer."""

@@ -6,8 +6,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.nn.branches import Blocks, fresh
-from robopolicy.nn.time_embedding import TimeEmbedding
 
 
 class UNetDenoiser(nn.Module):

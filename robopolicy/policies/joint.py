@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.candidates import AGGREGATED
 from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, DataError
@@ -32,8 +33,7 @@ from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
 from robopolicy.nn import edm
-from robopolicy.nn.aggregates import AGGREGATED
-from robopolicy.nn.time_embedding import TimeEmbedding
+from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.policies.joint_configuration import JointConfig
 
 SAVED_KIND = "joint"

@@ -18,10 +18,10 @@ from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.policy import CONDITION, TensorObservation, is_condition
 from robopolicy.core.registry import Registry
 from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.nn.blocks import NoiseHead
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
-from robopolicy.nn.noise import NoiseHead
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.precision import is_lowered, multiplied
 from robopolicy.nn.prefix import PrefixDenoiser

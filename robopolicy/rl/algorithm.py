@@ -12,8 +12,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.rl.advantages import tree
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Coefficients, Context, Scored, SideModel
-from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import PRESETS, RatioLevel
 from robopolicy.rl.registry import Mechanism, Need, Slot, choose, find, require
 from robopolicy.rl.replay import Replay
 from robopolicy.rl.starts.allocation import Allocator

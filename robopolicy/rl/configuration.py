@@ -5,8 +5,7 @@ from typing import Any
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.registry import is_dotted
-from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import PRESETS, RatioLevel
 from robopolicy.rl.registry import Slot, declared_at, mechanisms, written
 
 

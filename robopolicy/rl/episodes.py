@@ -30,8 +30,7 @@ from robopolicy.core.spec import require_fit
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import column, store_images, stored_images
-from robopolicy.rl.growing import moved, shared_in_groups, surprise
-from robopolicy.rl.requests import Branching, Request
+from robopolicy.rl.requests import Branching, Request, moved, shared_in_groups, surprise
 
 
 @dataclass

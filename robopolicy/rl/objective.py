@@ -1,9 +1,61 @@
-"""The one form of policy loss, and the critic's regression."""
+"""What an update computes: log-probability ratios, the one form of policy loss, the critic's loss, and diagnostics.
+
+All are tensors until they are logged; diagnostics tell a healthy update from a sick one.
+"""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.rl.presets import RatioLevel
+
+
+class LogRatios(NamedTuple):
+    """log_ratio [..., T, K], clamped to +-limit; clamped [..., T, K] bool, where that happened (no gradient there)."""
+
+    log_ratio: Tensor
+    clamped: Tensor
+
+
+def log_ratios(
+    logp: Tensor,
+    logp_old: Tensor,
+    mask: Tensor,
+    limit: float,
+    level: RatioLevel = RatioLevel.STEP,
+    steps_per_action: int = 0,
+) -> LogRatios:
+    """Return log(pi / pi_old) without gradient, [..., T, K] (or [N, K]); 0 where mask is False.
+
+    Above the step level the steps of an action, decision or episode (the last two axes) share the sum or the mean over
+    their scored steps. A clamped entry keeps its sign and size `limit`, so exp never overflows.
+    """
+    # Differences in log space, and the clamp before exp: a ratio of probabilities of hundreds of steps overflows fp32.
+    difference = torch.where(mask, logp.detach() - logp_old, 0.0)
+    if level is not RatioLevel.STEP:
+        difference = torch.where(mask, _shared(difference, mask, level, steps_per_action), 0.0)
+    return LogRatios(difference.clamp(-limit, limit), difference.abs() > limit)
+
+
+def _shared(values: Tensor, mask: Tensor, level: RatioLevel, steps_per_action: int) -> Tensor:
+    shape = values.shape
+    axes: tuple[int, ...] = (-1,)
+    if level in (RatioLevel.ACTION_SUM, RatioLevel.ACTION_MEAN):
+        if steps_per_action < 1 or shape[-1] % steps_per_action:
+            raise ConfigError(
+                f"{level.value} needs steps that belong to single actions; {shape[-1]} steps with {steps_per_action} "
+                "an action do not. Denoising steps belong to the whole chunk: use step or decision_mean."
+            )
+        values, mask = (torch.unflatten(item, -1, (-1, steps_per_action)) for item in (values, mask))
+    elif level.whole_episodes:
+        axes = (-2, -1)
+    total = values.sum(axes, keepdim=True)
+    if level.value.endswith("mean"):
+        total = total / mask.sum(axes, keepdim=True).clamp(min=1)
+    return total.expand_as(values).reshape(shape)
 
 
 def policy_loss(
@@ -29,3 +81,38 @@ def value_loss(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> T
     if mask is None:
         return error.mean()
     return torch.where(mask, error, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return KL(old || new) of a whole decision: the sum over steps of the mean of (r - 1) - log r, a scalar.
+
+    log_ratio, mask: [N, K]. The estimator is k3 of Schulman (joschu.net/blog/kl-approx): unbiased for log-probabilities
+    that are sums over dimensions, never negative. With log-probabilities that are means over D dimensions it is a
+    per-dimension figure that cannot be compared with a summed one.
+    """
+    terms = torch.where(mask, torch.expm1(log_ratio) - log_ratio, 0.0)
+    return (terms.sum(0) / mask.sum(0).clamp(min=1)).sum()
+
+
+def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: Tensor | float, clip_high: Tensor | float) -> Tensor:
+    """Return the share of scored steps [N, K] whose ratio is outside [1 - low, 1 + high], a scalar."""
+    ratio = log_ratio.exp()
+    outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & mask
+    return outside.sum() / mask.sum().clamp(min=1)
+
+
+def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return (sum w)^2 / (n sum w^2) in (0, 1], a scalar; w [N]: the ratio of the whole decision, exp(sum [N, K])."""
+    joint = torch.where(mask, log_ratio, 0.0).sum(-1)
+    weights = (joint - joint.max()).exp()
+    return weights.sum().square() / (weights.square().sum() * weights.numel())
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
+    """Return 1 - Var(returns - values) / Var(returns) of [N] each: 1 is a perfect critic, 0 like a constant.
+
+    NaN where all returns are the same: there is nothing to explain.
+    """
+    variance = returns.var(unbiased=False)
+    explained = 1 - (returns - values).var(unbiased=False) / variance.clamp(min=1e-12)
+    return torch.where(variance > 1e-12, explained, torch.nan)

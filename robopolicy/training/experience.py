@@ -31,7 +31,7 @@ from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
 from robopolicy.rl.advantages.learned import finished_returns
 from robopolicy.rl.context import for_another_policy
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.diagnostics import effective_sample_size
+from robopolicy.rl.objective import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
 
 READ_AT_ONCE, SCORED_AT_ONCE, VALUED_AT_ONCE = 256, 4096, 8192

@@ -23,7 +23,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import Observation
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Rows, World
-from robopolicy.rl.offline.batches import edge_of_reach, value_bound
+from robopolicy.rl.offline.decisions import edge_of_reach, value_bound
 from robopolicy.rl.offline.interface import Interface
 
 

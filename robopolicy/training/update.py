@@ -30,13 +30,19 @@ from robopolicy.nn.optimisers import (
 from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_in
 from robopolicy.nn.sharing import learned, load_learned
-from robopolicy.rl import diagnostics
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients.ppo import clip_schedule
 from robopolicy.rl.context import AuxiliaryInputs, Context, Scored, SideModel, score_extra
 from robopolicy.rl.critic import Critic
-from robopolicy.rl.objective import policy_loss, value_loss
-from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.objective import (
+    approximate_kl,
+    clip_fraction,
+    effective_sample_size,
+    explained_variance,
+    log_ratios,
+    policy_loss,
+    value_loss,
+)
 from robopolicy.rl.registry import Need
 from robopolicy.training.average import PolicyAverage
 from robopolicy.training.configuration import FinetuneConfig
@@ -151,7 +157,7 @@ class Learner:
         means = {name: float(torch.stack([row[name] for row in rows if name in row]).mean()) for name in names}
         if self.critic is not None:
             extras, alive = rollouts.extras, rollouts.alive
-            explained = diagnostics.explained_variance(extras["value"][alive], extras["value_target"][alive])
+            explained = explained_variance(extras["value"][alive], extras["value_target"][alive])
             if not bool(explained.isnan()):
                 means["explained_variance"] = float(explained)
         self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
@@ -314,9 +320,9 @@ class Learner:
         each = scored.step_log_ratio.flatten(0, 1) if self.algorithm.ratio_level.shares_sums else flat
         low, high = scored.clip_low.flatten(0, 1), scored.clip_high.flatten(0, 1)
         return {
-            "kl": whole * diagnostics.approximate_kl(each, mask),
-            "clip_fraction": diagnostics.clip_fraction(flat, mask, low, high),
-            "effective_sample_size": diagnostics.effective_sample_size(each, mask),
+            "kl": whole * approximate_kl(each, mask),
+            "clip_fraction": clip_fraction(flat, mask, low, high),
+            "effective_sample_size": effective_sample_size(each, mask),
             "clamped": scored.clamped.float().sum(),
         }
 

@@ -35,9 +35,8 @@ from robopolicy.evaluation.judges import (
     highest_credible,
 )
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.rl.offline.batches import value_bound
 from robopolicy.rl.offline.configuration import IqlConfig
-from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.runs import default_path, finish, open_fresh_run, output

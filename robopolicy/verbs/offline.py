@@ -35,8 +35,8 @@ from robopolicy.evaluation.gate import Gate, Judge
 from robopolicy.evaluation.judges import FittedJudge
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import known_anchors
+from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
-from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.offline.configuration import IMPROVERS

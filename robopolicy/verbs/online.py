@@ -34,9 +34,9 @@ from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.origins import origin_of_section
+from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
-from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.runs import default_path, finish, finished, open_run, output, run_path
 from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.seen import critic_interface, interface_of

@@ -24,8 +24,7 @@ from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES
 from robopolicy.policies.token.configuration import TokenDecoding
-from robopolicy.rl.offline.configuration import RlpdConfig
-from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
 from robopolicy.training.offline.seen import interface_of
 from robopolicy.training.online.policies import AgentPolicy, BestOfPolicy, steered
 from sims.engine import MujocoWorld

@@ -17,11 +17,10 @@ from robopolicy.evaluation.deployment import MixedPolicy
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.policies.loading import load_policy
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.offline.batches import value_bound
-from robopolicy.rl.offline.decisions import actions_at, recorded_decisions
+from robopolicy.rl.offline.configuration import AGENTS
+from robopolicy.rl.offline.decisions import actions_at, recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
-from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.rl.presets import PRESETS
 from robopolicy.training.configuration import DistillConfig, FinetuneConfig, FitConfig
 from robopolicy.training.distill import distill

@@ -22,8 +22,7 @@ from robopolicy.evaluation.judges import (
     episode_starts,
     highest_credible,
 )
-from robopolicy.rl.offline.batches import value_bound
-from robopolicy.rl.offline.decisions import recorded_decisions
+from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
 from robopolicy.rl.offline.interface import Interface
 

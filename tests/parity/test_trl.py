@@ -11,9 +11,8 @@ from torch import Tensor
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.configuration import AlgorithmConfig
-from robopolicy.rl.objective import policy_loss
-from robopolicy.rl.ratio_level import RatioLevel
-from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.objective import log_ratios, policy_loss
+from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.weights import constant_denominator, episode_mean, step_mean
 
 

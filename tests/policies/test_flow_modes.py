@@ -13,7 +13,7 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies import DenoisingPolicy, load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import RatioLevel
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import STATE
 from robopolicy.rl.context import Scored
-from robopolicy.rl.ratio_level import RatioLevel
-from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.objective import log_ratios
+from robopolicy.rl.presets import RatioLevel
 
 
 def make_rollouts(

@@ -9,10 +9,16 @@ from hypothesis import strategies as st
 
 from robopolicy.rl.coefficients.ppo import clip_schedule, ppo
 from robopolicy.rl.credit import denoising_discount
-from robopolicy.rl.diagnostics import approximate_kl, clip_fraction, effective_sample_size, explained_variance
-from robopolicy.rl.objective import policy_loss, value_loss
-from robopolicy.rl.ratio_level import RatioLevel
-from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.objective import (
+    approximate_kl,
+    clip_fraction,
+    effective_sample_size,
+    explained_variance,
+    log_ratios,
+    policy_loss,
+    value_loss,
+)
+from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.weights import constant_denominator, step_mean
 
 

@@ -10,8 +10,7 @@ import pytest
 from robopolicy import rl
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.rl import registry
-from robopolicy.rl.discovery import _of_module
-from robopolicy.rl.registry import Mechanism, Slot, find, mechanism, mechanisms
+from robopolicy.rl.registry import Mechanism, Slot, _of_module, find, mechanism, mechanisms
 
 
 def test_what_is_read_is_what_an_import_registers():

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
-from robopolicy.rl.coefficients import ppo, regression, teacher, trust_region
-from robopolicy.rl.objective import policy_loss
-from robopolicy.rl.ratio_level import RatioLevel
-from robopolicy.rl.ratios import log_ratios
+from robopolicy.rl.coefficients import ppo, regression, trust_region
+from robopolicy.rl.objective import log_ratios, policy_loss
+from robopolicy.rl.presets import RatioLevel
 
 
 @pytest.mark.checks("coefficient/pacs")
@@ -76,7 +75,7 @@ def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
     rollouts = make_rollouts([1] * 6, [0] * 6, steps=1).with_extras(teacher_logp=told[:, None, None])
     rollouts = replace(rollouts, logp_behaviour=said.detach()[:, None, None])
     scored = make_scored(rollouts, said[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
-    c, stats = teacher.on_policy_distillation(scored, cap=50.0)
+    c, stats = regression.on_policy_distillation(scored, cap=50.0)
     loss = policy_loss(said[:, None, None], c, said.detach().exp()[:, None, None])
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits)
@@ -90,8 +89,8 @@ def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
     gap = torch.tensor([9.0, -7.0, 0.5], dtype=torch.float64)[:, None, None]
     rollouts = rollouts.with_extras(teacher_logp=rollouts.logp_behaviour + gap)
     scored = make_scored(rollouts, rollouts.logp_behaviour, torch.tensor([1.0, 2.0, -4.0]).double()[:, None, None])
-    assert teacher.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
-    both = teacher.on_policy_distillation(scored, reward=0.5)[0].flatten()
+    assert regression.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
+    both = regression.on_policy_distillation(scored, reward=0.5)[0].flatten()
     assert both.tolist() == pytest.approx([5.5, -4.0, -1.5])
 
 

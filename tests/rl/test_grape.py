@@ -17,8 +17,7 @@ from robopolicy.rl.coefficients.preference import sides, tpo
 from robopolicy.rl.context import Context
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.preferences import Preferences, read_pairs, write_pairs
-from robopolicy.rl.rewards import guided_cost
-from robopolicy.rl.stages import frames_of, named_stages, stage_costs, undone_costs
+from robopolicy.rl.rewards import frames_of, guided_cost, named_stages, stage_costs, undone_costs
 from robopolicy.rl.weights import weigh_constantly
 
 CONTEXT = Context(torch.Generator(), instructions=("go",))

@@ -9,6 +9,7 @@ import torch
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.transitions import Transitions
 from robopolicy.rl.offline.configuration import (
+    AGENTS,
     CalQlConfig,
     CqlConfig,
     NeighbourIndex,
@@ -21,9 +22,8 @@ from robopolicy.rl.offline.cql import Cql
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.rl.offline.prdc import Prdc
 from robopolicy.rl.offline.rebrac import ReBrac
-from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.rl.offline.sac import Sac
-from robopolicy.rl.offline.td3_bc import Td3Bc
+from robopolicy.rl.offline.td3 import Td3Bc
 
 SMALL = {"width": 16, "depth": 1}
 DISCOUNT = 0.99

@@ -14,7 +14,7 @@ from robopolicy.rl.coefficients import preference as preferences
 from robopolicy.rl.coefficients.regression import pacs
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.objective import policy_loss
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.registry import Need
 from robopolicy.training.update import Learner
 

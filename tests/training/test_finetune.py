@@ -15,7 +15,7 @@ from robopolicy.nn.precision import tolerance_in
 from robopolicy.rl.algorithm import Algorithm, build_algorithm
 from robopolicy.rl.coefficients import ppo as coefficients
 from robopolicy.rl.critic import Critic, state_critic
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import RatioLevel
 from robopolicy.training import update
 from robopolicy.training.collection.streams import StreamCollector
 from robopolicy.training.configuration import FinetuneConfig

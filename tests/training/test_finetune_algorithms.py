@@ -12,8 +12,7 @@ from robopolicy.data.record import record
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import PRESETS, RatioLevel
 from robopolicy.rl.registry import Slot, mechanisms
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune

@@ -10,8 +10,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.presets import PRESETS
-from robopolicy.rl.ratio_level import RatioLevel
+from robopolicy.rl.presets import PRESETS, RatioLevel
 from robopolicy.rl.registry import Slot, mechanisms
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import demonstrate

@@ -14,10 +14,10 @@ from robopolicy.core.structured import to_plain
 from robopolicy.evaluation.world_model import precision_recall
 from robopolicy.nn.members import Members
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.heads.calibration import calibrated_threshold, explains_as_well, quantiles_of
 from worldmodels.heads.latent import LatentHeads
-from worldmodels.heads.registry import saved_configuration
+from worldmodels.heads.outputs import calibrated_threshold, explains_as_well, quantiles_of
 from worldmodels.heads.success import ContrastiveHead, LogisticHead, contrastive_loss, make_success_head
+from worldmodels.registry import saved_configuration
 
 
 @settings(deadline=None, max_examples=30)

@@ -9,10 +9,10 @@ import torch
 from point_world import recorded
 from torch import Tensor
 
+from robopolicy.core.candidates import majority_mean
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
-from robopolicy.nn.aggregates import majority_mean
 from worldmodels.configuration import PlanConfig
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Imagined

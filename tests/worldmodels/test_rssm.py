@@ -21,7 +21,7 @@ from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.env import ImaginedWorld
-from worldmodels.heads.two_hot import reward_bins, symexp, symlog, two_hot, two_hot_mean
+from worldmodels.heads.outputs import reward_bins, symexp, symlog, two_hot, two_hot_mean
 from worldmodels.protocol import Context
 from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 from robopolicy.core.returns import progress_reward
 from robopolicy.core.spec import Field, WorldSpec, check_finite
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from worldmodels.data.structure import StateStructure, find_structure, no_structure
 
@@ -95,3 +97,15 @@ def require_fields(spec: WorldSpec, fields: Mapping[str, Field], episodes: Episo
             f"World '{spec.name}' shows {wanted} and takes actions {list(spec.action.shape)}, the episodes hold "
             f"{given} and {list(episodes.actions.shape[1:])}: the data comes from another world."
         )
+
+
+def recorded_transitions(episodes: Episodes, vector: StateVector | None = None) -> Transitions:
+    """Return the steps of `episodes` with their rewards for progress, without what success is paid.
+
+    vector: what their states are made of; None: all vector fields of the episodes. Raises DataError where rewards,
+    success or final frames are missing, NonFiniteError where the data is not finite.
+    """
+    progress = progress_reward(episodes)
+    if episodes.terminated is None:
+        raise DataError("A world model learns where the task ends: the dataset lacks next.terminated.")
+    return replace(episodes.transitions(vector), reward=progress).check()

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from robopolicy.core.returns import PROGRESS, SUCCESS
 from worldmodels.data.statistics import Standardised
-from worldmodels.heads.calibration import calibrated_threshold, quantiles_of
 from worldmodels.heads.latent import LatentHeads
+from worldmodels.heads.outputs import calibrated_threshold, quantiles_of
 from worldmodels.protocol import Imagined
 
 

@@ -18,9 +18,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.nn.blocks import perceptron
 from robopolicy.nn.members import Members
 from worldmodels.data.statistics import BOUND
-from worldmodels.heads.calibration import explains_as_well
+from worldmodels.heads.outputs import BINS, explains_as_well, reward_bins, two_hot, two_hot_mean
 from worldmodels.heads.success import make_success_head
-from worldmodels.heads.two_hot import BINS, reward_bins, two_hot, two_hot_mean
 
 BATCH = 512
 POSITIVE_SHARE = 0.25

@@ -15,9 +15,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.members import Members
-from worldmodels.data.statistics import Standardised, means_and_deviations
-from worldmodels.data.transitions import recorded_transitions
-from worldmodels.heads.calibration import calibrated_threshold, explains_as_well
+from worldmodels.data.statistics import Standardised, means_and_deviations, recorded_transitions
+from worldmodels.heads.outputs import calibrated_threshold, explains_as_well
 from worldmodels.heads.success import make_success_head
 
 BATCH = 256

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.members import Members
-from worldmodels.heads.registry import SUCCESS_HEADS
+from worldmodels.registry import SUCCESS_HEADS
 
 
 class SuccessHead(Protocol):

@@ -85,7 +85,7 @@ class RssmConfig:
     """Frames of a subsequence that are decoded to images in training."""
     members: Count = 5
     """Heads whose disagreement is the uncertainty."""
-    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
     """What reads success, or module:Name."""
     sample: bool = True
     """Imagine with samples of the prior, instead of its likeliest classes."""

@@ -106,7 +106,7 @@ class VideoConfig:
     """
     precision: Precision = "auto"
     """Of the networks; auto is bfloat16 where the hardware multiplies it."""
-    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.heads.registry:SUCCESS_HEADS"})
+    success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
     """What reads success, or module:Name."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
+from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.nn.branches import FEED_FORWARD, Blocks, Caching, fresh
 from robopolicy.nn.configuration import Precision
 from robopolicy.nn.edm import Network
 from robopolicy.nn.precision import autocast
-from robopolicy.nn.time_embedding import TimeEmbedding
 from worldmodels.video.configuration import VideoSize
 
 VISIBLE = 0.2

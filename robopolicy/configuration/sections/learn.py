@@ -9,8 +9,7 @@ from robopolicy.core.ranges import Count, Natural, Positive
 from robopolicy.core.structured import Tagged
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.registry import POLICIES
-from robopolicy.rl.offline.configuration import RlpdConfig
-from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
 from robopolicy.training.configuration import DistillConfig, FinetuneConfig, PretrainConfig, TeachConfig
 from robopolicy.training.online.configuration import OnlineConfig
 

@@ -8,8 +8,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Filled, Natural, NoiseLevel, NonNegative, Positive, Share
 from robopolicy.core.structured import Tagged
 from robopolicy.data.configuration import CorrectConfig
-from robopolicy.rl.offline.configuration import IqlConfig
-from robopolicy.rl.offline.registry import AGENTS
+from robopolicy.rl.offline.configuration import AGENTS, IqlConfig
 from robopolicy.training.offline.configuration import IMPROVERS, BestOfConfig, CriticFitConfig, GuidedConfig
 
 

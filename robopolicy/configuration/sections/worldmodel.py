@@ -10,8 +10,7 @@ from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import Tagged
 from robopolicy.training.configuration import FitConfig
 from worldmodels.configuration import EnsembleConfig, PlanConfig
-from worldmodels.heads.registry import SETTING, SUCCESS_HEADS
-from worldmodels.registry import WORLD_MODELS
+from worldmodels.registry import SETTING, SUCCESS_HEADS, WORLD_MODELS
 
 
 @dataclass(frozen=True)

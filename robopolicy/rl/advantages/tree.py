@@ -9,8 +9,7 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
 from robopolicy.rl.context import Context
-from robopolicy.rl.options import unknown_option
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 def in_sampling_steps(rollouts: Rollouts) -> bool:

@@ -6,8 +6,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.pieces import scores_of
 from robopolicy.rl.context import AuxiliaryInputs, given, score_extra
-from robopolicy.rl.options import unknown_option
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.weights import step_mean
 
 

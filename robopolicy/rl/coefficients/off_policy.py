@@ -9,8 +9,7 @@ from torch import Tensor
 
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
-from robopolicy.rl.options import unknown_option
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 def masked_share(chosen: Tensor, mask: Tensor) -> Tensor:

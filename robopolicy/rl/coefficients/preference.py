@@ -10,8 +10,7 @@ from torch import Tensor
 
 from robopolicy.core.segments import Segments
 from robopolicy.rl.context import Coefficients, Scored
-from robopolicy.rl.options import unknown_option
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 def episode_log_ratio(scored: Scored) -> Tensor:

@@ -1,12 +1,11 @@
-"""Coefficients that turn the policy gradient into weighted regression on what was done."""
+"""Coefficients of weighted regression: on what was done, or on what a teacher says of it."""
 
 import torch
 
 from robopolicy.core.segments import Segments
 from robopolicy.rl.coefficients.preference import episode_log_ratio
 from robopolicy.rl.context import Coefficients, Scored
-from robopolicy.rl.options import unknown_option
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 @mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.WHOLE_GROUPS,))
@@ -88,3 +87,20 @@ def negative_aware(scored: Scored, *, limit: float = 5.0) -> Coefficients:
     auxiliaries=[velocity], AFD's nearness to the reference (which AFD weighs by w too).
     """
     return scored.advantage.clamp(-limit, limit), {}
+
+
+@mechanism(Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,))
+def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 5.0) -> Coefficients:
+    """Reverse KL to the teacher on the student's own decisions: c = log teacher - log pi, at most `cap` in size.
+
+    reward: adds so much of PPO's coefficient, for learning from the outcome too. The teacher must speak of the same
+    steps: the same tokens, or the same denoising schedule.
+    """
+    from robopolicy.rl.coefficients.ppo import ppo
+
+    teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
+    gap = teacher - scored.logp
+    c = gap.clamp(-cap, cap)
+    if reward:
+        c = c + reward * ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    return torch.where(scored.mask, c, 0.0), {"teacher_gap": -gap[scored.mask].mean()}

@@ -6,6 +6,23 @@ from typing import ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, NonNegative, Positive, Share
+from robopolicy.core.registry import Kinds
+
+AGENTS = Kinds(
+    "offline agent",
+    "robopolicy.offline_agents",
+    {
+        "iql": "robopolicy.rl.offline.configuration:IqlConfig",
+        "td3_bc": "robopolicy.rl.offline.configuration:Td3BcConfig",
+        "rebrac": "robopolicy.rl.offline.configuration:ReBracConfig",
+        "prdc": "robopolicy.rl.offline.configuration:PrdcConfig",
+        "cql": "robopolicy.rl.offline.configuration:CqlConfig",
+        "cal_ql": "robopolicy.rl.offline.configuration:CalQlConfig",
+        "edac": "robopolicy.rl.offline.configuration:SacConfig",
+        "rlpd": "robopolicy.rl.offline.configuration:RlpdConfig",
+    },
+)
+"""Name -> configuration, a dataclass whose `builds` names the `OfflineAgent`: Class(config, state, action, seed)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +96,7 @@ class Td3Config(AgentConfig):
 class Td3BcConfig(Td3Config):
     """TD3+BC, Fujimoto & Gu 2021, arXiv:2106.06860. Raises ConfigError unless alpha >= 0."""
 
-    builds: ClassVar[str] = "robopolicy.rl.offline.td3_bc:Td3Bc"
+    builds: ClassVar[str] = "robopolicy.rl.offline.td3:Td3Bc"
     alpha: NonNegative = 2.5
     """Weight of Q, scaled to a mean size of 1, against imitation."""
 

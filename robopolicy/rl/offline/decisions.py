@@ -21,6 +21,7 @@ from robopolicy.core.errors import DataError, SpecError, did_you_mean
 from robopolicy.core.interventions import before_intervention, last_of_turn
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.returns import returns_to_go
+from robopolicy.core.segments import distinct
 from robopolicy.core.spec import TASK
 from robopolicy.core.transitions import Transitions
 from robopolicy.rl.offline.interface import Interface
@@ -150,3 +151,25 @@ def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tens
     """Return the actions [N, C, A] from each step on, that of `last` [N] again behind it."""
     ahead = torch.arange(chunk, device=steps.device)
     return episodes.actions[torch.minimum(steps[:, None] + ahead, last[:, None])]
+
+
+def value_bound(reward: Tensor, discount: float) -> tuple[float, float]:
+    """Return the lowest and highest value that rewards like these allow: an episode may end at any time.
+
+    reward: [N], of one step each; discount: of a step, below 1.
+    """
+    return min(float(reward.min()), 0.0) / (1 - discount), max(float(reward.max()), 0.0) / (1 - discount)
+
+
+def edge_of_reach(batch: Transitions, resolution: float = 0.25) -> Tensor:
+    """Return which transitions [N] lead to where none begins: states whose value is used but never learned.
+
+    States are cells of `resolution` standard deviations. Source: the edge-of-reach problem, Sims et al. 2024,
+    arXiv:2402.12527; there it is a state first reachable at the last imagined step, here it is counted.
+    """
+    scale = batch.state.std(0, correction=0).clamp_min(1e-6) * resolution
+    here, there = ((value / scale).round().long() for value in (batch.state, batch.next_state))
+    cells, inverse = distinct(torch.cat([here, there]))
+    begun = torch.zeros(len(cells), dtype=torch.bool, device=inverse.device)
+    begun[inverse[: len(here)]] = True
+    return ~begun[inverse[len(here) :]] & ~batch.terminated

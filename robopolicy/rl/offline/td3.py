@@ -1,6 +1,7 @@
 """What agents with a deterministic actor share: two critics, smoothed targets, an actor that is moved less often.
 
-Source: TD3, Fujimoto et al. 2018, arXiv:1802.09477. What keeps an actor with the data is each agent's own.
+Source: TD3, Fujimoto et al. 2018, arXiv:1802.09477. What keeps an actor with the data is each agent's
+own; of TD3+BC (Fujimoto & Gu 2021, arXiv:2106.06860) it is the distance to the recorded action.
 """
 
 import copy
@@ -13,7 +14,7 @@ from torch import Tensor
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import Members, follow
 from robopolicy.rl.offline.agent import OfflineAgent
-from robopolicy.rl.offline.configuration import Td3Config
+from robopolicy.rl.offline.configuration import Td3BcConfig, Td3Config
 from robopolicy.rl.offline.networks import Critics, Standardiser
 
 
@@ -128,3 +129,13 @@ def climb_and_stay(value: Tensor, action: Tensor, anchor: Tensor, alpha: float) 
     """
     scale = alpha / value.abs().mean().detach().clamp_min(1e-6)
     return -(scale * value).mean() + (action - anchor).square().mean()
+
+
+class Td3Bc(Td3):
+    """TD3+BC: the actor climbs Q and stays with the data; actions are in [-1, 1]."""
+
+    config: Td3BcConfig
+
+    def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
+        """Return -alpha Q1 / mean|Q1| + (pi - a)^2, [], for what the actor would do, [B, A]; means over all."""
+        return climb_and_stay(self.critics(batch.state, action)[0], action, batch.action, self.config.alpha)

@@ -12,8 +12,7 @@ from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import TASK
 from robopolicy.nn.members import follow
 from robopolicy.rl.context import Context, Tools
-from robopolicy.rl.options import unknown_option
-from robopolicy.rl.registry import Need, Slot, mechanism
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 from robopolicy.rl.side_models.base import (
     SideNetwork,
     StatePerceptron,

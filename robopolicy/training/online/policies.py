@@ -25,8 +25,8 @@ from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Rows
 from robopolicy.policies.network import freeze
 from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
+from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.interface import Interface
-from robopolicy.rl.offline.registry import AGENTS
 from robopolicy.training.encoders import load_with_encoder
 from robopolicy.training.offline.seen import Encoder, Encodes, interface_of
 

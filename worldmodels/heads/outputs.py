@@ -1,7 +1,13 @@
-"""Two-hot regression over symlog-spaced bins (DreamerV3, Hafner et al. 2023, arXiv:2301.04104)."""
+"""From what heads put out to what is paid: two-hot regression, thresholds of success, a potential or not, quantiles.
+
+Two-hot regression is over symlog-spaced bins (DreamerV3, Hafner et al. 2023, arXiv:2301.04104). Success is debounced by
+the world around a model (`ImaginedWorld`, its debounce).
+"""
 
 import torch
 from torch import Tensor
+
+from robopolicy.core.segments import quantile
 
 BINS = 255
 
@@ -40,3 +46,29 @@ def two_hot_mean(logits: Tensor, bins: Tensor) -> Tensor:
     """Return the mean [...] of distributions over bins; opposite bins are summed in pairs, so that 0 comes out as 0."""
     weighted = logits.softmax(-1) * bins
     return 0.5 * (weighted + weighted.flip(-1)).sum(-1)
+
+
+def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
+    """Return the threshold [] above which as many logits [N] lie as labels [N] are true; infinity if none is.
+
+    Precision equals recall there: it undoes a batch's share of positives, and keeps imagined success rates unbiased.
+    """
+    if not bool(label.any()):
+        return torch.tensor(torch.inf)
+    return quantile(logit.double(), 1 - label.double().mean().to(logit.device)).float()
+
+
+def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, tolerance: float = 0.1) -> bool:
+    """Return whether the increase of a potential [N] explains rewards [N] as well as a head that `predicted` them [N].
+
+    tolerance: share of the rewards' variance by which it may be worse. Imagined progress that is no increase of
+    any potential can be earned by going in circles, and policies find out; increases of a potential cannot, which is
+    worth a slightly larger error.
+    """
+    allowed = (predicted - reward).square().mean() + tolerance * reward.var(correction=0)
+    return bool((potential - reward).square().mean() <= allowed)
+
+
+def quantiles_of(value: Tensor, count: int = 101) -> Tensor:
+    """Return `count` evenly spaced quantiles of values [N], the lowest and the highest among them."""
+    return quantile(value, torch.linspace(0, 1, count, device=value.device))
