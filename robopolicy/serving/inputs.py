@@ -1,6 +1,7 @@
 """From a client's message to the policy's observation: names, layouts, history and clear errors.
 
-Accepted names, first match wins ("/" stands for "." or nesting, so {"observation": {"state": ...}} is fine):
+Accepted names, of which several for one field say the same ("/" stands for "." or nesting, so
+{"observation": {"state": ...}} is fine):
 
     policy field                  names in the message
     observation.state             observation/state, state, or observation/joint_position + observation/gripper_position
@@ -85,10 +86,10 @@ class Session:
 
     def _read(self, key: str, field: Field, names: Mapping[str, Any]) -> np.ndarray:
         """Return the frames [n <= H, *shape] that the message holds for `key`."""
-        accepted = self._accepted[key]
-        found = next((name for name in accepted if name in names), None)
-        if found is not None:
-            return self._shaped(key, found, _array(found, names[found]), field)
+        found = [name for name in dict.fromkeys(self._accepted[key]) if name in names]
+        if found:
+            _require_same(key, found, names)
+            return self._shaped(key, found[0], _array(found[0], names[found[0]]), field)
         if key == STATE and all(name in names for name in _PROPRIOCEPTION):
             parts = [_array(name, names[name]) for name in _PROPRIOCEPTION]
             if parts[0].ndim != parts[1].ndim or parts[0].shape[:-1] != parts[1].shape[:-1] or not parts[0].ndim:
@@ -144,6 +145,14 @@ class Session:
         return np.stack([resized(frame, field.shape[:2]) for frame in found])
 
 
+def _require_same(key: str, found: Sequence[str], names: Mapping[str, Any]) -> None:
+    """Raise SpecError where a message holds other values under several names `found` that all stand for `key`."""
+    first, *others = (names[name] for name in found)
+    for name, other in zip(found[1:], others, strict=True):
+        if not np.array_equal(_array(found[0], first), _array(name, other)):
+            raise SpecError(f"'{found[0]}' and '{name}' both stand for '{key}', and they differ: send one of them.")
+
+
 def _array(name: str, value: Any) -> np.ndarray:
     """Return what a message holds under `name` as an array. Raises SpecError where it is none."""
     if isinstance(value, np.ndarray):
@@ -184,6 +193,8 @@ def flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
                 )
             if isinstance(value, Mapping):
                 waiting.append((name + "/", value, depth + 1))
+            elif name in names:
+                raise SpecError(f"The message holds '{name}' twice: '/' stands for '.' and for nesting.")
             else:
                 names[name] = value
     return names
@@ -231,9 +242,12 @@ def _alike(camera: str, cameras: Sequence[str]) -> list[str]:
 
 
 def _task(names: Mapping[str, Any], spec: PolicySpec) -> str:
-    for name in ("task", "prompt"):
-        if name in names:
-            if not isinstance(names[name], str):
-                raise SpecError(f"'{name}' is text, not {type(names[name]).__name__}.")
-            return names[name]
+    given = {name: names[name] for name in (TASK, "prompt") if name in names}
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise SpecError(f"'{name}' is text, not {type(text).__name__}.")
+    if len(set(given.values())) > 1:
+        raise SpecError("'task' and 'prompt' say different things: send one of them.")
+    if given:
+        return next(iter(given.values()))
     return spec.instructions[0] if len(spec.instructions) == 1 else ""

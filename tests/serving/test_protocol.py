@@ -100,6 +100,25 @@ def test_names_of_other_clients_are_understood(message):
     assert observation["task"].tolist() == ["go"]
 
 
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"state": STATES + 1}, "'observation/state' and 'state' both stand for 'observation.state', and they differ"),
+        ({"images/base": WRIST}, "'images/base' and 'observation/image' both stand"),
+        ({"observation.state": STATES}, "holds 'observation/state' twice"),
+        ({"observation": {"image": BASE}}, "holds 'observation/image' twice"),
+        ({"task": "stop"}, "'task' and 'prompt' say different things"),
+    ],
+)
+def test_what_is_sent_twice_says_the_same(more, text):
+    """Else nobody knows which of the two the robot was driven by."""
+    sent = {"observation/image": BASE, "observation/wrist_image": WRIST, "observation/state": STATES, "prompt": "go"}
+    session = Session(PolicySpec(FIELDS, Field((1,)), 1, 1, 1, 1, 10.0))
+    with pytest.raises(SpecError, match=text):
+        session.observe(unpack(pack({**sent, **more})))
+    session.observe(unpack(pack({**sent, "state": STATES, "images/base": BASE, "task": "go"})))
+
+
 def test_a_refused_frame_leaves_the_history_alone():
     spec = PolicySpec({STATE: Field((1,))}, Field((1,)), 3, 1, 1, 1, 10.0)
     session = Session(spec)
