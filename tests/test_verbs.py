@@ -16,7 +16,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.training import imagined
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from robopolicy.verbs import serve
 from robopolicy.verbs.verb import VERBS, declaration
 from worldmodels.registry import WORLD_MODELS

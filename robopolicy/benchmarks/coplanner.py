@@ -26,8 +26,8 @@ from robopolicy.data.record import record, record_until
 from robopolicy.evaluation.world_model import open_loop
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
-from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig

@@ -18,7 +18,7 @@ from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.joint import JointModel
 from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 

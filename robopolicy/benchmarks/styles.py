@@ -24,7 +24,7 @@ from robopolicy.data.record import record
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.world_model import one_step, open_loop
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.engine import MujocoWorld
 from sims.registry import load_task

@@ -29,8 +29,8 @@ from robopolicy.rl.offline.configuration import Td3BcConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.td3 import Td3Bc
 from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.imagined_values import AgentController
-from robopolicy.training.stages import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, TrajectoryConfig

@@ -27,8 +27,7 @@ from robopolicy.evaluation.report import Section, film
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import HORIZONS, follow, open_loop
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.fit import fit
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit, fit_stages
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.engine import MujocoWorld
 from sims.experts import NOISE_LEVELS, NoisyController

@@ -68,9 +68,9 @@ LEFT_BEHIND = Registry(
     "policy",
     "",
     {
-        "agent": "robopolicy.training.online.policies:AgentPolicy",
-        "best_of": "robopolicy.training.online.policies:BestOfPolicy",
-        "steered": "robopolicy.training.online.policies:SteeredPolicy",
+        "agent": "robopolicy.training.critics.policies:AgentPolicy",
+        "best_of": "robopolicy.training.critics.policies:BestOfPolicy",
+        "steered": "robopolicy.training.critics.policies:SteeredPolicy",
     },
 )
 """Policies that other trainings than imitation leave behind: their classes, for checkpoints."""

@@ -1,16 +1,20 @@
-"""The one regression loop: policies (BC), world models, critics and heads all train through it."""
+"""The one regression loop: policies (BC), world models, critics and heads all train through it.
+
+Models may be fitted in stages: an autoencoder first, say, then what predicts its latents.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
-from robopolicy.core.regression import Regressor
+from robopolicy.core.regression import Regressor, Staged
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import to_plain
 from robopolicy.nn.configuration import LearningPrecision
@@ -211,3 +215,19 @@ class _Fit:
         rows = zip(*tree.get("history", {}).values(), strict=True)
         self.history = [dict(zip(tree["history"], values, strict=True)) for values in rows]
         self.run_folder.rewind("step", self.step)
+
+
+def fit_stages(
+    model: Staged, episodes: Episodes, config: FitConfig, generators: Generators, folder: RunFolder | None = None
+) -> list[FitResult]:
+    """Fit every stage of a model on `episodes`, each for its share of the steps.
+
+    folder: the last stage keeps metrics and resume point there, earlier ones in a folder of their name inside it.
+    """
+    stages, results = model.stages(), []
+    for place, (name, (part, share)) in enumerate(stages.items(), 1):
+        run = folder if folder is None or place == len(stages) else RunFolder(folder.path / name)
+        batches = part.batches(episodes, generators[f"{name} batches"])
+        steps = max(1, round(share * config.steps))
+        results.append(fit(part, batches, replace(config, steps=steps), generators, run=run, label=name))
+    return results

@@ -27,8 +27,8 @@ from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import FitConfig, PretrainConfig
 from robopolicy.training.course import Course, Ended, score
 from robopolicy.training.finetune import Confirm, Evaluate, FinetuneResult
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
-from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
 from worldmodels.protocol import LearnedModel, fields_read
 

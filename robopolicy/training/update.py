@@ -2,6 +2,10 @@
 
 The actor never learns what a step is: `evaluate` gives log-probabilities, the algorithm turns advantages and ratios
 into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
+
+`PolicyAverage` is a moving average of past policies, to clip around where the policy that acted is long gone. Source:
+PPO-EWMA, Hilton et al. 2022, arXiv:2110.00641; taken up for asynchronous collection where old log-probabilities are
+missing by Missing Old Logits, arXiv:2605.12070.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +16,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.policy import Policy, Scores, Trainable
+from robopolicy.core.policy import Policy, ScoredPolicy, Scores, TensorObservation, Trainable
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.segments import Segments
 from robopolicy.nn.optimisers import (
@@ -29,7 +33,7 @@ from robopolicy.nn.optimisers import (
 )
 from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_in
-from robopolicy.nn.sharing import learned, load_learned
+from robopolicy.nn.sharing import copied, learned, load_learned
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.coefficients.ppo import clip_schedule
 from robopolicy.rl.context import AuxiliaryInputs, Context, Scored, SideModel, score_extra
@@ -44,7 +48,6 @@ from robopolicy.rl.objective import (
     value_loss,
 )
 from robopolicy.rl.registry import Need
-from robopolicy.training.average import PolicyAverage
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at, reads_images
 
@@ -394,3 +397,57 @@ class Learner:
         if self.base is not None and "base" in tree:
             self.base.load_state_dict(tree["base"])
             self.reborn = True
+
+
+class PolicyAverage:
+    """The average of the weights after every update, the newest with weight 1, each earlier one `decay` of its next.
+
+        mean_n = sum_i decay^(n - i) w_i / sum_i decay^(n - i),   i = 0 (the policy as it came) .. n
+
+    decay: in [0, 1), 0 is the policy itself; its centre of mass lies decay / (1 - decay) updates back.
+    """
+
+    def __init__(self, policy: Trainable, decay: float):
+        self.decay, self.total = decay, 1.0
+        mean = copied(policy)
+        self._learning = [weight for weight in mean.parameters() if weight.requires_grad]
+        self._mean: Trainable = mean.requires_grad_(False).eval()
+        self._before: tuple[float, list[Tensor]] | None = None
+
+    @property
+    def policy(self) -> ScoredPolicy:
+        """The average, frozen."""
+        return self._mean
+
+    def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-probabilities [N, K] of recorded decisions under the average, without gradient."""
+        with torch.no_grad():
+            return scores_of(self._mean, observation, latents).logp
+
+    @torch.no_grad()
+    def update(self, policy: Trainable) -> None:
+        """Take in the weights after an update."""
+        self._before = self.total, [weight.clone() for weight in self._learning]
+        self.total = self.decay * self.total + 1
+        learning = (weight for weight in policy.parameters() if weight.requires_grad)
+        for mean, weight in zip(self._learning, learning, strict=True):
+            mean.lerp_(weight, 1 / self.total)
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Undo the last update, if there is one."""
+        if self._before is None:
+            return
+        self.total, weights = self._before
+        for mean, before in zip(self._learning, weights, strict=True):
+            mean.copy_(before)
+        self._before = None
+
+    def tree(self) -> dict[str, Any]:
+        """Return everything that changes, for a checkpoint."""
+        return {"total": self.total, "policy": self._mean.state_dict()}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.total = tree["total"]
+        self._mean.load_state_dict(tree["policy"])

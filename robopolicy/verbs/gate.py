@@ -40,8 +40,8 @@ from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.runs import default_path, finish, open_fresh_run, output
-from robopolicy.training.offline.critic import fit_agent
-from robopolicy.training.offline.seen import critic_interface
+from robopolicy.training.critics.features import critic_interface
+from robopolicy.training.critics.fit import fit_agent
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(

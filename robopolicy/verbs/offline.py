@@ -39,12 +39,12 @@ from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.critics.features import critic_interface
+from robopolicy.training.critics.fit import fit_agent
 from robopolicy.training.offline.configuration import IMPROVERS
-from robopolicy.training.offline.critic import fit_agent
 from robopolicy.training.offline.guided import guided_episodes
 from robopolicy.training.offline.improvers import Imagination, Improver, Lesson, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
-from robopolicy.training.offline.seen import critic_interface
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
 from robopolicy.verbs.finetune import summary
 from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence

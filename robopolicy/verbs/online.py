@@ -38,8 +38,9 @@ from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
 from robopolicy.runs import default_path, finish, finished, open_run, output, run_path
-from robopolicy.training.offline.critic import fit_agent
-from robopolicy.training.offline.seen import critic_interface, interface_of
+from robopolicy.training.critics.features import critic_interface, interface_of
+from robopolicy.training.critics.fit import fit_agent
+from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy, steered
 from robopolicy.training.online.configuration import OnlineConfig
 from robopolicy.training.online.loop import (
     Begins,
@@ -50,7 +51,6 @@ from robopolicy.training.online.loop import (
     plays_noise,
     plays_policy,
 )
-from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy, steered
 from robopolicy.verbs.advice import CEILING
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.finetune import summary

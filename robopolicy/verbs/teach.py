@@ -40,8 +40,8 @@ from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.auxiliary import new_head
-from robopolicy.training.conditions import plan_conditions
 from robopolicy.training.configuration import TeachConfig
+from robopolicy.training.pretrain import plan_conditions
 from robopolicy.training.teaching import Teacher, teach
 from robopolicy.verbs.collect import EXPERT
 from robopolicy.verbs.evaluate import evaluation_seeds, film_alone, judge, print_verdicts

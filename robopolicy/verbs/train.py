@@ -48,11 +48,10 @@ from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.configuration import PretrainConfig, RegressionConfig
 from robopolicy.training.encoders import load_encoder
-from robopolicy.training.fit import FitResult
+from robopolicy.training.fit import FitResult, Staged, fit_stages
 from robopolicy.training.memory import plan_pretraining
 from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import describe_reading
-from robopolicy.training.stages import Staged, fit_stages
 from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
 from robopolicy.verbs.logged import require_fit_of
 from robopolicy.verbs.sources import began_from

@@ -38,7 +38,7 @@ from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
 from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table, run_path
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import save_world_model
 from worldmodels.protocol import LearnedModel

@@ -14,9 +14,9 @@ from random_world import IMAGES, STATES, recorded
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import WorldSpec
 from robopolicy.evaluation.world_model import examine
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import GuidedConfig
 from robopolicy.training.offline.guided import guided_episodes
-from robopolicy.training.stages import fit_stages
 from worldmodels.checkpoint import load_world_model, save_world_model
 from worldmodels.configuration import PlanConfig, TrajectoryConfig
 from worldmodels.encoding import EncodedPolicy, encoded

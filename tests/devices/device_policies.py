@@ -27,8 +27,8 @@ from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenConfig, TokenDecoding
 from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
-from robopolicy.training.stages import fit_stages
 
 SMALL = {"width": 16, "depth": 1, "heads": 2, "batch_size": 8, "sampling_steps": 3, "prediction_steps": 4, "chunk": 2}
 """What is made small wherever a configuration has it."""

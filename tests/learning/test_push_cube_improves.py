@@ -14,7 +14,7 @@ from robopolicy.data.record import record
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig, FitConfig
 from robopolicy.training.finetune import finetune
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task, make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig

@@ -11,10 +11,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import STATE
-from robopolicy.training import conditions
-from robopolicy.training.conditions import read_once
 from robopolicy.training.configuration import FitConfig, PretrainConfig
-from robopolicy.training.pretrain import imitate, pretrain
+from robopolicy.training.pretrain import AT_ONCE, imitate, plan_conditions, pretrain, read_once
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def test_what_is_learned_is_the_same(episodes, labelled, monkeypatch):
         learned.append([*policy.state_dict().values(), torch.tensor(result.losses["denoising"])])
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*learned, strict=True))
     assert read.count(False) == 30
-    assert read.count(True) == -(-data.step_count // conditions.AT_ONCE)
+    assert read.count(True) == -(-data.step_count // AT_ONCE)
 
 
 def test_parts_that_come_one_after_another_are_read_once_and_taught_as_a_whole(episodes):
@@ -73,7 +71,7 @@ def test_an_encoder_that_learns_is_refused(episodes):
 
 
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_computed(episodes, monkeypatch):
-    monkeypatch.setattr(conditions, "free_memory", lambda device: 1000)
+    monkeypatch.setattr("robopolicy.training.pretrain.free_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"of each of 120 steps, .* and 0.001 MB are free"):
         read_once(frozen(), episodes)
 
@@ -81,10 +79,10 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_computed(episodes
 def test_what_it_will_take_is_said_and_refused_before_anything_is_played(episodes, monkeypatch):
     policy = frozen()
     each = sum(value[0].nbytes for value in read_once(policy, episodes).values())
-    assert conditions.plan_conditions(policy, episodes, 10**6).endswith(f"steps is kept: {each} MB.")
-    monkeypatch.setattr(conditions, "free_memory", lambda device: 10**6 * each - 1)
+    assert plan_conditions(policy, episodes, 10**6).endswith(f"steps is kept: {each} MB.")
+    monkeypatch.setattr("robopolicy.training.pretrain.free_memory", lambda device: 10**6 * each - 1)
     with pytest.raises(ConfigError, match=r"of each of 1000000 steps, .* leave it false, or take fewer episodes"):
-        conditions.plan_conditions(policy, episodes, 10**6)
+        plan_conditions(policy, episodes, 10**6)
 
 
 def test_policies_that_learn_in_stages_refuse_it(tmp_path, capsys):

@@ -25,11 +25,10 @@ from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.rebrac import ReBrac
 from robopolicy.rl.offline.sac import Sac
 from robopolicy.testing.policy import Level, check_policy
+from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy, steered
 from robopolicy.training.online import loop
 from robopolicy.training.online.configuration import OnlineConfig
-from robopolicy.training.online.experience import Experience
-from robopolicy.training.online.loop import Explorer, learn_online, plays_agent, plays_noise, plays_policy
-from robopolicy.training.online.policies import AgentPolicy, SteeredPolicy, steered
+from robopolicy.training.online.loop import Experience, Explorer, learn_online, plays_agent, plays_noise, plays_policy
 
 FIELDS, ACTION = {STATE: Field((1,))}, Field((1,), low=-1.0, high=1.0)
 CHUNK = 2

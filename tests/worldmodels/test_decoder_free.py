@@ -15,7 +15,7 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK, PolicySpec
 from robopolicy.evaluation.world_model import examine
 from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from worldmodels.configuration import PlanConfig
 from worldmodels.encoding import EncodedPolicy, encode, encoded
 from worldmodels.env import ImaginedWorld

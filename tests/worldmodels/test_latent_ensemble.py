@@ -23,12 +23,12 @@ from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig, FitConfig
+from robopolicy.training.critics.features import critic_interface
+from robopolicy.training.critics.policies import BestOfPolicy
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
 from robopolicy.training.offline.imagined import ImaginedPpo
 from robopolicy.training.offline.improvers import Imagination, Lesson
-from robopolicy.training.offline.seen import critic_interface
-from robopolicy.training.online.policies import BestOfPolicy
-from robopolicy.training.stages import fit_stages
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
 from worldmodels.encoding import EncodedPolicy, encode

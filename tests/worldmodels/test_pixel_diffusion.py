@@ -14,7 +14,7 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.evaluation.world_model import examine
 from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.images.readout import to_frames, to_pixels
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig

@@ -8,7 +8,7 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.randomness import Generators
 from robopolicy.nn.configuration import EdmConfig
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from worldmodels.configuration import TrajectoryConfig
 from worldmodels.trajectory_diffusion import TrajectoryDiffusion, beginnings, guidance_weight
 

@@ -16,7 +16,7 @@ from robopolicy.evaluation.image_quality import SSIM, psnr
 from robopolicy.evaluation.world_model import examine, follow
 from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
-from robopolicy.training.stages import fit_stages
+from robopolicy.training.fit import fit_stages
 from worldmodels.env import Truncation
 from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.protocol import Context

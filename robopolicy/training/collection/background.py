@@ -4,20 +4,53 @@ A thread owns the world and a copy of the policy; physics and tensor work releas
 the same time. Admission is AReaL's rule (arXiv:2505.24298): batch n may be started once the learner has done
 n - staleness updates. Weights are taken over between batches, never inside one, so every decision of a batch has one
 version, unless it belongs to an episode that was left unfinished (APRIL) and goes on with newer weights.
-staleness 1 is collecting one batch ahead.
+staleness 1 is collecting one batch ahead. `DelayedCollector` is as stale on purpose, repeatably.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Mapping
 from contextvars import copy_context
+from typing import Any
 
 from torch import Tensor
 
 from robopolicy.core.policy import Trainable
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.nn.sharing import learned, load_learned
-from robopolicy.training.collection.copies import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
+
+
+class CopyCollector(ABC):
+    """A `Collector` on top of `collector`, which acts with `actor`, a copy of `policy`, the one that learns."""
+
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable):
+        self.collector, self.policy, self.actor = collector, policy, actor
+
+    @abstractmethod
+    def collect(self, iteration: int) -> Rollouts:
+        """Return the rollouts of an iteration (from 0); raises NonFiniteError naming it."""
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """Learn what came of the starts."""
+        self.collector.observe(collected, prepared)
+
+    def restart(self) -> None:
+        """Begin with fresh episodes at the next call."""
+        self.collector.restart()
+
+    def close(self) -> None:
+        """Stop what runs beside the trainer."""
+        self.collector.close()
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state."""
+        return self.collector.tree()
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.collector.restore(tree)
 
 
 class BackgroundCollector(CopyCollector):
@@ -100,3 +133,30 @@ class BackgroundCollector(CopyCollector):
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+
+class DelayedCollector(CopyCollector):
+    """Collects in turns with learning, but with weights that are `delay` updates old: staleness that is repeatable.
+
+    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm. The old weights
+    stay over a restart.
+    """
+
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, delay: int):
+        super().__init__(collector, policy, actor)
+        self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Collect with the oldest weights there are, at most `delay` updates old."""
+        self.past.append({name: value.detach().clone() for name, value in learned(self.policy).items()})
+        load_learned(self.actor, self.past[0])
+        return self.collector.batch(iteration, iteration + 1 - len(self.past))
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state and the old weights."""
+        return {**super().tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))

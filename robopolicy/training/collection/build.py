@@ -12,8 +12,7 @@ from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.preferences import Pairs
 from robopolicy.rl.registry import Need
 from robopolicy.training.acting import Acting
-from robopolicy.training.collection.background import BackgroundCollector
-from robopolicy.training.collection.delayed import DelayedCollector
+from robopolicy.training.collection.background import BackgroundCollector, DelayedCollector
 from robopolicy.training.collection.episodes import EpisodeCollector
 from robopolicy.training.collection.props import PropsCollector
 from robopolicy.training.collection.protocol import BatchCollector, Collector

@@ -23,7 +23,7 @@ from robopolicy.nn.optimisers import clip_gradients
 from robopolicy.nn.pieces import scores_of
 from robopolicy.nn.sharing import learned, load_learned
 from robopolicy.rl.weights import step_mean
-from robopolicy.training.collection.copies import CopyCollector
+from robopolicy.training.collection.background import CopyCollector
 from robopolicy.training.collection.protocol import BatchCollector
 from robopolicy.training.experience import decisions_at, rescored
 

@@ -20,9 +20,9 @@ from robopolicy.nn.optimisers import require_finite, set_learning_rate
 from robopolicy.rl.offline.configuration import RlpdConfig
 from robopolicy.rl.offline.decisions import frame_states, observed_at
 from robopolicy.rl.offline.sac import Sac
+from robopolicy.training.critics.policies import SteeredPolicy, steered
 from robopolicy.training.offline.configuration import DsrlConfig
 from robopolicy.training.offline.improvers import Lesson
-from robopolicy.training.online.policies import SteeredPolicy, steered
 
 
 class Dsrl:

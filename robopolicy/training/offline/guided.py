@@ -20,8 +20,8 @@ from robopolicy.core.spec import TASK, WorldSpec
 from robopolicy.core.vectors import StateVector
 from robopolicy.rl.offline.interface import recorded_range
 from robopolicy.training.configuration import FitConfig
+from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import GuidedConfig
-from robopolicy.training.stages import fit_stages
 from worldmodels.configuration import TrajectoryConfig
 from worldmodels.trajectory_diffusion import LogProb, TrajectoryDiffusion
 

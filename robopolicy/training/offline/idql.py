@@ -11,9 +11,9 @@ from typing import cast
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import Generators
+from robopolicy.training.critics.policies import BestOfPolicy
 from robopolicy.training.offline.configuration import IdqlConfig
 from robopolicy.training.offline.improvers import Lesson, chosen_decisions
-from robopolicy.training.online.policies import BestOfPolicy
 
 LOOKED_AT = 1024
 """Recorded observations on which the log says what choosing gains, by the critic itself."""

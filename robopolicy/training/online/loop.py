@@ -10,8 +10,8 @@ wave follows from what there was before it, so a run that is killed goes on from
 bit in the same place, whatever the world is.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,20 +31,96 @@ from robopolicy.core.world import Rows, World
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.cql import Cql
+from robopolicy.training.critics.policies import Acts, SteeredPolicy
 from robopolicy.training.online.configuration import OnlineConfig
-from robopolicy.training.online.experience import Experience
-from robopolicy.training.online.policies import Acts, SteeredPolicy
 from robopolicy.training.state import load_trainer, save_trainer
 
+FIRST = 1024
+"""Decisions that there is room for at first; the room doubles."""
 Frozen = Callable[[TensorObservation, Tensor, torch.Generator], Tensor]
 """(observations [B, H, ...], states [B, S]) -> flat actions [B, A] as the agent has them, by who plays the warm-up."""
-
 Evaluate = Callable[[Policy], Mapping[str, float]]
 """Policy -> figures, among them `success` (or what else it is judged by)."""
-
-
 Begins = Literal["warm-up", "recorded", "already"]
 """What an agent standardises states by: those of the warm-up, recorded ones, or what it did before it came here."""
+COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
+"""What a run counts."""
+
+
+@dataclass
+class Experience:
+    """Decisions in the order in which they were made, every column known; nothing is ever dropped.
+
+    columns: the tensors of `Transitions`, longer than what is held; count: decisions held.
+    """
+
+    columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    count: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def transitions(self) -> Transitions:
+        """All that is held, a view."""
+        return Transitions(**{name: column[: self.count] for name, column in self.columns.items()})
+
+    def add(self, state: Tensor, action: Tensor, played: Mapping[str, Tensor]) -> Tensor:
+        """Keep n decisions, states [n, S] and actions [n, A]; return where they are, [n].
+
+        played: reward, next_state, terminated, success, episode and decay, as in `Transitions`, each [n, ...]. What
+        follows in the episode is not known yet (see `tell`): outcomes are minus infinity, next actions unknown.
+        """
+        fresh = {
+            "state": state,
+            "action": action,
+            **played,
+            "next_action": torch.zeros_like(action),
+            "next_known": torch.zeros_like(played["terminated"]),
+            "outcome": torch.full_like(played["reward"], -torch.inf),
+        }
+        end = self.count + len(state)
+        for name, value in fresh.items():
+            column = self.columns.get(name)
+            if column is None or len(column) < end:
+                grown = value.new_zeros((max(FIRST, 2 * end), *value.shape[1:]))
+                if column is not None:
+                    grown[: self.count] = column[: self.count]
+                self.columns[name] = column = grown
+            column[self.count : end] = value
+        places = torch.arange(self.count, end, device=state.device)
+        self.count = end
+        return places
+
+    def tell(self, wave: Sequence[tuple[Tensor, Tensor]], rows: int) -> None:
+        """Fill in what decisions of whole episodes led to: the return from each on, and the action after it.
+
+        wave: of every turn, where its decisions are [n] and in which of the `rows` they were made [n]. The return stays
+        minus infinity where a time limit, not the end of the task, ended the episode.
+        """
+        if not wave:
+            return
+        columns = self.columns
+        reward, action = columns["reward"], columns["action"]
+        ahead = reward.new_full((rows,), -torch.inf)
+        following = action.new_zeros((rows, action.shape[1]))
+        known = torch.zeros(rows, dtype=torch.bool, device=reward.device)
+        for places, of in reversed(wave):
+            value = torch.where(columns["terminated"][places], 0.0, ahead[of])
+            ahead[of] = reward[places] + columns["decay"][places] * value
+            columns["outcome"][places] = ahead[of]
+            columns["next_action"][places], columns["next_known"][places] = following[of], known[of]
+            following[of], known[of] = action[places], True
+
+    def tree(self) -> dict[str, Tensor]:
+        """Return what is held, as files can hold it."""
+        return {name: column[: self.count].clone() for name, column in self.columns.items()}
+
+    @staticmethod
+    def restored(tree: Mapping[str, Tensor], device: torch.device) -> "Experience":
+        """Rebuild from `tree`."""
+        columns = {name: column.to(device) for name, column in tree.items()}
+        return Experience(columns, len(columns["state"]) if columns else 0)
 
 
 @dataclass(frozen=True)
@@ -293,10 +369,6 @@ class Online:
         if self.basis:
             self.agent.begin(self.experience.transitions.take(torch.arange(self.basis)))
         self.generators.restore(saved["generators"])
-
-
-COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
-"""What a run counts."""
 
 
 def learn_online(

@@ -27,8 +27,8 @@ from robopolicy.policies.network import freeze
 from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
 from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.interface import Interface
+from robopolicy.training.critics.features import Encoder, Encodes, interface_of
 from robopolicy.training.encoders import load_with_encoder
-from robopolicy.training.offline.seen import Encoder, Encodes, interface_of
 
 BASE, ENCODER = "base", "encoder"
 """Where a checkpoint keeps the frozen policy that is steered, and the policy whose features an agent sees."""
