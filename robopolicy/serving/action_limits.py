@@ -38,6 +38,8 @@ class ActionLimits:
             raise ConfigError(f"{said}: each is a number, or an array of an action's shape.") from error
         if any(np.isnan(each).any() for each in given):
             raise ConfigError(f"{said}: none may be NaN.")
+        if any(isinstance(each, bool) for each in (self.low, self.high, self.change)):
+            raise ConfigError(f"{said}: each is a number, not true or false.")
         if not self.unbounded and any(np.isinf(each).any() for each in given):
             raise ConfigError(f"{said}: infinity bounds nothing. Leave it out, or say unbounded=True.")
         if self.change is not None and np.min(self.change) < 0:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from robopolicy.core.arrays import is_mapping
-from robopolicy.core.errors import ServingError, SpecError
+from robopolicy.core.errors import NonFiniteError, ServingError, SpecError
 from robopolicy.core.holding import Kind, kind_of, kinds_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE, Field
 from robopolicy.core.turns import Turns, turns_of
@@ -78,7 +78,7 @@ class DescribedPolicy:
 
         before: field -> the frames so far [1, H, *shape], none as an episode begins. Raises ServingError where a field
         is missing, SpecError where a frame is no array of numbers, or of another shape than the field or its frames
-        before.
+        before, NonFiniteError on NaN or infinity.
         """
         missing = [key for key in self.fields if key not in shown]
         if missing:
@@ -97,6 +97,8 @@ class DescribedPolicy:
             raise SpecError(
                 f"The robot shows '{key}' as {list(frame.shape)}, and the policy reads it as {list(wanted)}."
             )
+        if frame.dtype.kind == "f" and not np.isfinite(frame).all():
+            raise NonFiniteError(f"The robot shows NaN or infinity as '{key}': no action was asked for.")
         if before is not None and frame.shape != before.shape[2:]:
             raise SpecError(
                 f"The robot shows '{key}' as {list(frame.shape)} now and as {list(before.shape[2:])} before: within an "
@@ -115,7 +117,7 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     if missing:
         raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
     try:
-        history, chunk, fps = _whole(metadata["history"]), _whole(metadata["chunk"]), float(metadata.get("fps", 10.0))
+        history, chunk, fps = _whole(metadata["history"]), _whole(metadata["chunk"]), _rate(metadata.get("fps", 10.0))
         overlap = _whole(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
         shape, low, high = _field("action", metadata["action"])
         fields = {key: _field(key, read)[0] for key, read in _mapping(metadata["observation"]).items()}
@@ -127,7 +129,7 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     if sizes and fps == 0:
         raise ServingError('The served policy does not say its control rate: write "fps": N into its robopolicy.json.')
     if (
-        not (sizes and 0 < fps < 1e4)
+        not (sizes and 1e-3 < fps < 1e4)
         or queue % math.prod(shape)
         or history * sum(map(math.prod, fields.values())) > MOST
     ):
@@ -148,6 +150,13 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
+def _rate(value: Any) -> float:
+    """Return a number of steps a second. Raises ValueError on what is none."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value} steps a second")
+    return float(value)
+
+
 def _mapping(value: Any) -> Mapping[Any, Any]:
     if not is_mapping(value):
         raise ValueError(f"{value!r:.40} is no mapping")
@@ -161,6 +170,7 @@ def _range(key: Any, said: Any, fields: Mapping[str, tuple[int, ...]]) -> Range:
         key not in fields
         or not low.shape == high.shape == (math.prod(fields[key]),)
         or not np.isfinite([low, high]).all()
+        or (low > high).any()
     ):
         raise ValueError(f"what is known of {key!r:.40} is no range of it")
     return low, high
@@ -189,9 +199,9 @@ def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.nd
 
 
 def _names(described: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a vector's elements, () where they are not one for each."""
+    """Return the names of a vector's elements, () where they are not one of its own for each."""
     names = tuple(map(str, described.get("names") or ()))
-    return names if len(names) == int(np.prod([int(size) for size in described["shape"]])) else ()
+    return names if len(set(names)) == int(np.prod([int(size) for size in described["shape"]])) == len(names) else ()
 
 
 def camera_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError
+from robopolicy.core.errors import ConfigError, NonFiniteError, ServingError, SpecError
 from robopolicy.core.history import begin, move
 from robopolicy.core.spec import QUEUE, TASK
 from robopolicy.serving.action_limits import ActionLimits
@@ -244,7 +244,8 @@ class Driver:
         """Take what the robot sees now: field -> frame [*shape], and its instruction under `task`.
 
         Asks ahead if it is time. Raises ServingError where a field is missing that the policy reads, SpecError where a
-        frame has another shape than it reads, or than the frames before.
+        frame has another shape than it reads, or than the frames before, or the instruction is no text, NonFiniteError
+        on NaN or infinity.
         """
         shown = self.policy.frames(frames, self._frames)
         if self.policy.ahead:
@@ -252,7 +253,7 @@ class Driver:
         for key, frame in shown.items():
             newest, seen = frame[None, None], self._frames.get(key)
             self._frames[key] = begin(newest, self.policy.history) if seen is None else move(seen, newest)
-        self._task = str(frames[TASK]) if TASK in frames else None
+        self._task = None if frames.get(TASK) is None else _instruction(frames[TASK])
         if far := far_from_known(self.policy, shown):
             self.counts["outside"] += 1
             self._notices.say(
@@ -456,6 +457,13 @@ class Driver:
         action = self.limits.limited(wanted, last, self.policy, held=held)
         self.counts["clipped"] += not np.allclose(action, wanted, rtol=1e-5, atol=1e-7)  # float32 rounds bounds
         return action
+
+
+def _instruction(task: Any) -> str:
+    """Return the robot's instruction. Raises SpecError where it is none: anything else as text would be one, too."""
+    if not isinstance(task, str):
+        raise SpecError(f"The robot's instruction, '{TASK}', is text, not {type(task).__name__}.")
+    return str(task)
 
 
 @dataclass(frozen=True)

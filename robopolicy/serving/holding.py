@@ -90,6 +90,17 @@ class Stillness:
                     "keeps the robot still: zeros where actions are velocities or differences, lambda frames, last: "
                     'frames["observation.state"] where they are positions.'
                 )
+            seen = {name for each in policy.elements.values() for name in each}
+            kinds = zip(policy.names, policy.kinds, strict=True) if policy.names else ()
+            hidden = [
+                name for name, kind in kinds if kind is Kind.POSITION and not is_gripper(name) and name not in seen
+            ]
+            if hidden:
+                raise ConfigError(
+                    f"No field shows where {', '.join(hidden)} {'is' if len(hidden) == 1 else 'are'}, and before the "
+                    "first action nobody knows how they stay: say hold, a function (frames, last) that returns the "
+                    "action which keeps the robot still."
+                )
             flat = holding(STANDARD, policy.names, len(policy.kinds), policy.unit, policy.elements)
             hold = lambda frames, last: flat(frames, None if last is None else last.reshape(-1)).reshape(policy.shape)  # noqa: E731
         self._hold = hold

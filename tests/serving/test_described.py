@@ -55,7 +55,8 @@ LIES = [
     ),
     TRUE | {"history": 0},
     TRUE | {"chunk": 0},
-    *(TRUE | {"fps": rate} for rate in (INF, NAN, -1.0, 1e9, "fast", None, [])),
+    *(TRUE | {"fps": rate} for rate in (INF, NAN, -1.0, 1e9, 1e-9, True, "fast", None, [])),
+    TRUE | {"known": {STATE: {"low": [5.0, 0.0], "high": [1.0, 1.0]}}},
 ]
 
 
@@ -66,6 +67,7 @@ def test_what_is_true_is_read():
     assert policy.names == ("x", "y") and policy.unit == "m"
     unbounded = described_policy(TRUE | {"action": {"shape": [2]}})
     assert unbounded.low.tolist() == [-np.inf] * 2
+    assert described_policy(of_action(names=["x", "x"])).names == ()  # nobody can say which is which
     assert described_policy(TRUE | {"observation": {QUEUE: {"shape": [6]}}}).ahead == 3
 
 

@@ -412,7 +412,7 @@ def test_a_new_chunk_leads_over_from_the_old_one():
 
 
 def test_what_goes_round_takes_the_short_way_and_what_switches_changes_at_once():
-    names = ["x", "yaw", "gripper", "vacuum"]
+    names = ["x", "yaw", "gripper", "lamp"]
     pi, old, new = np.pi, np.array([0.0, -3.1, 0.0, 0.0]), np.array([0.4, 3.1, 1.0, 1.0])
 
     def blended(unit, turn=np.inf, **options):
@@ -430,7 +430,7 @@ def test_what_goes_round_takes_the_short_way_and_what_switches_changes_at_once()
     assert (abs(chunk[:, 1]) <= pi + 1e-9).all() and chunk[0, 1] < 0 < chunk[2, 1]
     assert chunk[:, 2].tolist() == [1.0] * 4 and chunk[:3, 3].tolist() == [0.25, 0.5, 0.75]
     assert blended("")[1][:, 1].tolist() == [3.1] * 4  # a yaw of which nobody says how long a turn is
-    _, chunk = blended("", switches=["vacuum"], turns={"yaw": 6.2, "gripper": 0.0})
+    _, chunk = blended("", switches=["lamp"], turns={"yaw": 6.2, "gripper": 0.0})
     assert chunk[0].tolist() == pytest.approx([0.1, 3.1, 0.25, 1.0])
     with pytest.raises(ConfigError, match="turns names 'yau'"):
         blended("", turns={"yau": 6.2})
@@ -526,3 +526,44 @@ def test_what_cannot_be_driven_is_said_at_once():
     refused, _ = make(Scripted())
     refused.error = RefusedError("no camera")
     assert refused.hopeless
+
+
+def test_a_robot_whose_place_nobody_shows_needs_a_hold():
+    """Zero, before there is a last action, would drive an arm there."""
+
+    def driven(shown, taken):
+        fields = {STATE: {"shape": [1], "names": [shown]}}
+        server = Scripted(action={"shape": [1], "names": [taken]}, observation=fields)
+        return Driver(server, limits=ActionLimits(change=0.5))
+
+    with pytest.raises(ConfigError, match=r"No field shows where arm\.pos is.*say hold"):
+        driven("other.pos", "arm.pos")
+    for shown, taken in (("arm.pos", "arm.pos"), ("other.pos", "base.vel"), ("other.pos", "gripper")):
+        driven(shown, taken).close()
+
+
+def test_a_sensor_that_shows_nothing_lets_no_first_action_through():
+    """Where the robot is nobody would know, and `change` would bind nothing."""
+    server = Scripted(low=-np.inf, high=np.inf)
+    driver, _ = make(server, hold=lambda frames, last: frames[STATE], limits=ActionLimits(change=0.5))
+    for value in (np.nan, np.inf):
+        with pytest.raises(NonFiniteError, match=f"NaN or infinity as '{STATE}'"):
+            driver.step(see(value))
+    assert not server.asked
+
+
+def test_an_instruction_is_text():
+    """str() would make instructions of None and of arrays: "None", "['go']"."""
+    driver, _ = make(Scripted())
+    for task in (5, np.array(["go"]), ["go"], b"go"):
+        with pytest.raises(SpecError, match="instruction, 'task', is text"):
+            driver.look({**see(), "task": task})
+    driver.look({**see(), "task": None})
+    assert driver._task is None
+    driver.look({**see(), "task": np.str_("go")})
+    assert driver._task == "go" and type(driver._task) is str
+
+
+def test_a_bound_is_no_truth_value():
+    with pytest.raises(ConfigError, match="not true or false"):
+        ActionLimits(change=True)
