@@ -144,7 +144,7 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
 
 def _in_origin(verb: Verb, config: "Config") -> "Config":
     """Return `config`, which names no world, with the one that what it gives to `verb` comes from."""
-    from robopolicy.origins import with_origin  # imports torch: only for verbs that need it
+    from robopolicy.building.origins import with_origin  # imports torch: only for verbs that need it
 
     return with_origin(config, verb.world_from)
 

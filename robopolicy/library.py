@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device, made_of_files
-from robopolicy.build import load_policy as load_checkpoint
+from robopolicy.building.origins import with_origin
+from robopolicy.building.policies import choose_device
+from robopolicy.building.policies import load_policy as load_checkpoint
+from robopolicy.building.worlds import build_world, made_of_files
 from robopolicy.configuration import compose
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, RunSection, WorldSection
 from robopolicy.core.policy import Policy, is_policy
@@ -21,7 +23,6 @@ from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
-from robopolicy.origins import with_origin
 from robopolicy.runs import RESULT, run_path
 from robopolicy.verbs.verb import VERBS, declaration
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from own_things import ACTION, FIELDS, Linear, LinearConfig
 
-from robopolicy.build import build_noisy_expert, build_world
+from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.cli import INTERRUPTED, main
 from robopolicy.configuration import compose
 from robopolicy.core.randomness import derive, episode_seeds

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from robopolicy.build import build_world
+from robopolicy.building.worlds import build_world
 from robopolicy.cli import main
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.delayed import QUEUE

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from robopolicy.build import load_policy
+from robopolicy.building.policies import load_policy
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, RobopolicyWarning

@@ -8,7 +8,7 @@ import torch
 from tiny_runs import TINY
 
 from robopolicy.benchmarks import rl100
-from robopolicy.build import load_policy as load_whole
+from robopolicy.building.policies import load_policy as load_whole
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.run import RunFolder

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from robopolicy.build import choose_device
+from robopolicy.building.policies import choose_device
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, RobopolicyWarning

@@ -17,7 +17,8 @@ import torch
 from robopolicy.benchmarks.algorithms import GENTLE, TOKEN_GRPO
 from robopolicy.benchmarks.rates import rate_text, short, spread_text
 from robopolicy.benchmarks.runs import Variant, chosen_from, pretrained, run_variant
-from robopolicy.build import build_world, choose_device
+from robopolicy.building.policies import choose_device
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.progress import progress

@@ -17,7 +17,8 @@ from rich.rule import Rule
 
 from robopolicy.benchmarks.rates import pooled, rate_text, short
 from robopolicy.benchmarks.runs import Variant, chosen_from, each_row, run_variant, settings_of
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.randomness import episode_seeds

@@ -17,7 +17,8 @@ from rich.rule import Rule
 
 from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.benchmarks.tiny_vla import Sizes, pi_processors, tokenizer_of, write_smolvlm
-from robopolicy.build import build_world, choose_device, load_trainable
+from robopolicy.building.policies import choose_device, load_trainable
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.examples import example_observation
 from robopolicy.core.machine import in_bytes

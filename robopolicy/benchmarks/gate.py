@@ -18,7 +18,8 @@ import numpy as np
 from robopolicy.benchmarks.gate_candidates import BIASED, CANDIDATES, OFFERED, Material, flattering
 from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
 from robopolicy.benchmarks.runs import EXAMINED, chosen_from, each_task, logged, pretrained, settings_of
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import numpy_generator

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.build import build_critic, build_world, choose_device
+from robopolicy.building.policies import choose_device
+from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Trainable

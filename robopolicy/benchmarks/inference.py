@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from robopolicy.benchmarks.rates import mean_text, pooled, rate_text, short
 from robopolicy.benchmarks.runs import chosen_from, demonstrations, each_row, pretrained, settings_of
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision, Policy, TensorObservation

@@ -11,7 +11,8 @@ from typing import Any
 
 from rich.rule import Rule
 
-from robopolicy.build import build_critic, build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.policy import require_trainable

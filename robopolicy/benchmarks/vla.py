@@ -20,7 +20,8 @@ from torch import Tensor
 from robopolicy.benchmarks.rates import mean_text, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.benchmarks.tiny_vla import Sizes, pi_of, taught_to_see, write_tiny
-from robopolicy.build import build_world, load_trainable
+from robopolicy.building.policies import load_trainable
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
 from robopolicy.core.policy import TensorObservation, to_tensors
 from robopolicy.core.randomness import episode_seeds

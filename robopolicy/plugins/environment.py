@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 from lerobot.envs.configs import EnvConfig
 
-from robopolicy.build import build_world
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World

@@ -17,7 +17,7 @@ from lerobot.configs.policies import PreTrainedConfig
 from lerobot.policies.pretrained import ActionSelectKwargs, PreTrainedPolicy
 from torch import Tensor
 
-from robopolicy.build import load_acting
+from robopolicy.building.policies import load_acting
 from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.core.errors import CheckpointError, SpecError
 from robopolicy.core.player import PolicyActor

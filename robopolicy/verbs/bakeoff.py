@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.evaluation.bakeoff import JudgeScore, best_judge, score_judge

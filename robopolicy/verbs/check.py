@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.tools import BenchSection
 from robopolicy.core.episodes import Episodes

@@ -21,16 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.build import (
-    build_controller,
-    build_foresight,
-    build_noisy_expert,
-    build_world,
-    choose_device,
-    load_acting,
-    load_policy,
-    with_planning,
-)
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.planning import with_planning
+from robopolicy.building.policies import choose_device, load_acting, load_policy
+from robopolicy.building.worlds import build_controller, build_foresight, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO
 from robopolicy.core.episodes import Episodes
@@ -45,7 +39,6 @@ from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import of_one_world, record, record_chains, record_corrected
 from robopolicy.evaluation.importance import with_densities
 from robopolicy.evaluation.intervals import mean_interval, wilson
-from robopolicy.origins import origin_of_section
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.graded import record_graded
 from robopolicy.verbs.unfinished import Unfinished

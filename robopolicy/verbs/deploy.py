@@ -9,7 +9,8 @@ robopolicy.evaluation.deployment.Deployment is told what happened and says the s
 import numpy as np
 import torch
 
-from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import episode_seeds

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_for
 from robopolicy.core.episodes import Episodes, require_recorded

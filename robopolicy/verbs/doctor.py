@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
 from robopolicy.core.episodes import Episodes

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from robopolicy.build import build_world
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.delayed import without_latency

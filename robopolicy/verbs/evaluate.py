@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from robopolicy.build import as_seen_in, build_world, choose_device, load_acting, with_planning
+from robopolicy.building.planning import with_planning
+from robopolicy.building.policies import as_seen_in, choose_device, load_acting
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, to_yaml
 from robopolicy.configuration.sections.act import EvaluateSection
 from robopolicy.core.errors import ConfigError

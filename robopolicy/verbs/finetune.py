@@ -15,17 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from robopolicy.build import (
-    as_seen_in,
-    build_controller,
-    build_critic,
-    build_world,
-    choose_device,
-    load_policy,
-    load_trainable,
-    planned_acting,
-    trainable,
-)
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.planning import planned_acting
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy, load_trainable, trainable
+from robopolicy.building.worlds import build_controller, build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.core.arrays import Array
@@ -45,7 +38,6 @@ from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.nn.sharing import share
-from robopolicy.origins import origin_of_section
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.lerobot_reading import require_memory

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from robopolicy.build import as_seen_in, build_world, choose_device, load_policy
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes, require_recorded

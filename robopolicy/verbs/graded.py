@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.build import build_controller, build_world
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.worlds import build_controller, build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
@@ -47,7 +48,6 @@ from robopolicy.data.quality import (
 from robopolicy.data.record import record
 from robopolicy.evaluation.scores import Anchors, Performance, normalised_score
 from robopolicy.evaluation.success import evaluate_policy, require_success
-from robopolicy.origins import origin_of_section
 from robopolicy.runs import output
 from robopolicy.verbs.unfinished import Unfinished, who_acts
 

@@ -20,15 +20,10 @@ from typing import cast
 
 import torch
 
-from robopolicy.build import (
-    as_seen_in,
-    behind,
-    build_critic,
-    build_world,
-    choose_device,
-    load_policy,
-    planned_acting,
-)
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.planning import planned_acting
+from robopolicy.building.policies import as_seen_in, behind, choose_device, load_policy
+from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import ImaginationSection
 from robopolicy.configuration.sections.worldmodel import ImagineSection
@@ -42,7 +37,6 @@ from robopolicy.core.world import World, can_render
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
 from robopolicy.evaluation.two_worlds import TwoWorlds
-from robopolicy.origins import origin_of_section
 from robopolicy.policies import load_policy as load_alone
 from robopolicy.runs import default_path, finish, finished, open_run, output
 from robopolicy.training.acting import Acting

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import as_seen_in, build_critic, build_world, choose_device, load_policy
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
 from robopolicy.core.episodes import Episodes

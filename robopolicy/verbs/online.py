@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError
@@ -33,7 +35,6 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy
-from robopolicy.origins import origin_of_section
 from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range

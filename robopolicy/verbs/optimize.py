@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from robopolicy.build import build_world, choose_device, load_policy
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import OptimizeSection
 from robopolicy.core.delayed import recorded_for

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from robopolicy.build import as_seen_in, build_noisy_expert, build_world, choose_device, load_policy
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError

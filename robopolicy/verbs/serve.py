@@ -10,7 +10,8 @@ an event; /livez, /readyz and /metrics say how the server is.
 import os
 import warnings
 
-from robopolicy.build import choose_device, load_acting, with_planning
+from robopolicy.building.planning import with_planning
+from robopolicy.building.policies import choose_device, load_acting
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.structured import narrowed

@@ -12,14 +12,9 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import (
-    build_foresight,
-    build_noisy_expert,
-    build_world,
-    choose_device,
-    load_acting,
-    load_policy,
-)
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.policies import choose_device, load_acting, load_policy
+from robopolicy.building.worlds import build_foresight, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.configuration.sections.run import WorldSection
@@ -34,7 +29,6 @@ from robopolicy.data.foresight import Foresight
 from robopolicy.data.record import record
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import compare
-from robopolicy.origins import origin_of_section
 from robopolicy.policies.lerobot_configuration import LeRobotStart
 from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.policies.token.configuration import TokenPolicyConfig

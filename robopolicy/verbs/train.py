@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from robopolicy.build import behind, build_world, choose_device, load_policy
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.policies import behind, choose_device, load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_in, with_latency_options
 from robopolicy.core.episodes import Episodes, chosen_episodes
@@ -39,7 +41,6 @@ from robopolicy.data.lerobot_reading import read_information, require_known
 from robopolicy.doctor.policy import check_normalizers
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
 from robopolicy.nn.precision import learning_in
-from robopolicy.origins import origin_of_section
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot_module import LeRobotModule

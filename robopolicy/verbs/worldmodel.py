@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
-from robopolicy.build import build_noisy_expert, build_world, choose_device, load_policy
+from robopolicy.building.origins import origin_of_section
+from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
 from robopolicy.core.delayed import recorded_in
@@ -36,7 +38,6 @@ from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.report import IMAGINED, report_for_run
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
-from robopolicy.origins import origin_of_section
 from robopolicy.runs import default_path, finish, finished, open_run, output, print_table, run_path
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.verb import Verb

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.build import build_controller
+from robopolicy.building.worlds import build_controller
 from robopolicy.configuration import compose
 from robopolicy.core.delayed import QUEUE, DelayedSnapshots, delayed, with_latency
 from robopolicy.core.errors import ConfigError, DataError, SpecError

@@ -2,11 +2,11 @@
 
 import pytest
 
+from robopolicy.building.origins import in_world
 from robopolicy.configuration import compose
 from robopolicy.core.delayed import with_latency_of
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.origin import WorldOrigin, check_saved_options
-from robopolicy.origins import in_world
 from sims.registry import make_world, trusted_options
 
 ODD = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sims.engine
-from robopolicy.build import choose_device
+from robopolicy.building.policies import choose_device
 from robopolicy.configuration.sections.run import RunSection
 from robopolicy.core import machine
 from robopolicy.core.machine import usable_threads

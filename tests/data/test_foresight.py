@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.build import build_foresight
+from robopolicy.building.worlds import build_foresight
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.episodes import Episodes

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from random_world import IMAGES, STATES, TEXTS, RandomWorld, recorded
 
-from robopolicy.build import load_policy
+from robopolicy.building.policies import load_policy
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_batch, example_observation
 from robopolicy.core.player import PolicyActor

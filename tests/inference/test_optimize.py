@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.build import load_acting
+from robopolicy.building.policies import load_acting
 from robopolicy.cli import main
 from robopolicy.configuration.sections.act import InferenceSection, OptimizeSection
 from robopolicy.core.errors import CheckpointError, RobopolicyWarning

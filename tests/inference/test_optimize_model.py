@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from robopolicy.build import load_imagining
+from robopolicy.building.planning import load_imagining
 from robopolicy.cli import main
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.origin import WorldOrigin, remember_origin

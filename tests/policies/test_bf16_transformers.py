@@ -12,7 +12,7 @@ from test_lerobot_policies import features, save
 from test_lerobot_training import KINDS, folders, observed  # noqa: F401 the fixture is used by its name
 from token_toys import TOKEN, disturb, generator, make_tokens, observe
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.policy import LowersPrecision, is_condition
 from robopolicy.nn.pieces import in_pieces, scores_of

@@ -12,7 +12,7 @@ from test_bf16_transformers import scored_again
 from test_lerobot_policies import SIZE, act_config, lerobots_chunk, save
 from test_lerobot_training import ROWS, data_spec, edited, learn_a_little, lerobots_own, noise_free, observed
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.examples import example_batch
 from robopolicy.data.record import record

@@ -19,7 +19,7 @@ from test_lerobot_policies import (
     tiny_clip,
 )
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.examples import example_batch

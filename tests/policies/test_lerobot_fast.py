@@ -16,7 +16,7 @@ from test_lerobot_policies import features, save
 from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
 from transformers import AutoTokenizer
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.examples import example_batch
 from robopolicy.core.policy import require_trainable

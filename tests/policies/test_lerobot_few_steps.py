@@ -13,7 +13,7 @@ from test_lerobot_policies import lerobots_chunk as lerobots_steps
 from test_lerobot_policies import observed as observed_history
 from test_lerobot_training import ROWS, language_folders, lerobots_chunk, noise_free, observed, trained
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_lerobot_policies import save, tiny_act
 
-from robopolicy.build import build_world
+from robopolicy.building.worlds import build_world
 from robopolicy.cli import main
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError, SpecError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_lerobot_policies import FRONT, SIZE, act_config, diffusion_config, save, statistics
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.examples import example_observation

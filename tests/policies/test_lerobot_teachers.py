@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_lerobot_policies import features, save
 from test_lerobot_training import lerobots_own, observed
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError

@@ -17,7 +17,7 @@ from test_lerobot_policies import act_config, diffusion_config, features, save, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from robopolicy.benchmarks.tiny_vla import pi_processors
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.examples import example_batch, example_observation

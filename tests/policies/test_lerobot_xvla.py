@@ -15,7 +15,7 @@ from test_bf16_transformers import scored_again
 from test_lerobot_policies import features, save
 from test_lerobot_training import ROWS, edited, learn_a_little, lerobots_own, noise_free, observed
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.examples import example_batch
 from robopolicy.core.spec import STATE, TASK

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from robopolicy.build import build_world
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import to_tensors

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from robopolicy.build import load_policy
+from robopolicy.building.policies import load_policy
 from robopolicy.cli import main
 from robopolicy.configuration.composition import compose
 from robopolicy.core.episodes import Episodes

@@ -20,7 +20,7 @@ from lerobot_models import (
 )
 from seeing_toys import CAMERA, SIZE, SeeingWorld
 
-from robopolicy.build import load_trainable
+from robopolicy.building.policies import load_trainable
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned

@@ -7,7 +7,7 @@ import pytest
 import torch
 from steps_world import StepsWorld
 
-from robopolicy.build import load_acting
+from robopolicy.building.policies import load_acting
 from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.player import PolicyActor

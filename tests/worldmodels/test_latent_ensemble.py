@@ -10,7 +10,7 @@ import pytest
 import torch
 from dot_world import IMAGE, SPEC, recorded
 
-from robopolicy.build import as_seen_in, load_policy
+from robopolicy.building.policies import as_seen_in, load_policy
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.randomness import Generators

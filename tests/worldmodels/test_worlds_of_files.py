@@ -8,7 +8,8 @@ import torch
 from point_world import SPEC, recorded
 
 import robopolicy
-from robopolicy.build import build_world, load_policy
+from robopolicy.building.policies import load_policy
+from robopolicy.building.worlds import build_world
 from robopolicy.configuration.sections.run import ImaginationSection, WorldSection
 from robopolicy.core.errors import CameraError, ConfigError, SpecError
 from robopolicy.core.player import Player, PolicyActor

@@ -1,30 +1,27 @@
-"""Builds what the configuration names: environments (worlds), policies, planners, experts, critics and the device.
+"""Builds worlds and who acts in them without learning: experts and other controllers, and critics of their state.
 
-A world is a vectorised environment: a simulator, recorded demonstrations, or a learned world model ("imagination"). No
-other module names concrete worlds, policies and models.
+A world is a vectorised environment: a simulator, recorded demonstrations, or a learned world model ("imagination").
 """
 
 import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from robopolicy.configuration.sections.act import AUTO, InferenceSection
+from robopolicy.building.planning import load_imagining
+from robopolicy.building.policies import as_seen_in
 from robopolicy.configuration.sections.learn import FinetuneSection
 from robopolicy.configuration.sections.run import (
     DEMONSTRATIONS,
     WORLD_MODEL,
     ImaginationSection,
-    RunSection,
     WorldSection,
 )
-from robopolicy.configuration.sections.worldmodel import PlanSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
 from robopolicy.core.errors import (
@@ -35,19 +32,14 @@ from robopolicy.core.errors import (
     RobopolicyWarning,
     SpecError,
 )
-from robopolicy.core.machine import limit_threads
 from robopolicy.core.origin import (
     WorldOrigin,
     about,
     origin_of,
-    remember_folder,
-    remember_origin,
-    remember_renaming,
     renaming_of,
 )
-from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
-from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import (
     DRAWN,
     LATENCY,
@@ -63,56 +55,25 @@ from robopolicy.core.spec import (
     require_fit,
     shown_sizes,
 )
-from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.inference.chunkings import SYNCHRONOUS
-from robopolicy.inference.configuration import InferenceConfig
-from robopolicy.inference.engine import with_engine
-from robopolicy.inference.plan import load_plan
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.lerobot_module import lerobots_own
-from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.critic import Critic, state_critic
-from robopolicy.training.acting import Acting
-from robopolicy.training.encoders import load_with_encoder
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
 from sims.names import suite_of
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
-from worldmodels import load_world_model
-from worldmodels.configuration import PlanConfig
-from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld, Truncation
-from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import (
-    Cacheable,
     Context,
-    DecoderFree,
     LearnedModel,
     Starts,
     WorldModel,
-    encoder_weights,
     fields_read,
 )
 from worldmodels.starts import keyframes, recorded_starts
-
-
-def choose_device(run: RunSection) -> torch.device:
-    """Return the device of `run.device` (auto: CUDA when there is one) and set the number of CPU threads."""
-    limit_threads(run.threads)
-    if run.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(run.device)
-    except RuntimeError as error:
-        raise ConfigError(f"run.device={run.device} is not a device: use auto, cpu or cuda.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda, but no CUDA device is visible: use run.device=cpu.")
-    return device
 
 
 def build_world(
@@ -416,128 +377,6 @@ def build_noisy_expert(
     except ValueError:
         noise = noise_level(level)
     return NoisyController(build_controller(section, world, dotted_path), noise, seed, world.spec.action)
-
-
-def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
-
-    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing; ConfigError
-    where `folder` is a dotted path.
-    """
-    if is_dotted(str(folder)) and not Path(folder).exists():
-        raise ConfigError(
-            f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
-            f"policy.kind={folder}, a controller records with collect.controller={folder}."
-        )
-    policy = load_with_encoder(folder, device)
-    remember_folder(policy, folder)
-    return policy
-
-
-def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
-    """Load a policy that is to learn; raises as `load_policy` and `trainable` do."""
-    return trainable(load_policy(folder, device), tuning)
-
-
-def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
-    """Return what learns of a policy; tuning: how one of LeRobot's explores and learns.
-
-    Raises ConfigError where the policy cannot be trained or does not read such a choice.
-    """
-    if isinstance(policy, LeRobotPolicy):
-        return policy.to_trainable_by(tuning)
-    if tuning != LeRobotTuning():
-        raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
-    return require_trainable(policy)
-
-
-def load_acting(
-    section: InferenceSection, folder: Path, device: torch.device | str = "cpu", chunking: str = SYNCHRONOUS
-) -> Policy:
-    """Load a policy that is to act and not to learn, computed by the engine that the section names.
-
-    With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
-    weights is refused with a warning, and so is one that does not fit the policy or this machine; one measured
-    elsewhere is used with one. Engines say what is executed and not always what is planned beyond it: for a chunking
-    other than synchronous, which needs that, auto is the policy as it was trained, with a warning too. Raises as
-    `load_policy` does, and ConfigError where the engine does not compute such policies.
-    """
-    folder = checkpoint_in(folder)
-    policy = load_policy(folder, device)
-    plan = load_plan(folder) if section.engine == AUTO else None
-    if section.engine != AUTO:
-        policy = with_engine(policy, narrowed(InferenceConfig, section))
-    elif plan is not None:
-        planned = partial(with_engine, policy, plan.config, plan.cache)
-        policy = plan.applied(policy, planned, folder, torch.device(device), chunking)
-    remember_folder(policy, folder)
-    return policy
-
-
-def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
-    """Load a world model that is to imagine, remembering blocks as `robopolicy optimize` has stored beside it.
-
-    A plan made for other weights, or that does not fit the model, is refused with a warning, and one measured elsewhere
-    is used with one. Raises as `load_world_model` and `load_plan` do.
-    """
-    model, plan = load_world_model(folder, device), load_plan(folder)
-    if plan is None or (cache := plan.cache) is None or not isinstance(model, Cacheable):
-        return model
-    planned = lambda: cast(LearnedModel, model.with_caching(cache))  # noqa: E731
-    return plan.applied(cast(LearnedModel, model), planned, folder, torch.device(device))
-
-
-def behind(model: WorldModel, policy: Policy) -> Policy:
-    """Return `policy`, which acts inside `model`, as it acts in the real world: behind its encoder, if it needs one."""
-    needed = isinstance(model, DecoderFree) and not isinstance(policy, EncodedPolicy)
-    return EncodedPolicy(policy, cast(DecoderFree, model)) if needed else policy
-
-
-def as_seen_in(world: World, policy: Policy) -> Policy:
-    """Return what decides in `world`: inside the model whose latent a policy reads, that policy without its encoder.
-
-    Raises ConfigError where `world` is another model's imagination.
-    """
-    if not (isinstance(policy, EncodedPolicy) and isinstance(world, ImaginedWorld)):
-        return policy
-    if not isinstance(world.model, DecoderFree):
-        return policy
-    own, other = encoder_weights(policy.model), encoder_weights(world.model)
-    if own.keys() != other.keys() or any(not torch.equal(own[name], other[name].to(own[name].device)) for name in own):
-        raise ConfigError(
-            f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "
-            "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."
-        )
-    return policy.policy
-
-
-def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
-    """Return `policy`, planning in a world model (best of N candidates) where the section names one."""
-    if section.model is None:
-        return policy
-    planned = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
-    remember_origin(planned, origin_of(policy))
-    remember_renaming(planned, renaming_of(policy))
-    return planned
-
-
-def planned_acting(
-    section: PlanSection, world: World, imagined: Path | None = None, device: torch.device | str = "cpu"
-) -> Acting | None:
-    """Return who acts for a policy that is tuned in `world`: it, planning in a world model, None where none is named.
-
-    imagined: the checkpoint in whose imagination `world` plays; if that plans as well, it is one model with the
-    world's, refreshed with it. Raises ConfigError for a model without a decoder: policies in it read its latent.
-    """
-    if section.model is None:
-        return None
-    shared = imagined is not None and imagined.resolve() == section.model.resolve()
-    own = world.model if isinstance(world, ImaginedWorld) and shared else None
-    model = load_imagining(section.model, device) if own is None else own
-    if isinstance(model, DecoderFree):
-        raise ConfigError(f"plan.model={section.model} shows a latent: planning needs a model that shows observations.")
-    settings = narrowed(PlanConfig, section)
-    return lambda policy: PlannedPolicy(policy, model, settings)
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:

@@ -1,0 +1,132 @@
+"""Loads the policies of checkpoints, to act or to learn, as a world shows it to them, and says on which device."""
+
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from robopolicy.configuration.sections.act import AUTO, InferenceSection
+from robopolicy.configuration.sections.run import (
+    RunSection,
+)
+from robopolicy.core.errors import (
+    ConfigError,
+)
+from robopolicy.core.machine import limit_threads
+from robopolicy.core.origin import (
+    remember_folder,
+)
+from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.registry import is_dotted
+from robopolicy.core.structured import narrowed
+from robopolicy.core.world import World
+from robopolicy.inference.chunkings import SYNCHRONOUS
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.engine import with_engine
+from robopolicy.inference.plan import load_plan
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.loading import checkpoint_in
+from robopolicy.training.encoders import load_with_encoder
+from worldmodels.encoding import EncodedPolicy
+from worldmodels.env import ImaginedWorld
+from worldmodels.protocol import (
+    DecoderFree,
+    WorldModel,
+    encoder_weights,
+)
+
+
+def choose_device(run: RunSection) -> torch.device:
+    """Return the device of `run.device` (auto: CUDA when there is one) and set the number of CPU threads."""
+    limit_threads(run.threads)
+    if run.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(run.device)
+    except RuntimeError as error:
+        raise ConfigError(f"run.device={run.device} is not a device: use auto, cpu or cuda.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("run.device=cuda, but no CUDA device is visible: use run.device=cpu.")
+    return device
+
+
+def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
+    """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
+
+    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing; ConfigError
+    where `folder` is a dotted path.
+    """
+    if is_dotted(str(folder)) and not Path(folder).exists():
+        raise ConfigError(
+            f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
+            f"policy.kind={folder}, a controller records with collect.controller={folder}."
+        )
+    policy = load_with_encoder(folder, device)
+    remember_folder(policy, folder)
+    return policy
+
+
+def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
+    """Load a policy that is to learn; raises as `load_policy` and `trainable` do."""
+    return trainable(load_policy(folder, device), tuning)
+
+
+def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
+    """Return what learns of a policy; tuning: how one of LeRobot's explores and learns.
+
+    Raises ConfigError where the policy cannot be trained or does not read such a choice.
+    """
+    if isinstance(policy, LeRobotPolicy):
+        return policy.to_trainable_by(tuning)
+    if tuning != LeRobotTuning():
+        raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
+    return require_trainable(policy)
+
+
+def load_acting(
+    section: InferenceSection, folder: Path, device: torch.device | str = "cpu", chunking: str = SYNCHRONOUS
+) -> Policy:
+    """Load a policy that is to act and not to learn, computed by the engine that the section names.
+
+    With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
+    weights is refused with a warning, and so is one that does not fit the policy or this machine; one measured
+    elsewhere is used with one. Engines say what is executed and not always what is planned beyond it: for a chunking
+    other than synchronous, which needs that, auto is the policy as it was trained, with a warning too. Raises as
+    `load_policy` does, and ConfigError where the engine does not compute such policies.
+    """
+    folder = checkpoint_in(folder)
+    policy = load_policy(folder, device)
+    plan = load_plan(folder) if section.engine == AUTO else None
+    if section.engine != AUTO:
+        policy = with_engine(policy, narrowed(InferenceConfig, section))
+    elif plan is not None:
+        planned = partial(with_engine, policy, plan.config, plan.cache)
+        policy = plan.applied(policy, planned, folder, torch.device(device), chunking)
+    remember_folder(policy, folder)
+    return policy
+
+
+def behind(model: WorldModel, policy: Policy) -> Policy:
+    """Return `policy`, which acts inside `model`, as it acts in the real world: behind its encoder, if it needs one."""
+    needed = isinstance(model, DecoderFree) and not isinstance(policy, EncodedPolicy)
+    return EncodedPolicy(policy, cast(DecoderFree, model)) if needed else policy
+
+
+def as_seen_in(world: World, policy: Policy) -> Policy:
+    """Return what decides in `world`: inside the model whose latent a policy reads, that policy without its encoder.
+
+    Raises ConfigError where `world` is another model's imagination.
+    """
+    if not (isinstance(policy, EncodedPolicy) and isinstance(world, ImaginedWorld)):
+        return policy
+    if not isinstance(world.model, DecoderFree):
+        return policy
+    own, other = encoder_weights(policy.model), encoder_weights(world.model)
+    if own.keys() != other.keys() or any(not torch.equal(own[name], other[name].to(own[name].device)) for name in own):
+        raise ConfigError(
+            f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "
+            "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."
+        )
+    return policy.policy
