@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, did_you_mean
+from robopolicy.core.arrays import is_mapping
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError, did_you_mean, in_one_line
 from robopolicy.core.registry import is_dotted, load_dotted
 from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.wiring import Wiring
@@ -157,6 +158,8 @@ class AttachedLeRobot:
     def observe(self) -> dict[str, np.ndarray]:
         """Return what the robot shows now: the policy's fields -> frames [*shape], images RGB."""
         shown = self._call("show what it sees", self.robot.get_observation, self.answers_within)
+        if not is_mapping(shown):
+            raise SpecError(f"{self.robot} shows {in_one_line(shown, 80)}, and no values by name.")
         turned = {name: np.ascontiguousarray(np.asarray(shown[name])[..., ::-1]) for name in self._bgr if name in shown}
         self._shown = {**shown, **turned}
         frames = self.wiring.frames(self._shown)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean
+from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError, did_you_mean, in_one_line
 from robopolicy.core.holding import POSITIONS, Standstill, kind_of, standstill, unit_of
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.serving.configuration import RobotSettings
@@ -82,7 +82,7 @@ class Wiring:
         frames = {field: self._vector(names, shown) for field, names in self.vectors.items()}
         for field, name in self.cameras.items():
             image = np.asarray(shown[name])
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3:
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3 or not image.size:
                 raise SpecError(
                     f"Camera '{name}' shows {image.dtype} {list(image.shape)}, not uint8 [height, width, 3]."
                 )
@@ -98,14 +98,14 @@ class Wiring:
         for place, name in enumerate(self.action):
             if not standing.keeps[place]:
                 action[place] = standing.neutral[place]
-            elif _is_place(shown.get(name)):
-                action[place] = float(shown[name]) * self.factors.get(name, 1.0)
+            elif np.isfinite(value := _number(shown.get(name))):
+                action[place] = value * self.factors.get(name, 1.0)
         return action
 
     def placed(self, shown: Mapping[str, Any]) -> np.ndarray:
         """Return which elements of `still` [A] bool need no last action: positions that `shown` leaves open do."""
         names = zip(self.action, self.standing.keeps, strict=True)
-        return np.array([not keeps or _is_place(shown.get(name)) for name, keeps in names])
+        return np.array([not keeps or np.isfinite(_number(shown.get(name))) for name, keeps in names])
 
     def command(self, action: np.ndarray) -> dict[str, float]:
         """Return an action [A] as the robot takes it, in its units. Raises NonFiniteError, naming the motor."""
@@ -131,10 +131,13 @@ class Wiring:
         return f"{what} {', '.join(shown)} [{unit or 'unit not said'}]"
 
     def _vector(self, names: tuple[str, ...], shown: Mapping[str, Any]) -> np.ndarray:
-        values = np.array([float(shown[name]) * self.factors.get(name, 1.0) for name in names], dtype=np.float32)
+        numbers = [_number(shown[name]) * self.factors.get(name, 1.0) for name in names]
+        with np.errstate(over="ignore"):  # infinite then, and refused
+            values = np.array(numbers, dtype=np.float32)
         if not np.isfinite(values).all():
             wrong = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
-            raise NonFiniteError(f"The robot shows NaN or infinity for {', '.join(wrong)}.")
+            shows = ", ".join(f"{name} ({in_one_line(shown[name], 40)})" for name in wrong)
+            raise NonFiniteError(f"The robot shows NaN, infinity or no number for {shows}.")
         return values
 
 
@@ -178,8 +181,12 @@ def wired(
     return Wiring(vectors, cameras, action, dict(scale), units, frozenset(motors), dict(rename))
 
 
-def _is_place(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and bool(np.isfinite(value))
+def _number(value: Any) -> float:
+    """Return what a robot shows of an element, NaN where that is no number; some show arrays or tensors of one."""
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several among them
+        return np.nan
 
 
 def _camera(field: str, own: Mapping[str, str], pictures: Mapping[str, Any]) -> str:

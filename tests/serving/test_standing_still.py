@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from misbehaving import POLICY_FAULTS, Base, run_moody
 
 from robopolicy.configuration.sections.serve import DriveSection
-from robopolicy.core.errors import ConfigError, RobopolicyError, ServingError
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, ServingError
 from robopolicy.core.holding import Kind, keeps_value, kind_of, unit_of
 from robopolicy.core.spec import STATE
 from robopolicy.core.structured import from_plain
@@ -140,6 +141,23 @@ def test_the_wiring_stops_a_velocity_that_is_shown():
     assert wiring.still(shown, np.zeros(2)).tolist() == [10.0, 0.0]
     assert wiring.still(shown, np.array([5.0, 0.4])).tolist() == [10.0, 0.0]
     assert wiring.still({**shown, "shoulder.pos": np.nan}, np.array([5.0, 0.4])).tolist() == [5.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, lambda value: np.array([value]), torch.tensor, str])
+def test_the_wiring_holds_a_place_whatever_holds_its_number(kind):
+    """Some robots show arrays or tensors of one number: where they are, and not where they were sent last."""
+    wiring = Wiring({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
+    shown = {"a.pos": kind(10.0)}
+    assert wiring.frames(shown)["s"].tolist() == [10.0]
+    assert wiring.placed(shown).all() and wiring.still(shown, np.array([3.0])).tolist() == [10.0]
+
+
+@pytest.mark.parametrize("value", ["up", np.zeros(2), np.zeros(0), np.nan, 1e300, {}, [[]]])
+def test_what_is_no_number_is_named(value):
+    wiring = Wiring({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
+    with pytest.raises(NonFiniteError, match=r"no number for a\.pos"):
+        wiring.frames({"a.pos": value})
+    assert wiring.still({"a.pos": value}, np.array([3.0])).tolist() in ([3.0], [1e300])
 
 
 def metadata(names=("shoulder", "speed"), unit="deg, m/s"):
