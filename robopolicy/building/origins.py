@@ -72,7 +72,7 @@ def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config
 
 def _as_served(config: Config) -> Config:
     """Return `config` with the world that the policy server says its policy comes from; raises ServingError."""
-    from robopolicy.serving.connecting import connected  # imports websockets, which only this needs
+    from robopolicy.serving.client import connected  # imports websockets, which only this needs
 
     section = config.drive
     if section.robot:

@@ -23,7 +23,7 @@ from robopolicy.core.errors import NonFiniteError, ServingError
 from robopolicy.core.policy import Policy, TensorObservation, to_tensors
 from robopolicy.core.spec import TASK, Observation, all_finite
 from robopolicy.inference.chunking import Plans, PredictsAhead
-from robopolicy.serving.underway import Left, underway
+from robopolicy.serving.sessions import Left, underway
 
 
 class BusyError(ServingError):

@@ -1,4 +1,4 @@
-"""What can be set about a policy server and about a robot that asks one, without importing either."""
+"""What can be set about a policy server and about a robot, attached or simulated, that asks one; imports neither."""
 
 import math
 from dataclasses import dataclass, field
@@ -162,3 +162,31 @@ class RobotSettings:
             )
         if not 0 < self.patience < math.inf:
             raise ConfigError(f"patience is {self.patience}: more than 0 seconds, for an answer takes some time.")
+
+
+@dataclass(frozen=True)
+class AttachedRobot:
+    """A robot of LeRobot's."""
+
+    robot: str = ""
+    """A LeRobot robot to drive instead of a world: its type, such as so101_follower (built in, or of an installed
+    lerobot_robot_* package), or the dotted path of its RobotConfig.
+    """
+    robot_options: dict[str, Any] = field(default_factory=dict)
+    """The fields of its configuration: {port: /dev/ttyACM0, id: mine, cameras: {front: {type: opencv, ...}}}."""
+    rename: dict[str, str] = field(default_factory=dict)
+    """The robot's motors and cameras -> the policy's elements and fields, where names differ:
+    {shoulder_pan.pos: shoulder_pan_position, front: observation.images.top}.
+    """
+    scale: dict[str, float] = field(default_factory=dict)
+    """The robot's motors -> the policy's units in one of the robot's, 1 unless set: {shoulder_pan.pos: 0.0174533}
+    where the policy learned radians and the robot counts degrees.
+    """
+    task: str = ""
+    """The robot's instruction, empty for the policy's only one."""
+    seconds: Positive = 30.0
+    """How long an episode of the robot lasts."""
+    answers_within: Positive = 1.0
+    """Seconds that the robot may take for an observation or an action before it is stopped."""
+    camera_age: Positive = 1.0
+    """Seconds that a camera may show one and the same picture while the robot moves, before it counts as frozen."""

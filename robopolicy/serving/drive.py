@@ -14,10 +14,9 @@ from robopolicy.core.player import Player
 from robopolicy.core.progress import progress
 from robopolicy.core.spec import QUEUE, TASK, Field, Observation, require_fields
 from robopolicy.core.world import Rows, World
-from robopolicy.serving.action_limits import limits_of
-from robopolicy.serving.clock import Clock, latency_figures
 from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.driver import Driver, Requests, Server, described_policy
+from robopolicy.serving.described import limits_of
+from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
 from robopolicy.serving.holding import as_served, holding
 from robopolicy.serving.notices import Notices
 

@@ -1,9 +1,11 @@
-"""A robot behind LeRobot's `Robot` interface, made by its type, watched, and stopped whatever happens.
+"""A robot behind LeRobot's `Robot` interface, made by its type, watched, driven, and stopped.
 
 Every call of the robot's has a deadline, in a thread that dies with the process: a bus that hangs must not keep a
 program from stopping its robot. LeRobot robots have no brake of their own: a stop tells positions to stay where they
 are, sets velocities, forces and toggles to zero, and disconnects, which takes the torque off where the robot's
 configuration says so.
+
+`drive_robot` takes its actions from a policy server, by its own clock, until its time is over or something fails.
 """
 
 import importlib
@@ -25,12 +27,18 @@ import numpy as np
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import ConfigError, RobopolicyWarning, ServingError, SpecError, did_you_mean, in_one_line
+from robopolicy.core.progress import progress
 from robopolicy.core.registry import is_dotted, load_dotted
-from robopolicy.serving.configuration import RobotSettings
+from robopolicy.core.spec import TASK
+from robopolicy.serving.configuration import AttachedRobot, RobotSettings
+from robopolicy.serving.described import limits_of
+from robopolicy.serving.driver import Clock, Driver, Requests, Server, described_policy, latency_figures
+from robopolicy.serving.notices import Notices
 from robopolicy.serving.wiring import Wiring
 
 if TYPE_CHECKING:
     from lerobot.robots import Robot
+
 
 Result = TypeVar("Result")  # and no type parameters: a robot's computer may have Python 3.10
 
@@ -313,3 +321,72 @@ class _Calls:
     def _work(self) -> None:
         while (run := self._waiting.get()) is not None:
             run()
+
+
+def drive_robot(
+    robot: AttachedLeRobot,
+    client: Server,
+    *,
+    episodes: int,
+    rate: float,
+    attached: AttachedRobot,
+    settings: RobotSettings,
+    notices: Notices | None = None,
+) -> dict[str, Any]:
+    """Drive a connected robot for `episodes` of `attached.seconds` each, and return what happened.
+
+    rate: control steps a second, 0 for the policy's; notices: where it is said what the user should know meanwhile.
+    Returns what `drive` does, without successes, which no robot reports. Where nothing is left to do the robot stays
+    where it is. Raises ConfigError on a rate or a time of no use, what the robot raises (see `AttachedLeRobot`), and
+    what the server did wrong once it is hopeless, or away for longer than patience; the robot is the caller's to stop.
+    """
+    requests = Requests(client)
+    renamed = robot.wiring.renamed
+    driver = Driver(
+        client,
+        hold=lambda frames, last: robot.still(),
+        start=lambda frames, last: np.where(robot.placed, robot.still(), np.nan),
+        limits=limits_of(settings, described_policy(client.metadata), robot.wiring.action, robot.limits_itself),
+        prefetch=settings.prefetch,
+        latency_steps=settings.latency_steps,
+        blend=settings.blend,
+        turns={renamed.get(name, name): turn for name, turn in settings.turns.items()},
+        switches=[renamed.get(name, name) for name in settings.switches],
+        max_age=settings.max_age,
+        patience=settings.patience,
+        requests=requests,
+        notices=notices,
+    )
+    rate = driver.fps if rate == 0 else rate
+    steps = round(attached.seconds * rate)
+    if rate < 0 or steps < 1:
+        raise ConfigError(f"A robot runs by the clock: rate={rate:g} and seconds={attached.seconds:g} make no episode.")
+    clock, started = Clock(rate), time.perf_counter()
+    task = {TASK: attached.task} if attached.task else {}
+    try:
+        with progress("driving", episodes * steps) as advance:
+            for _ in range(episodes):
+                driver.reset()
+                clock.start()
+                for _ in range(steps):
+                    frames = robot.observe()
+                    before = driver.counts["held"]
+                    action = driver.step({**frames, **task})
+                    if robot.placed.all() or driver.counts["held"] == before:  # else it stands still by itself
+                        robot.send(action)
+                    driver.require_server()
+                    clock.wait()
+                    advance(1, f"{driver.counts['held']} held still")
+    finally:
+        requests.close()
+    return {
+        "episodes": episodes,
+        "steps": driver.counts["steps"],
+        "requests": len(requests.latencies),
+        "wall_seconds": time.perf_counter() - started,
+        "rate": rate,
+        **{name: getattr(settings, name) for name in ("prefetch", "latency_steps")},
+        **{name: driver.counts[name] for name in ("held", "clipped", "stale", "outside", "failures")},
+        "deadline_misses": clock.misses,
+        "latency_ms": latency_figures(requests.latencies),
+    }

@@ -34,21 +34,19 @@ from websockets.http11 import Request, Response
 
 from robopolicy.core.errors import NonFiniteError, RobopolicyError, ServingError, SpecError
 from robopolicy.core.origin import origin_of
-from robopolicy.core.policy import Policy
+from robopolicy.core.policy import Policy, innermost
 from robopolicy.core.randomness import Generators
-from robopolicy.core.spec import Observation
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation
 from robopolicy.inference.chunking import Plans, plans_of
+from robopolicy.inference.engine import CompilesForRows
 from robopolicy.policies.known import known_ranges
 from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
 from robopolicy.serving.limits import Limits
-from robopolicy.serving.log import Log, log_to_stderr
-from robopolicy.serving.metrics import Metrics
 from robopolicy.serving.protocol import REQUEST, RESET, SEED, fingerprint, pack, sealed, unpack
-from robopolicy.serving.sessions import Sessions
-from robopolicy.serving.underway import Left
-from robopolicy.serving.warmup import warmed_up
+from robopolicy.serving.sessions import Left, Sessions
+from robopolicy.serving.telemetry import Log, Metrics, log_to_stderr
 
 LARGE = 64 * 1024
 """Bytes of a message that is decoded off the event loop."""
@@ -459,3 +457,47 @@ def _device(policy: Policy) -> torch.device:
         if parameter is not None:
             return parameter.device
     return torch.device("cpu")
+
+
+async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> bool:
+    """Let the policy decide before anybody asks, and return whether it was not stopped meanwhile.
+
+    Where code is made for numbers of rows, by the policy or by what it decides by means of, it is made for all that may
+    ask together, however long that takes; plans that follow on from others are made too, where the server offers them.
+    Raises what the policy raises, and BusyError where a decision takes longer than a request may.
+    """
+    deciding, stopping = asyncio.ensure_future(_decide(queue, log)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([deciding, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if stop.is_set():
+        deciding.cancel()
+        return False
+    await deciding
+    return True
+
+
+async def _decide(queue: InferenceQueue, log: Log) -> None:
+    policy = queue.policy
+    seen, deciding = blank_observation(policy), innermost(policy)
+    if isinstance(deciding, CompilesForRows):
+        # Who asks several times for each row asks so for more of these sizes, which are powers of one number: all of
+        # them have been asked for once each of the first has.
+        for rows in deciding.sizes(queue.maximum_batch):
+            log("compiling", rows=rows)
+            await queue.first(seen, rows)
+    if queue.plans is not None:  # guided plans load code that nothing else does, for ten seconds on a busy machine
+        spec = policy.spec
+        for steps in (0, spec.prediction - spec.chunk):
+            await queue.first(seen, 1, Left(np.zeros((steps, *spec.action.shape), np.float32), 0, 1))
+    await queue.infer(seen)
+
+
+def blank_observation(policy: Policy) -> Observation:
+    """Return a zero observation [1, H, ...] that fits the policy."""
+    spec = policy.spec
+    observation: Observation = {
+        key: np.zeros((1, spec.history, *field.shape), np.uint8 if key.startswith(IMAGE_PREFIX) else np.float32)
+        for key, field in spec.observation.items()
+    }
+    observation[TASK] = np.array([spec.instructions[0] if spec.instructions else ""])
+    return observation

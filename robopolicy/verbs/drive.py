@@ -27,16 +27,13 @@ from robopolicy.core.spec import Field, images_of
 from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import output, publish
-from robopolicy.serving.attached import AttachedRobot
-from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.connecting import connected
+from robopolicy.serving.client import PolicyClient, connected
+from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.described import DescribedPolicy
 from robopolicy.serving.drive import drive
-from robopolicy.serving.drive_robot import drive_robot
 from robopolicy.serving.driver import described_policy
 from robopolicy.serving.holding import as_served
-from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, make_lerobot_robot
+from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.serving.notices import Notices
 from robopolicy.serving.wiring import Wiring, wired
 from robopolicy.verbs.evaluate import evaluation_seeds

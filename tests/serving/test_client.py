@@ -10,10 +10,8 @@ import pytest
 from websockets.sync.server import serve
 
 from robopolicy.core.errors import ConfigError, ServingError
-from robopolicy.serving.addresses import way_out, whole_address
-from robopolicy.serving.client import PolicyClient, RefusedError
+from robopolicy.serving.client import PolicyClient, RefusedError, connected, way_out, whole_address
 from robopolicy.serving.configuration import ServerAddress
-from robopolicy.serving.connecting import connected
 from robopolicy.serving.protocol import REQUEST, fingerprint, pack, sealed, unpack
 
 KINDS = {

@@ -285,5 +285,5 @@ class Seeing:
 
 
 def test_a_policy_that_sees_brings_its_cameras_to_the_world(monkeypatch, capsys):
-    monkeypatch.setattr("robopolicy.serving.connecting.PolicyClient", Seeing)
+    monkeypatch.setattr("robopolicy.serving.client.PolicyClient", Seeing)
     assert main(["drive", "world=reach_planar", "drive.episodes=1", "drive.rate=-1"]) == 0, capsys.readouterr().err

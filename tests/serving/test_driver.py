@@ -8,9 +8,9 @@ import pytest
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
-from robopolicy.serving.action_limits import limits_of
 from robopolicy.serving.client import RefusedError
 from robopolicy.serving.configuration import RobotSettings
+from robopolicy.serving.described import limits_of
 from robopolicy.serving.driver import ActionLimits, Driver, described_policy
 from robopolicy.serving.notices import Notices
 

@@ -22,15 +22,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from robopolicy.core.errors import ServingError, SpecError
 from robopolicy.core.spec import STATE
-from robopolicy.serving.client import PolicyClient
+from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import ServerAddress
-from robopolicy.serving.connecting import connected
 from robopolicy.serving.driver import ActionLimits, Driver
 from robopolicy.serving.inputs import Session
 from robopolicy.serving.limits import Limits
-from robopolicy.serving.log import JsonLines, Log
 from robopolicy.serving.pictures import resized
 from robopolicy.serving.protocol import RESET, SEED, SESSION, pack, unpack
+from robopolicy.serving.telemetry import JsonLines, Log
 
 SERVERS = {
     "odd": ("odd", {}),

@@ -17,10 +17,8 @@ from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarning, ServingError, SpecError
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.serving.attached import AttachedRobot
-from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.drive_robot import drive_robot
-from robopolicy.serving.lerobot_robot import AttachedLeRobot, make_lerobot_robot
+from robopolicy.serving.configuration import AttachedRobot, RobotSettings
+from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.serving.wiring import wired
 from robopolicy.verbs.drive import _ended_by_signals
 

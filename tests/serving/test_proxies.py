@@ -12,8 +12,7 @@ import pytest
 from websockets.sync.server import serve
 
 from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, ServingError
-from robopolicy.serving.addresses import is_this_machine, proxy_for
-from robopolicy.serving.client import PolicyClient
+from robopolicy.serving.client import PolicyClient, is_this_machine, proxy_for
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.protocol import REQUEST, fingerprint, sealed
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROBOTS_SIDE = ("robopolicy.serving.client", "robopolicy.serving.driver", "robopolicy.serving.connecting")
-ATTACHED = ("robopolicy.serving.lerobot_robot", "robopolicy.serving.drive_robot")
+ROBOTS_SIDE = ("robopolicy.serving.client", "robopolicy.serving.driver")
+ATTACHED = ("robopolicy.serving.lerobot_robot",)
 """Beside LeRobot, with packages of its own."""
 PACKAGES = {"numpy", "msgpack", "websockets", "PIL"}
 """The last one only where it is installed."""

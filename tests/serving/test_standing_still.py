@@ -15,12 +15,10 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError,
 from robopolicy.core.holding import Kind, keeps_value, kind_of, unit_of
 from robopolicy.core.spec import STATE
 from robopolicy.core.structured import from_plain
-from robopolicy.serving.attached import AttachedRobot
 from robopolicy.serving.client import PolicyClient
-from robopolicy.serving.configuration import RobotSettings
-from robopolicy.serving.drive_robot import drive_robot
+from robopolicy.serving.configuration import AttachedRobot, RobotSettings
 from robopolicy.serving.holding import holding
-from robopolicy.serving.lerobot_robot import AttachedLeRobot
+from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot
 from robopolicy.serving.wiring import Wiring, wired
 
 RATES = [

@@ -18,7 +18,7 @@ from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.drive import drive
 from robopolicy.serving.protocol import DELAY, PLAN
 from robopolicy.serving.server import PolicyServer, ServerSettings
-from robopolicy.serving.underway import Left, taken
+from robopolicy.serving.sessions import Left, taken
 
 SPEC = PolicySpec({STATE: Field((1,))}, Field((2,)), 1, 4, 8, 0, 10.0)
 

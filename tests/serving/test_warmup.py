@@ -10,7 +10,7 @@ from served_policies import Echo, ahead
 from robopolicy.inference.compiled import compiled
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.serving.batching import BusyError, InferenceQueue
-from robopolicy.serving.warmup import warmed_up
+from robopolicy.serving.server import warmed_up
 
 
 class Compiling(Echo):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count
-from robopolicy.serving.attached import AttachedRobot
-from robopolicy.serving.configuration import RobotSettings, ServerAddress, ServerConfig
+from robopolicy.serving.configuration import AttachedRobot, RobotSettings, ServerAddress, ServerConfig
 
 
 @dataclass(frozen=True)
