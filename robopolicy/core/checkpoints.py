@@ -239,11 +239,19 @@ def wrong_in_field(field: object) -> str:
         return f"the names {in_one_line(names)}"
     if not isinstance(field.get("unit", ""), str) or field.get("dtype", "float32") not in DTYPES:
         return f"the unit {in_one_line(field.get('unit', ''))} and dtype {in_one_line(field.get('dtype'))}"
-    for key in ("low", "high"):
-        bound = field.get(key, 0.0)
+    ends: list[list[float]] = []
+    for key, nothing in (("low", "-inf"), ("high", "inf")):
+        bound = field.get(key, nothing)
         bounds = bound if is_sequence(bound) else [bound]
         if len(bounds) not in (1, math.prod(shape)) or not all(_is_number(each) or each in INFINITE for each in bounds):
             return f"{key} {in_one_line(bound)}"
+        ends.append([float(each) for each in bounds])
+    lows, highs = ends
+    pairs = zip(
+        lows * (len(highs) if len(lows) == 1 else 1), highs * (len(lows) if len(highs) == 1 else 1), strict=True
+    )
+    if any(low > high for low, high in pairs):
+        return f"low {in_one_line(field.get('low'))} above high {in_one_line(field.get('high'))}"
     return ""
 
 

@@ -77,6 +77,8 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
             if is_mapping(each):
                 check_numbers(path, each)
                 continue
+            if isinstance(each, str) and key.endswith(("_name", "_path")):
+                _check_model(path, key, each)
             if isinstance(each, float) and each != each:
                 raise CheckpointError(f"{path} says {key}=NaN: correct it, or restore it from a copy.")
             if key == "eps" and (not isinstance(each, float | int) or not 0 <= each <= 1):
@@ -90,6 +92,28 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{path} says {key}={in_one_line(each, 40)}, and no policy has more than "
                 f"{most}: correct it, or restore it from a copy."
+            )
+
+
+LARGEST_VOCABULARY = 2**27
+"""Bytes of a tokenizer's files and of other descriptions: the largest, Gemma's, has 34 MB."""
+
+
+def _check_model(path: Path, key: str, name: str) -> None:
+    """Raise CheckpointError where a model or tokenizer in the folder `name`, which the file `path` asks for, is more
+    than is read into memory as text, or would be waited for without end.
+    """
+    folder = Path(name)
+    if len(name) > 1000 or not folder.is_dir():  # a name on the hub
+        return
+    for file in sorted(folder.iterdir()):
+        text = file.suffix in (".json", ".txt", ".model", ".jinja")
+        if file.exists() and not file.is_dir() and not file.is_file():
+            raise CheckpointError(f"{path} asks for {key}={folder}, and {file} is a pipe or device, not a file.")
+        if text and file.is_file() and file.stat().st_size > LARGEST_VOCABULARY:
+            raise CheckpointError(
+                f"{path} asks for {key}={folder}, and {file} has more than {LARGEST_VOCABULARY} bytes, which no file "
+                "of its kind has: it is not read."
             )
 
 

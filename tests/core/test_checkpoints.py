@@ -1,6 +1,7 @@
 """What is kept of modules on disk: damage is seen and named, older files load, hashes cost little."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from robopolicy.core.checkpoints import (
     read_weights,
     restoring,
     write_checkpoint,
+    wrong_in_field,
 )
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.tensors import file_hash, load_tree, save_tree
@@ -158,3 +160,19 @@ def test_a_description_is_of_a_usual_size_and_parsed_once(folder: Path, monkeypa
     with pytest.raises(CheckpointError, match=r"config\.json has more than 4194304 bytes"):
         read_description(folder)
     assert len(parsed) <= 1
+
+
+@pytest.mark.parametrize(
+    ("bounds", "wrong"),
+    [
+        ({"low": 1, "high": -1}, "low 1 above high -1"),
+        ({"low": [0, 2], "high": 1}, r"low \[0, 2\] above high 1"),
+        ({"low": "inf"}, "above high"),
+        ({"low": [0.0, "-inf"], "high": [0.0, "inf"]}, "^$"),
+        ({"low": -1, "high": [0, 1]}, "^$"),
+        ({}, "^$"),
+    ],
+)
+def test_no_bounds_lie_the_wrong_way_round(bounds, wrong):
+    """A policy of such a field would be evaluated with all its actions clipped to one end."""
+    assert re.search(wrong, wrong_in_field({"shape": [2], **bounds}))

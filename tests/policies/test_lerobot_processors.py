@@ -1,6 +1,7 @@
 """A LeRobot checkpoint's processors do what its config.json says, or it is said; adapters merge as the error says."""
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -209,3 +210,23 @@ def test_no_two_elements_have_one_name(whole: Path, tmp_path: Path) -> None:
     (folder / "robopolicy.json").write_text(json.dumps({"names": {"action": ["x"] * size}}))
     with pytest.raises(ConfigError, match="names two elements of 'action' 'x'"):
         load_lerobot_policy(folder)
+
+
+@pytest.mark.parametrize("odd", ["pipe", "large"])
+def test_a_tokenizers_files_are_looked_at_before_they_are_read(whole: Path, tmp_path: Path, odd: str) -> None:
+    """transformers would wait for a pipe for ever, and take many times the bytes of a text in memory."""
+    words = tmp_path / "words"
+    words.mkdir()
+    place = words / "tokenizer.json"
+    if odd == "pipe":
+        os.mkfifo(place)
+    else:
+        with place.open("wb") as file:
+            file.truncate(2**30)
+
+    def asks(data: dict[str, Any]) -> None:
+        data["steps"].append({"registry_name": "tokenizer_processor", "config": {"tokenizer_name": str(words)}})
+
+    text = "is a pipe or device" if odd == "pipe" else "has more than 134217728 bytes"
+    with pytest.raises(CheckpointError, match=rf"asks for tokenizer_name=.*tokenizer\.json {text}"):
+        load_lerobot_policy(edited(whole, tmp_path / "asking", BEFORE, asks))
