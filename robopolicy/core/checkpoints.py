@@ -250,8 +250,8 @@ def wrong_in_field(field: object) -> str:
     pairs = zip(
         lows * (len(highs) if len(lows) == 1 else 1), highs * (len(lows) if len(highs) == 1 else 1), strict=True
     )
-    if any(low > high for low, high in pairs):
-        return f"low {in_one_line(field.get('low'))} above high {in_one_line(field.get('high'))}"
+    if any(low > high or low == math.inf or high == -math.inf for low, high in pairs):
+        return f"low {in_one_line(field.get('low'))} and high {in_one_line(field.get('high'))}, with nothing in between"
     return ""
 
 

@@ -80,6 +80,8 @@ def whole_address(host: str, port: int | None, encrypted: bool) -> str:
         own = parts.port
     except ValueError as error:
         raise ConfigError(f"{host} is no address of a server: {error}.") from error
+    if any(each.isspace() or not each.isprintable() for each in host):
+        raise ConfigError(f"{host!r} is no address of a server: it holds a space or a line break.")
     if parts.scheme not in SCHEMES:
         raise ConfigError(f"{host} is no address of a policy server: those begin with ws:// or wss://.")
     if encrypted and parts.scheme == "ws":

@@ -345,6 +345,11 @@ def limits_of(
         if place is None:
             known = did_you_mean(name, names) or " Its elements have no names, so none can be named here."
             raise ConfigError(f"bounds names '{name}', which is no element of the action.{known}")
+        if least > high.flat[place] or most < low.flat[place]:
+            raise ConfigError(
+                f"bounds of '{name}' are {least:g} to {most:g}, and the policy's {low.flat[place]:g} to "
+                f"{high.flat[place]:g}: no action is within both. Are they in the policy's units?"
+            )
         low.flat[place], high.flat[place] = max(low.flat[place], least), min(high.flat[place], most)
     open_ended = ~np.isfinite(low) | ~np.isfinite(high)
     if limits_itself is not None:

@@ -165,9 +165,9 @@ def test_a_description_is_of_a_usual_size_and_parsed_once(folder: Path, monkeypa
 @pytest.mark.parametrize(
     ("bounds", "wrong"),
     [
-        ({"low": 1, "high": -1}, "low 1 above high -1"),
-        ({"low": [0, 2], "high": 1}, r"low \[0, 2\] above high 1"),
-        ({"low": "inf"}, "above high"),
+        ({"low": 1, "high": -1}, "low 1 and high -1"),
+        ({"low": [0, 2], "high": 1}, r"low \[0, 2\] and high 1"),
+        ({"low": "inf"}, "nothing in between"),
         ({"low": [0.0, "-inf"], "high": [0.0, "inf"]}, "^$"),
         ({"low": -1, "high": [0, 1]}, "^$"),
         ({}, "^$"),

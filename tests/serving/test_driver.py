@@ -164,6 +164,8 @@ def test_a_policy_without_bounds_needs_some():
     limits_of(RobotSettings(), policy, policy.names, np.array([True, False]))  # the robot's own max_relative_target
     with pytest.raises(ConfigError, match="bounds names 'lft'"):
         limits_of(RobotSettings(bounds={"lft": (-0.5, 0.5)}), policy, policy.names)
+    with pytest.raises(ConfigError, match=r"bounds of 'x\.vel' are 5 to 6, and the policy's -1 to 1: no action is"):
+        limits_of(RobotSettings(bounds={"x.vel": (5.0, 6.0)}), policy, policy.names)
 
 
 def test_a_robot_far_from_what_its_policy_knows_is_said_before_it_moves_and_now_and_then():

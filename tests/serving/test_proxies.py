@@ -216,3 +216,10 @@ def test_a_key_that_no_header_can_carry_is_refused_on_both_sides(port, key, text
     for made in (lambda: PolicyClient(port=port, api_key=key), lambda: ServerConfig(api_key=key)):
         with pytest.raises(ConfigError, match=f"API key .*{text}"):
             made()
+
+
+def test_an_address_with_a_space_in_it_is_named():
+    """Else what answers nothing sensible is taken for a server with a certificate."""
+    for host in ("127.0.0.1/x y", "ws://127.0.0.1:8000/x\n", "127.0.0.1 "):
+        with pytest.raises(ConfigError, match="holds a space or a line break"):
+            PolicyClient(host)
