@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from robopolicy.benchmarks.rates import mean_text
-from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
-from robopolicy.benchmarks.runs import each_seed
+from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import Generators, derive, episode_seeds

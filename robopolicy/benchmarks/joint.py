@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from robopolicy.benchmarks.rates import rate_text, spread_text
-from robopolicy.benchmarks.recordings import expert
-from robopolicy.benchmarks.runs import each_seed
+from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record

@@ -19,12 +19,15 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.structured import narrowed
+from robopolicy.core.world import World
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.runs import is_complete, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune as learn
 from robopolicy.verbs import collect, finetune, train, worldmodel
+from sims.experts import Noise, NoisyController
+from sims.registry import load_task
 
 TOKEN = (
     "policy.kind=token",
@@ -300,3 +303,8 @@ def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Confi
         return {"seeds": found}
 
     return benchmark
+
+
+def expert(world: World, noise: float, seed: int) -> NoisyController:
+    """Return the expert of the task that `world` simulates, with Gaussian noise."""
+    return NoisyController(load_task(world.spec.name).expert(), Noise(gaussian=noise), seed, world.spec.action)

@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from robopolicy.benchmarks.rates import mean_text
-from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK
-from robopolicy.benchmarks.runs import each_seed
+from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, WorldSpec

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
-from robopolicy.benchmarks.recordings import expert
 from robopolicy.benchmarks.replay import TASK, replay
-from robopolicy.benchmarks.runs import each_seed
+from robopolicy.benchmarks.runs import each_seed, expert
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators, derive, episode_seeds

@@ -21,8 +21,7 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
-from robopolicy.inference.chunkings import SYNCHRONOUS
-from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.configuration import SYNCHRONOUS, InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.policies.lerobot import LeRobotPolicy

@@ -24,8 +24,6 @@ class Extras:
     """[B, T] rewards since the episode's start. Added in collecting; read by the metrics."""
     uncertainty: Tensor | None = None
     """[B, T, C] a world model's uncertainty about each control step. Added in collecting, by worlds that give one."""
-    trace: Tensor | None = None
-    """[B, T, C, S] vector fields after every control step, as a `StateVector`. Added by EpisodePlayer(trace=True)."""
     start: Tensor | None = None
     """[B, T] int64, which start of the pool the episode had. Added in collecting groups; read by samplers of starts."""
     hint: Tensor | None = None

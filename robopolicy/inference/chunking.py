@@ -25,7 +25,7 @@ from robopolicy.core.policy import Decision, Policy, TensorObservation
 from robopolicy.core.registry import fixed_arguments
 from robopolicy.core.spec import LATENCY, QUEUE, Field, PolicySpec
 from robopolicy.core.world import Rows
-from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
+from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 
 REACH = (
     "train it with more prediction_steps, or let it execute fewer of those that it predicts (of LeRobot's policies "

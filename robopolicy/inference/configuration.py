@@ -1,10 +1,30 @@
-"""How a trained policy computes its decisions; nothing heavy is imported here."""
+"""How a trained policy computes its decisions, and the ways of living with a delay; nothing heavy is imported here.
+
+The next chunking is one line here, an entry point, or a dotted path: a function (policy, delay, options by name) ->
+policy; see `robopolicy.inference.chunking.Chunking`.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count
+from robopolicy.core.registry import Registry
+
+SYNCHRONOUS = "synchronous"
+CHUNKINGS = Registry(
+    "chunking",
+    "robopolicy.chunking",
+    {
+        SYNCHRONOUS: "robopolicy.inference.chunking:synchronous",
+        "prefetch": "robopolicy.inference.chunking:prefetch",
+        "ensembling": "robopolicy.inference.ensembling:ensembling",
+        "bidirectional": "robopolicy.inference.ensembling:bidirectional",
+        "rtc": "robopolicy.inference.rtc:rtc",
+        "trained_rtc": "robopolicy.inference.rtc:trained_rtc",
+        "lerobot_rtc": "robopolicy.inference.rtc:lerobot_rtc",
+    },
+)
 
 
 @dataclass(frozen=True)

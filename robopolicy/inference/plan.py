@@ -19,8 +19,7 @@ from robopolicy.core.storage import read_object, recover_folder, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.inference.caching import CachePlan
-from robopolicy.inference.chunkings import SYNCHRONOUS
-from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.configuration import SYNCHRONOUS, InferenceConfig
 from robopolicy.inference.engine import ENGINES
 from robopolicy.inference.samplers import SAMPLERS
 

@@ -27,7 +27,6 @@ from robopolicy.core.policy import Policy, Resumes
 from robopolicy.core.progress import progress
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import require_fit
-from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Snapshot, Snapshots, World
 from robopolicy.rl.collect import column, store_images, stored_images
 from robopolicy.rl.requests import Branching, Request, moved, shared_in_groups, surprise
@@ -80,9 +79,8 @@ class _Running:
 class EpisodePlayer:
     """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
 
-    branching: where episodes split, None for nowhere; trace: keep what every control step led to, so that
-    `played_episodes` can be made of what a policy with chunks played; stop_still: decisions in a row that move nothing
-    after which an episode is stopped, as by a time limit, 0 for never; images: how what cameras show is kept.
+    branching: where episodes split, None for nowhere; stop_still: decisions in a row that move nothing after which an
+    episode is stopped, as by a time limit, 0 for never; images: how what cameras show is kept.
     Raises SpecError where the policy does not fit the world, and ConfigError where rows are to split in a world that
     cannot save and restore them, or inside decisions of a policy that cannot go on from there, or at a step that a
     decision does not have.
@@ -94,7 +92,6 @@ class EpisodePlayer:
         policy: Policy,
         branching: Branching | None = None,
         *,
-        trace: bool = False,
         stop_still: int = 0,
         images: Keeping = "plain",
     ):
@@ -104,7 +101,6 @@ class EpisodePlayer:
             raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
         self.world, self.policy = world, policy
         self.branching, self.stop_still = branching or Branching(), stop_still
-        self.traced = StateVector.of(world.spec) if trace else None
         self.images: Keeping = images
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
@@ -164,8 +160,7 @@ class EpisodePlayer:
         """Play until as many `groups` are complete (default: all that are held or requested) and return those.
 
         The groups of the lowest numbers come first; others stay for the next call, complete, in flight or waiting. Rows
-        of the result are in the order in which episodes were started. extras: `episode_return` [B, T], and `trace`
-        where it is kept.
+        of the result are in the order in which episodes were started. extras: `episode_return` [B, T].
         """
         self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
@@ -178,8 +173,6 @@ class EpisodePlayer:
                 played = next(steps_played)
                 self.returns += played.step.reward.sum(-1)
                 found = column(played, self.world.spec.instructions, generator.device, version)
-                if self.traced is not None:
-                    found["extras"]["trace"] = torch.as_tensor(self.traced.pack(played.step.trace)).to(generator.device)
                 ended = played.ended | self._stopped(found) if self.stop_still else played.ended
                 store_images(found, self.frames, ended)
                 done = np.flatnonzero(ended)

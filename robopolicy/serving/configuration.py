@@ -49,7 +49,7 @@ class ServerConfig:
     """Seconds after which a request is given up."""
     stall: Positive = 10.0
     """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
-    chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
+    chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.configuration:CHUNKINGS"})
     """How plans follow on from the one that a robot is executing: not (synchronous), or around what is left of it (rtc,
     trained_rtc, lerobot_rtc, ensembling, bidirectional). For robots that say what is left, as `drive` does; others get
     chunks. Needs a policy whose prediction_steps go beyond its chunk.

@@ -45,7 +45,7 @@ from robopolicy.evaluation.tables import difference_text, instruction_table
 from robopolicy.evaluation.video import record_grid, write_video
 from robopolicy.evaluation.waves import KeptWaves
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
-from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
+from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.sources import hashes, source_of

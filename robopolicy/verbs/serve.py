@@ -15,7 +15,7 @@ from robopolicy.building.policies import choose_device, load_acting
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.structured import narrowed
-from robopolicy.inference.chunkings import CHUNKINGS
+from robopolicy.inference.configuration import CHUNKINGS
 from robopolicy.policies.loading import no_rate
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.server import ServerSettings, serve

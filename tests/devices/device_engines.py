@@ -8,8 +8,7 @@ from device_policies import made, played
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.inference.chunking import Delay
-from robopolicy.inference.chunkings import CHUNKINGS, SYNCHRONOUS
-from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS, InferenceConfig
 from robopolicy.inference.engine import ENGINES, with_engine
 from robopolicy.inference.samplers import SAMPLERS
 from robopolicy.nn.configuration import DenoiserKind

@@ -14,7 +14,7 @@ from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.chunking import Delay, with_chunking
-from robopolicy.inference.chunkings import CHUNKINGS
+from robopolicy.inference.configuration import CHUNKINGS
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
 from sims.registry import make_world

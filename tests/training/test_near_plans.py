@@ -12,7 +12,6 @@ from bandit_toys import BanditWorld, ChainPolicy
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.played_episodes import played_episodes
 from robopolicy.core.policy import Decision, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.rollouts import Rollouts
@@ -316,21 +315,32 @@ def speaking(chunk: int = 2, decoding: TokenDecoding = TokenDecoding.CAUSAL) -> 
     return policy
 
 
-class TracedWorld(BanditWorld):
-    """The bandit, which also says what it was like after every control step: the same."""
-
-    def step(self, actions):
-        state = self.context[:, None].repeat(actions.shape[1], 1).astype("float32")
-        return replace(super().step(actions), trace={STATE: state})
+def recorded(played: Rollouts, world: BanditWorld) -> Episodes:
+    """The same episodes as a recording has them; the bandit shows one state for the whole of an episode."""
+    spec, lengths = world.spec, played.duration.sum(1)
+    success = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    success[lengths.cumsum(0) - 1] = played.success.any(1)
+    return Episodes(
+        observation_fields=dict(spec.observation),
+        action_field=spec.action,
+        fps=spec.fps,
+        observation={STATE: played.observation[STATE][:, 0, -1].repeat_interleave(lengths + 1, 0)},
+        actions=played.actions[played.valid].clamp(-1, 1),
+        lengths=lengths,
+        tasks=tuple(spec.instructions[task] for task in played.task[:, 0].tolist()),
+        rewards={name: value[played.valid] for name, value in played.rewards.items()},
+        step_success=success,
+        terminated=played.terminated.any(1),
+        final_known=torch.ones(len(lengths), dtype=torch.bool),
+    )
 
 
 @pytest.mark.checks("DynaWeb")
 def test_own_episodes_told_back_are_the_rollouts_they_came_from():
-    world, policy = TracedWorld(6, horizon=3, with_task=True), speaking()
-    played = EpisodePlayer(world, policy, trace=True).play(groups_of([1, 2], 3), torch.Generator().manual_seed(0))
+    world, policy = BanditWorld(6, horizon=3, with_task=True), speaking()
+    played = EpisodePlayer(world, policy).play(groups_of([1, 2], 3), torch.Generator().manual_seed(0))
     played = with_executed(played, policy, world.spec.instructions)
-    episodes = played_episodes(played, world.spec)
-    told = expert_rollouts(policy, episodes, torch.arange(6), world.spec.instructions, torch.Generator())
+    told = expert_rollouts(policy, recorded(played, world), torch.arange(6), world.spec.instructions, torch.Generator())
     assert told.shape == played.shape == (6, 2)
     for name in ("valid", "mask", "terminated", "truncated", "success", "task"):
         assert torch.equal(getattr(told, name), getattr(played, name)), name

@@ -16,13 +16,8 @@ LIMIT = 6.0
 any scale; ours are standardised, and bins of 1e8 would turn a probability of 1e-8 into an error."""
 
 
-def symlog(value: Tensor) -> Tensor:
-    """Return sign(x) log(1 + |x|) of values [...], element by element."""
-    return value.sign() * value.abs().log1p()
-
-
 def symexp(value: Tensor) -> Tensor:
-    """Return the inverse of `symlog`, sign(x) (exp(|x|) - 1) of values [...], element by element."""
+    """Return sign(x) (exp(|x|) - 1) of values [...], each: the inverse of symlog, sign(x) log(1 + |x|)."""
     return value.sign() * value.abs().expm1()
 
 

@@ -39,7 +39,7 @@ class EvaluateSection:
     """How many are filmed, 0 for none."""
     latency_steps: Natural = 0
     """Control steps that a decision takes: what is seen at a step is acted on so many steps later."""
-    chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.chunkings:CHUNKINGS"})
+    chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.configuration:CHUNKINGS"})
     """What the robot does meanwhile: hold still (synchronous), or go on with its last plan and switch to the next
     (prefetch), average both (ensembling), choose the next one that is closest to it (bidirectional), or inpaint the
     next one around it (rtc, lerobot_rtc without the network's derivative, trained_rtc by a policy that has learned it:
