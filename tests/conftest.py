@@ -1,18 +1,27 @@
 """Test settings: offline, software rendering, one thread a worker."""
 
 import os
+import re
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ["no_proxy"] = "localhost,127.0.0.1,::1"  # of helpers that ask by means of urllib or websockets alone
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_runs import made_once, root  # noqa: F401  fixtures
 
 SET_NUM_THREADS = torch.set_num_threads
+LONG_AS_A_WHOLE = re.compile(r"^pytestmark = .*pytest\.mark\.long\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where long tests are left out, do not even import a file of them: LeRobot and transformers alone take seconds."""
+    unwanted = "not long" in config.option.markexpr and collection_path.suffix == ".py"
+    return True if unwanted and LONG_AS_A_WHOLE.search(collection_path.read_text()) else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -106,6 +106,7 @@ def test_a_setting_that_a_verb_does_not_read_is_said(root, tmp_path, capsys):
     assert "quality" not in said and "push_t-medium" in said  # it says where the data lies
 
 
+@pytest.mark.long
 def test_a_path_of_any_characters_is_a_target(root, checkpoint, tmp_path):
     folder = tmp_path / "rate=3e-4, {it's} [run 1]" / "checkpoint"
     folder.parent.mkdir()
@@ -114,6 +115,7 @@ def test_a_path_of_any_characters_is_a_target(root, checkpoint, tmp_path):
     assert (tmp_path / "figures.json").exists()
 
 
+@pytest.mark.long
 def test_a_policy_that_does_not_fit_is_named_before_others_are_ranked(root, checkpoint, capsys, monkeypatch):
     spec = make_world("reach_planar", 1).spec
     other = root / "other"

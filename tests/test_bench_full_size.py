@@ -9,6 +9,8 @@ import torch
 from robopolicy.benchmarks import full_size, tiny_vla
 from robopolicy.cli import main
 
+pytestmark = pytest.mark.long
+
 SMALL = dataclasses.replace(
     full_size.OWN, image=32, patch=4, seen=(32, 1), read=(64, 2), head=32, shared=1, acts=64, chunk=12, steps=2
 )

@@ -14,6 +14,8 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.spec import Field
 from robopolicy.verbs import bench
 
+pytestmark = pytest.mark.long
+
 TINY = [
     "policy.width=16",
     "policy.depth=1",

@@ -9,6 +9,8 @@ from robopolicy.cli import main
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.storage import read_json
 
+pytestmark = pytest.mark.long
+
 TINY = [
     "policy.width=16",
     "policy.depth=1",

@@ -12,6 +12,8 @@ from robopolicy.benchmarks import tiny_vla, vla
 from robopolicy.cli import main
 from robopolicy.data.lerobot_reading import read_dataset
 
+pytestmark = pytest.mark.long
+
 OVERRIDES = [
     "collect.episodes=6", "world.image_size=32", "train.fit.steps=3", "train.batch_size=8", "finetune.iterations=1",
     "finetune.num_envs=4", "finetune.rollout_length=2", "finetune.minibatch=8", "finetune.evaluate_episodes=4",

@@ -18,6 +18,8 @@ from robopolicy.evaluation.intervals import wilson
 from robopolicy.runs import run_path
 from robopolicy.verbs import bench
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -15,6 +15,8 @@ from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.video.configuration import VideoConfig
 
+pytestmark = pytest.mark.long
+
 
 def whole(tables):
     """Return tables after seeing that each has a title and lines as long as its header."""

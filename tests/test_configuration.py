@@ -75,6 +75,7 @@ def test_a_verb_reads_only_the_sections_that_its_run_folder_remembers(verb):
     assert read - {"json"} <= {*declaration(verb).sections}
 
 
+@pytest.mark.long
 def test_below_the_command_line_messages_name_arguments_not_configuration_keys():
     package = Path(verbs.__file__).parents[2]
     folders = [package / "robopolicy" / name for name in ("core", "nn", "policies", "rl", "training", "evaluation")]
@@ -88,6 +89,7 @@ def test_below_the_command_line_messages_name_arguments_not_configuration_keys()
             )
 
 
+@pytest.mark.long
 def test_help_and_the_list_of_algorithms_import_no_torch():
     code = (
         "import sys\nfrom robopolicy.cli import main\nfrom robopolicy.verbs.verb import VERBS\n"
@@ -182,6 +184,7 @@ def test_help_shows_defaults_as_they_are_written_and_choices_that_no_text_names(
     assert "episode_mean" in keys["finetune.ratio_level"][1] and "One of" not in keys["policy.denoiser"][1]
 
 
+@pytest.mark.long
 def test_every_default_that_help_shows_can_be_given():
     shown = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"), Config())
     given = [f"{section.path}.{key}={default}" for section in shown for key, default, _ in section.keys]

@@ -39,6 +39,8 @@ from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel
 
+pytestmark = pytest.mark.long
+
 CAMERA = "observation.images.top"
 FIELDS = {STATE: Field((2,), names=("x", "y")), CAMERA: Field((8, 8, 3), "uint8", 0, 255)}
 ACTION = Field((2,), low=-1.0, high=1.0)

@@ -21,6 +21,8 @@ from robopolicy.evaluation.scores import normalised_score, read_anchors
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.verbs import graded
 
+pytestmark = pytest.mark.long
+
 REACH = ["world=reach_planar", "run.threads=1", "collect.episodes=60"]
 REACH += ["collect.trial_episodes=48", "collect.anchor_episodes=32"]
 

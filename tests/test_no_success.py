@@ -112,6 +112,7 @@ def test_what_needs_success_is_refused_before_any_work(home, capsys):
     assert "target_success" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
     """It would be 0 of everybody, and what imagines success would be wrong about all."""
     policies = []

@@ -10,6 +10,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
 from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy
 
+pytestmark = pytest.mark.long
+
 SMALL = (
     *TINY,
     "evaluate.episodes=4",

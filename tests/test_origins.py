@@ -21,7 +21,7 @@ from robopolicy.serving.client import PolicyClient
 from robopolicy.verbs.verb import declaration
 from worldmodels.checkpoint import load_world_model, save_world_model
 
-pytestmark = pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")]
 
 SMALL = {
     "collect": ["collect.episodes=4"],

@@ -18,6 +18,8 @@ from robopolicy.testing.controller import check_controller
 from sims.registry import make_world
 from worldmodels import load_world_model
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "outside_robotics"
 pytest.importorskip(PACKAGE, reason="install it with: pip install -e tests/outside")

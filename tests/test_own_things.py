@@ -24,6 +24,8 @@ from robopolicy.verbs.check import spec_lines
 from sims.registry import load_task, make_saved_world, make_world
 from worldmodels import load_world_model
 
+pytestmark = pytest.mark.long
+
 OUTSIDE = "outside_robotics"
 pytest.importorskip(OUTSIDE, reason="install it with: pip install -e tests/outside")
 

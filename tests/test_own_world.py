@@ -8,6 +8,8 @@ from robopolicy.cli import main
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.policies import load_policy
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip("gymnasium_robotics")
 
 SMALL = [

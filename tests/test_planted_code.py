@@ -110,6 +110,7 @@ def test_a_world_model_chooses_no_code(home, capsys, verb: str, how: str):
     assert not (home / "ran").exists() and PLACE not in sys.modules
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", NAMED)
 @pytest.mark.parametrize("verb", ["plan", "rank"])
 def test_a_name_that_is_not_needed_is_not_followed(home, verb: str, how: str):

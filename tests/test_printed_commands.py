@@ -20,6 +20,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import Tagged, from_plain
 from robopolicy.verbs.verb import VERBS
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 SECTIONS = {item.name for item in dataclasses.fields(Config)}
 VALUE = r"\[[^\]\s]*\]|\{[^}\s]*\}|\"[^\"]*\"|'[^']*'|[^\s,;)`'\"]+"

@@ -74,6 +74,7 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
+@pytest.mark.long
 def test_the_world_models_readme_looks_at_a_model(tmp_path, monkeypatch, capsys):
     (code,) = [block for block in blocks(ROOT / "worldmodels" / "README.md", "python") if "examine" in block]
     monkeypatch.chdir(tmp_path)
@@ -105,6 +106,7 @@ def test_every_verb_is_in_the_readme_and_every_verb_there_exists():
     assert first_column(text[text.index("| verb |") : text.index("`robopolicy VERB --help`")]) == set(VERBS.names())
 
 
+@pytest.mark.long
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     (code,) = blocks(ROOT / "README.md", "python")
     monkeypatch.chdir(tmp_path)

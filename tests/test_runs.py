@@ -26,6 +26,7 @@ input()
 COLLECT = "collect", "world=reach_planar", "collect.episodes=2"
 
 
+@pytest.mark.long
 def test_a_folder_in_use_by_another_process_is_refused_until_that_ends(tmp_path, capsys):
     folder = tmp_path / "collect" / "reach_planar" / "0"
     other = subprocess.Popen(

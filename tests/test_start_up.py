@@ -60,6 +60,7 @@ def imported() -> dict[str, list[str]]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_a_verb_imports_nothing_heavy_before_it_runs(imported: dict[str, list[str]]):
     verbs = {name: packages for name, packages in imported.items() if " " not in name}
     assert {"train", "collect", "finetune", "evaluate", "serve", "offline", "imagine"} <= set(verbs)

@@ -257,6 +257,7 @@ def test_a_policy_that_says_no_rate_is_told_where_to_write_it(tmp_path):
     require_fit_of(tmp_path, episodes(), replace(spec, fps=10.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("defect", ROWS)
 def test_every_defect_is_worked_with_or_refused_with_a_way_out(defect, made, tmp_path, capsys):
     spoil, settings, status, texts = ROWS[defect]

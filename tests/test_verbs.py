@@ -21,6 +21,8 @@ from robopolicy.verbs import serve
 from robopolicy.verbs.verb import VERBS, declaration
 from worldmodels.registry import WORLD_MODELS
 
+pytestmark = pytest.mark.long
+
 SMALL = [
     *TINY,
     "finetune.iterations=2",

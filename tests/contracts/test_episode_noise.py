@@ -149,6 +149,7 @@ def test_an_outcome_does_not_depend_on_the_batch_size(name: str):
     check(MAKERS[name](), lambda rows: MujocoWorld(TASK, rows))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["act", "diffusion"])
 def test_nor_does_that_of_lerobots(kind: str, tmp_path: Path):
     policy = load_lerobot_policy(lerobot(kind, tmp_path))

@@ -16,6 +16,7 @@ def test_our_tasks_keep_every_promise(name):
     check_world(lambda batch: make_world(name, batch, history=2))
 
 
+@pytest.mark.long
 def test_a_world_with_cameras_that_runs_on_after_success_keeps_every_promise():
     check_world(
         lambda batch: make_world(

@@ -151,6 +151,7 @@ def test_it_plays_on_behind_success_but_not_behind_the_time_limit():
     says.close()
 
 
+@pytest.mark.long
 def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path, capsys):
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube", "collect.episodes=3"]
     labelled = ["collect", *shared, "collect.noise=['0.4']", "collect.label_policy=expert"]

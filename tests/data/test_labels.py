@@ -110,6 +110,7 @@ def test_what_is_learned_is_the_label():
     np.testing.assert_allclose(batch["actions"][:, 0].numpy(), clean, atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_verbs_record_and_learn_labels(tmp_path, capsys):
     shared = [f"run.root={tmp_path}", "run.threads=1", "world=push_cube"]
     noisy = ["collect", *shared, "collect.episodes=6", "collect.noise=['0.4']", "collect.label_policy=expert"]

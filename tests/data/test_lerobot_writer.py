@@ -97,6 +97,7 @@ def awkward() -> Episodes:
     return episodes
 
 
+@pytest.mark.long
 def test_state_data_equals_lerobots_own(tmp_path, awkward):
     two, rest = awkward.select([1, 2]), awkward.select([3, 4])
     write_dataset(two, tmp_path / "ours")
@@ -147,6 +148,7 @@ def test_videos_split_into_files_and_still_read(tmp_path, monkeypatch):
     assert (image - episodes.observation[FRONT][-2]).abs().max() <= 4
 
 
+@pytest.mark.long
 def test_lerobots_tools_edit_what_was_written(tmp_path):
     from lerobot.datasets.dataset_tools import delete_episodes, merge_datasets, split_dataset
     from lerobot.datasets.lerobot_dataset import LeRobotDataset

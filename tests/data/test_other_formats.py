@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from robopolicy.core.errors import DataError
@@ -49,7 +50,7 @@ def old(folder, version):
         values = {STATE: list(np.ones((4, 2), np.float32) * episode), "action": list(np.ones((4, 2), np.float32))}
         values |= {"timestamp": (steps / 10).astype(np.float32), "frame_index": steps, "index": steps + 4 * episode}
         values |= {"episode_index": np.full(4, episode), "task_index": np.zeros(4, np.int64)}
-        pd.DataFrame(values).to_parquet(folder / "data" / "chunk-000" / f"episode_{episode:06d}.parquet")
+        pq.write_table(pa.table(values), folder / "data" / "chunk-000" / f"episode_{episode:06d}.parquet")
         lines["episodes"].append({"episode_index": episode, "tasks": ["reach"], "length": 4})
         sizes = {name: feature["shape"][0] for name, feature in features.items()}
         some = {name: dict.fromkeys(("min", "max", "mean", "std"), [0.0] * size) for name, size in sizes.items()}

@@ -24,6 +24,7 @@ def episodes():
     return record(world, load_task("push_cube").expert(), np.arange(5))
 
 
+@pytest.mark.long
 @pytest.mark.checks("Sword")
 def test_only_the_look_changes(episodes):
     again = restyled(look(0), episodes)

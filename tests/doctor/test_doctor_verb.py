@@ -45,6 +45,7 @@ def test_its_own_recording_has_no_problem(root, capsys):
     assert "No problem found." in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "check", "text"),
     [
@@ -66,6 +67,7 @@ def test_a_break_in_a_dataset_on_disk_is_named_with_the_way_out(root, tmp_path, 
     assert check in printed
 
 
+@pytest.mark.long
 def test_a_policy_is_examined_with_the_data_it_was_trained_on_and_with_other_data(root, tmp_path):
     data = read_dataset(root / "collect" / "reach_planar" / "0" / "dataset")
     config = DenoisingPolicyConfig(width=64, depth=2, sampling_steps=3)

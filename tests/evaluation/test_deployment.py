@@ -70,6 +70,7 @@ def simulated(
     return told
 
 
+@pytest.mark.long
 @pytest.mark.checks("StepMix/EpsMix")
 @pytest.mark.parametrize("coins", [1, 8])
 def test_a_better_policy_takes_over_and_a_worse_one_never_does(coins: int):

@@ -151,6 +151,7 @@ def test_the_report_tells_instructions_and_controls_apart(tmp_path):
         assert text in page, text
 
 
+@pytest.mark.long
 def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     """The whole way through the command line, with a policy that has learned next to nothing."""
     small = ["recipe=tidy", f"run.root={tmp_path}", "collect.episodes=9", "policy.width=16", "policy.hidden_words=0.2"]

@@ -80,6 +80,7 @@ def true_value(data, speed):
     return total.numpy()
 
 
+@pytest.mark.long
 def test_a_fitted_judge_knows_what_walking_home_is_worth():
     data = recorded()
     judge = FittedJudge(data, QUICK)

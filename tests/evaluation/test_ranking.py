@@ -63,6 +63,7 @@ def test_correlations_equal_scipy(scores):
     assert kendall(real, model) == pytest.approx(stats.kendalltau(real, model).statistic, abs=1e-12)
 
 
+@pytest.mark.long
 @given(st.lists(five_pairs, min_size=1, max_size=6))
 def test_many_rankings_at_once_equal_each_by_itself(rankings):
     real, model = np.array(rankings).swapaxes(0, 1)

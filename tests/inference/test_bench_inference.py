@@ -19,6 +19,8 @@ from robopolicy.nn.configuration import DenoiserKind, Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
 
+pytestmark = pytest.mark.long
+
 FIELDS, ACTION = {"observation.state": Field((3,))}, Field((2,), low=-1.0, high=1.0)
 
 

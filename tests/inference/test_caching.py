@@ -157,6 +157,7 @@ def test_blocks_that_are_held_together_are_those_held_one_by_one(order: int):
             torch.testing.assert_close(_chain(_cached(denoiser, each, condition).one, 2), alone, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_a_chain_unrolls_without_a_graph_break():
     denoiser, condition = _make(DenoiserKind.MLP), torch.randn(2, D)

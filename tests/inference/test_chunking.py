@@ -252,6 +252,7 @@ def reluctant(policy, delay, share=0.5):
 """
 
 
+@pytest.mark.long
 def test_the_verb_delays_measures_and_takes_a_strangers_chunking_by_its_dotted_path(tmp_path, monkeypatch, capsys):
     (tmp_path / "strange_chunking.py").write_text(STRANGE)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -19,6 +19,8 @@ from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.testing.policy import Level, check_policy
 
+pytestmark = pytest.mark.long
+
 FRONT, SIZE = "observation.images.front", 32
 ROWS = 3
 

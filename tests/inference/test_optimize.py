@@ -63,6 +63,7 @@ def _clocked(policies: Any, seen: Any, rounds: int) -> dict[str, Timing]:
     return {name: Timing(np.full(rounds, known.get(name, 3.0))) for name in timed(policies, seen, rounds)}
 
 
+@pytest.mark.long
 def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path: Path, capsys, monkeypatch):
     monkeypatch.setattr(optimize, "timed", _clocked)
     policy = _checkpoint(tmp_path / "checkpoint", denoiser=DenoiserKind.TRANSFORMER, heads=2)

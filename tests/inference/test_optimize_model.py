@@ -85,6 +85,7 @@ def image(model: Any, episodes: Any) -> Tensor:
     return torch.stack([step.observation[CAMERA] for step in steps])
 
 
+@pytest.mark.long
 def test_without_an_allowed_error_nothing_changes(saved: Path, recorded: tuple[Path, Any], tmp_path: Path):
     result = optimized(saved, recorded, tmp_path)
     assert result["chosen"] == "reference" and result["ways"]["reference"]["error"] == 0
@@ -94,6 +95,7 @@ def test_without_an_allowed_error_nothing_changes(saved: Path, recorded: tuple[P
     assert torch.equal(image(own, recorded[1]), image(kept, recorded[1]))
 
 
+@pytest.mark.long
 def test_what_is_chosen_is_kept_and_imagined_with(
     saved: Path, recorded: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

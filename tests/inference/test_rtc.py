@@ -223,6 +223,7 @@ def test_a_policy_that_was_trained_to_continue_does_so_unguided():
     assert jump < 0.5 * jump_blindly
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_is_distilled_from_it_continues_too(steps: int):
     draws = torch.Generator().manual_seed(0)

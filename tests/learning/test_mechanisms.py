@@ -18,6 +18,8 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.update import Learner
 
+pytestmark = pytest.mark.long
+
 LOCK = FinetuneConfig(
     algorithm="grpo",
     iterations=30,

@@ -9,6 +9,8 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule
 
+pytestmark = pytest.mark.long
+
 NAMES = {Prediction.EPSILON: "epsilon", Prediction.SAMPLE: "sample", Prediction.VELOCITY: "v_prediction"}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -8,6 +8,8 @@ from diffusers.hooks.taylorseer_cache import TaylorSeerState
 
 from robopolicy.inference.caching import CachePlan
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("order", [0, 1, 2, 3])
 def test_blocks_are_extrapolated_as_diffusers_does(order: int):

@@ -83,6 +83,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.checks("coefficient/ppo", "weight/episode_mean", "weight/constant", "weight/step_mean")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(5))

@@ -23,6 +23,8 @@ from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.loading import saved_origin
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 pytest.importorskip(
     "lerobot_policy_robopolicy", reason="install it with: pip install -e robopolicy/plugins/lerobot_policy"
 )

@@ -341,6 +341,7 @@ def test_building_is_seeded_and_leaves_global_randomness_alone():
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [PolicyKind.DIFFUSION, PolicyKind.FLOW])
 def test_imitation_learns_both_modes(kind: PolicyKind):
     """Actions are +-0.7 at random: a regression would learn 0; which mode comes out depends on the noise alone."""

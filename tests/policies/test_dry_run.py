@@ -19,6 +19,8 @@ from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.training.memory import plan_memory
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 
 

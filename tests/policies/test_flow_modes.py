@@ -133,6 +133,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name == "FPO" else pytest.param(name, marks=pytest.mark.slow) for name in TRAINED]
 )

@@ -26,6 +26,8 @@ from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from sims.registry import load_task, make_world
 
+pytestmark = pytest.mark.long
+
 SEEN: dict[str, dict[str, Any]] = {"state": {}, "camera": {"environment": None, "cameras": (FRONT,)}}
 
 

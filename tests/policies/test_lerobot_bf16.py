@@ -15,6 +15,8 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

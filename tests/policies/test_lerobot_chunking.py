@@ -15,6 +15,8 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.inference.chunking import Delay, Underway, with_chunking
 from robopolicy.policies.loading import load_policy
 
+pytestmark = pytest.mark.long
+
 ROWS, DELAY = 3, 1
 
 

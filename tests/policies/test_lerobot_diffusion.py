@@ -32,6 +32,8 @@ from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.pretrain import regression_batches
 
+pytestmark = pytest.mark.long
+
 SEED = 11
 
 

@@ -30,6 +30,8 @@ from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.memory import plan_memory
 
+pytestmark = pytest.mark.long
+
 MOST, END = 12, 27
 
 

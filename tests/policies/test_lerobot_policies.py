@@ -20,6 +20,8 @@ from robopolicy.policies.lerobot import LeRobotSettings, load_lerobot_policy
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 
+pytestmark = pytest.mark.long
+
 FRONT = "observation.images.front"
 SIZE = 32
 ROWS = 3

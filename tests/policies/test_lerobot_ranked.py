@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from test_lerobot_policies import FRONT, act_config, diffusion_config, save
 from tiny_runs import TINY
 
 from robopolicy.cli import main
+
+pytestmark = pytest.mark.long
 
 SMALL = [*TINY, "rank.episodes=4", "rank.noise=[none]"]
 SIZES = {"state": 6, "environment": 6}

@@ -41,6 +41,8 @@ from robopolicy.training.memory import plan_memory
 from robopolicy.verbs.train import say_model
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 KINDS = ("smolvla", "pi0", "pi05")
 ROWS = 3

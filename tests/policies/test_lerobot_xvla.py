@@ -25,6 +25,8 @@ from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 
+pytestmark = pytest.mark.long
+
 WRIST = "observation.images.wrist"
 SIZES = {"auto": 2, "ee6d": 20, "joint": 14, "agibot_ee6d": 20, "franka_joint7": 7, "so101_bimanual": 12}
 """Elements of an action, by LeRobot's action modes."""

@@ -25,6 +25,8 @@ from robopolicy.training.finetune import finetune
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from bandit_toys import ACTION, FIELDS, BanditWorld
 
+pytestmark = pytest.mark.long
+
 CONFIG = DenoisingPolicyConfig(chunk=1, prediction_steps=2, sampling_steps=4, denoising_steps=20, finetuned_steps=2)
 CAMERA = {"observation.images.front": Field((8, 8, 3), "uint8", 0, 255)}
 

@@ -19,6 +19,8 @@ from robopolicy.policies.token.decoding import ParallelDecoding
 from robopolicy.testing.policy import check_policy
 from robopolicy.training.memory import plan_memory
 
+pytestmark = pytest.mark.long
+
 PARALLEL = replace(TOKEN, decoding=TokenDecoding.PARALLEL)
 
 

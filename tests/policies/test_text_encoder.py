@@ -30,6 +30,8 @@ from robopolicy.training.finetune import finetune
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from bandit_toys import ACTION, FIELDS, BanditWorld
 
+pytestmark = pytest.mark.long
+
 CAMERA = {"observation.images.front": Field((8, 8, 3), "uint8", 0, 255)}
 TEXTS = ("put red left of blue", "put blue left of red")
 """The same words: only their order tells the two apart."""

@@ -224,6 +224,7 @@ def sampled(policy: TokenPolicy, rows: int = 500) -> Tensor:
     ]
 
 
+@pytest.mark.long
 def test_it_learns_chunks_of_several_modes():
     """One token at a time every sample is a demonstrated chunk; all at once the tokens know nothing of each other."""
     policy = learned(decode_steps=4)
@@ -240,6 +241,7 @@ def test_it_learns_chunks_of_several_modes():
     assert (sampled(blind)[:, None] == PATTERN).all(-1).any(-1).float().mean() < 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", DecodeSchedule)
 def test_policy_gradients_on_its_scores_raise_reward(schedule: DecodeSchedule):
     """A bandit paying for chunks whose tokens agree with their neighbours and are large; advantages as in GRPO."""

@@ -19,6 +19,8 @@ from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig, loa
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenDecoding
 from robopolicy.testing.policy import check_policy
 
+pytestmark = pytest.mark.long
+
 STATE, CAMERA = "observation.state", "observation.images.front"
 FIELDS = {STATE: Field((3,)), "observation.environment_state": Field((4,))}
 IMAGES_DIR = {STATE: Field((3,)), CAMERA: Field((16, 32, 3), "uint8", 0, 255)}

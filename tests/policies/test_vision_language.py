@@ -28,6 +28,8 @@ from robopolicy.policies.token.configuration import TokenDecoding, TokenVision
 from robopolicy.policies.token.decoding import MaskedDecoding, ParallelDecoding
 from robopolicy.testing.policy import check_policy
 
+pytestmark = pytest.mark.long
+
 STATE, CAMERA, WRIST = "observation.state", "observation.images.front", "observation.images.wrist"
 FIELDS = {STATE: Field((3,)), CAMERA: Field((24, 40, 3), "uint8", 0, 255)}
 ACTION = Field((2,), low=-1.0, high=1.0)

@@ -87,6 +87,7 @@ def test_prime_advantages_equal_a_slow_reference():
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_progress_sums_to_the_outcome_and_points_at_what_made_it():
     rollouts = outcomes()
     rollouts.observation[STATE][..., 0] = torch.linspace(-1, 1, 256)[:, None, None]
@@ -102,6 +103,7 @@ def test_progress_sums_to_the_outcome_and_points_at_what_made_it():
     assert float(gap[1]) > 0.6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["monte_carlo", pytest.param("td", marks=pytest.mark.slow)])
 def test_action_values_tell_good_actions_from_bad_ones(target: str):
     rollouts = make_rollouts([1] * 512, list(range(512)), [0.0] * 512)

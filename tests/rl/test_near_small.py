@@ -153,6 +153,7 @@ def test_imitation_gives_way_to_reinforcement_along_a_cosine():
         assert knobs == pytest.approx({"experts_scale": expected, "rl_scale": 1 - expected})
 
 
+@pytest.mark.long
 @pytest.mark.checks("replay/aggregate", "DAgger-LM")
 def test_aggregation_keeps_a_uniform_sample_of_all_rows_that_came():
     counts = torch.zeros(6)

@@ -129,6 +129,7 @@ def two_armed(count=400, seed=0):
     return Transitions(state, action, good.float(), state, torch.ones(count, dtype=torch.bool))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("td3_bc", marks=pytest.mark.slow), "iql"])
 def test_offline_agents_prefer_the_better_recorded_actions(kind):
     if kind == "td3_bc":

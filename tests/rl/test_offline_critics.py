@@ -459,6 +459,7 @@ LEARNING = {
 LONG = ("cql", "cal_ql", "edac", "rlpd")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * (each in LONG)) for each in AGENTS.ours]
 )

@@ -58,6 +58,7 @@ def broken(random):
     return bytes(data)
 
 
+@pytest.mark.long
 def test_a_broken_message_is_refused_or_is_an_observation():
     random, limits = np.random.default_rng(0), Limits.of(Echo().spec)
     refused = 0

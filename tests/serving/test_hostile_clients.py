@@ -31,6 +31,8 @@ from robopolicy.serving.pictures import resized
 from robopolicy.serving.protocol import RESET, SEED, SESSION, pack, unpack
 from robopolicy.serving.telemetry import JsonLines, Log
 
+pytestmark = pytest.mark.long
+
 SERVERS = {
     "odd": ("odd", {}),
     "sessions": ("echo", {"limits": {"sessions": 3, "all_sessions": 4}, "session_expiry": 2.0}),

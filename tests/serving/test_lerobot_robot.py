@@ -22,6 +22,8 @@ from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot, make_
 from robopolicy.serving.wiring import wired
 from robopolicy.verbs.drive import _ended_by_signals
 
+pytestmark = pytest.mark.long
+
 JOINTS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
 RENAME = {f"{joint}.pos": f"{joint}_position" for joint in JOINTS}
 SCALE = dict.fromkeys(RENAME, math.pi / 180)

@@ -26,6 +26,8 @@ from robopolicy.serving.client import PolicyClient
 from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, pack, unpack
 from robopolicy.serving.server import ServerSettings, serve
 
+pytestmark = pytest.mark.long
+
 
 def observation(value: float, level: int = 7, **more):
     return {STATE: np.array([value, 0.0]), FRONT: np.full((4, 6, 3), level, np.uint8), **more}

@@ -17,6 +17,8 @@ from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.serving.client import PolicyClient
 
+pytestmark = pytest.mark.long
+
 FRONT = "observation.images.front"
 FIELDS = {STATE: Field((3,)), FRONT: Field((24, 40, 3), "uint8", 0, 255)}
 TEXTS = ("push the red cube", "push the blue cube")

@@ -67,6 +67,7 @@ def test_cubes_rest_where_they_start_whatever_the_rounding(name):
     world.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_noise_levels_grade_the_quality(name):
     rates = [play(name, 48, level)[2].mean() for level in NOISE_LEVELS]

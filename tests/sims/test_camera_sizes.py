@@ -67,6 +67,7 @@ def a_policy(fields, history=1):
     return DenoisingPolicy(config, fields, Field((2,), low=-1.0, high=1.0), fps=10.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_environments_own_pictures_are_shown_as_they_are(workers):
     world = make_gymnasium_world(NAME, 2, cameras=("top", "wrist"), history=2, workers=workers)

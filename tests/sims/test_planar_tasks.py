@@ -38,6 +38,7 @@ def test_the_expert_succeeds(name):
     assert 1.0 < returns[success].mean() < 5.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ALL)
 def test_noise_levels_grade_the_quality(name):
     rates = [play(name, 64, level)[0].mean() for level in NOISE_LEVELS]

@@ -47,6 +47,7 @@ def test_rendering_changes_nothing_and_a_closed_world_can_be_reopened_by_size():
     twin.close()
 
 
+@pytest.mark.long
 def test_a_program_that_forgets_to_close_its_world_ends_without_noise():
     program = (
         "from sims.registry import make_world\n"

@@ -107,6 +107,7 @@ def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
         load_controller("my_own_controller:Make", SPEC)
 
 
+@pytest.mark.long
 def test_the_fetch_push_controller_pushes_the_block_to_the_goal():
     pytest.importorskip("gymnasium_robotics")
     world = make_world("gymnasium:FetchPush-v4", 24)

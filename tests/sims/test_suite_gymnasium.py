@@ -9,6 +9,8 @@ from sims.registry import make_world
 from sims.suites.environment import open_gymnasium, resized
 from sims.suites.gymnasium_suite import make_gymnasium_world, words
 
+pytestmark = pytest.mark.long
+
 POINT = "suite_toys:Point-v0"
 
 

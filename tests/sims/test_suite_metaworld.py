@@ -10,6 +10,8 @@ from robopolicy.testing.world import check_world
 from sims.registry import make_world
 from sims.suites.metaworld_suite import instruction, metaworld_expert
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def metaworld():

@@ -11,6 +11,8 @@ from robopolicy.testing.world import check_same, check_same_step
 from sims.suites.gymnasium_suite import make_gymnasium_world
 from sims.suites.vector import WorkerError
 
+pytestmark = pytest.mark.long
+
 POINT = "suite_toys:Point-v0"
 
 

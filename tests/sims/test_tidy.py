@@ -43,6 +43,7 @@ def played():
     return play(20)
 
 
+@pytest.mark.long
 def test_the_expert_succeeds_under_every_instruction(played):
     success, returns, _ = played
     assert success.reshape(EACH, -1).mean(axis=1).min() >= 0.95

@@ -84,6 +84,7 @@ def tilted(std: float, slope, strength: float) -> tuple[Tensor, Tensor]:
     return ends[0], ends[1]
 
 
+@pytest.mark.long
 @pytest.mark.checks("QAM", "Adjoint matching")
 @pytest.mark.parametrize("std", [0.3, 1.0])
 def test_gaussian_data_under_a_linear_value_move_by_strength_times_variance_times_slope(std):
@@ -92,6 +93,7 @@ def test_gaussian_data_under_a_linear_value_move_by_strength_times_variance_time
     assert float(after.std() / before.std()) == pytest.approx(1.0, rel=0.03)
 
 
+@pytest.mark.long
 @pytest.mark.checks("QAM", "Adjoint matching")
 def test_gaussian_data_under_a_quadratic_value_become_the_tilted_gaussian():
     """Q = -(a - 1)^2 / 2 with strength 1 and N(0, 1): the product of two unit Gaussians, N(1/2, 1/2)."""
@@ -139,6 +141,7 @@ def flow() -> DenoisingPolicy:
     return imitated_policy(PolicyKind.FLOW)
 
 
+@pytest.mark.long
 def test_a_candidate_does_what_the_critic_knows_to_be_better(flow, tmp_path):
     improver = AdjointMatching(AdjointMatchingConfig(steps=80, batch_size=64, learning_rate=3e-3, strength=20.0))
     policy = copy.deepcopy(flow)

@@ -21,6 +21,8 @@ from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at
 from robopolicy.training.finetune import finetune
 
+pytestmark = pytest.mark.long
+
 CONFIG = FinetuneConfig(
     algorithm="grpo",
     coefficient="decoupled_ppo",

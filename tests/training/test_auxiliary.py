@@ -85,6 +85,7 @@ def test_it_reaches_the_convolutions_and_reads_pictures_once():
     assert all(weight.grad is None for weight in policy.network.denoiser.parameters())
 
 
+@pytest.mark.long
 def test_what_it_sees_tells_where_things_lie_in_pictures_that_it_never_saw(tmp_path):
     data, others = episodes(), episodes(seed=1)
 

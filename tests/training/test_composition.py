@@ -177,6 +177,7 @@ def test_the_draw_covers_everything_twice():
     assert all(count[kind, entry.slot, entry.name] >= 2 for kind, entry in everything)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("combination", drawn(), ids=str)
 def test_a_draw_of_combinations_runs_or_is_refused(combination: Combination, monkeypatch: pytest.MonkeyPatch):
     play(combination, monkeypatch)

@@ -85,6 +85,7 @@ def test_without_the_critic_it_is_plain_imitation(imitated):
         assert torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("through", ["all", "last"])
 def test_a_candidate_does_what_the_critic_knows_to_be_better(imitated, through, tmp_path):
     improver = DiffusionQl(DiffusionQlConfig(steps=60, learning_rate=2e-3, through=through))

@@ -81,6 +81,7 @@ def test_points_of_the_teachers_chain_lead_to_the_same_end():
     assert len(set(steps.tolist())) == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", list(PolicyKind))
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_student_does_what_its_teacher_does(kind: PolicyKind, steps: int):

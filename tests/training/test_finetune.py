@@ -86,6 +86,7 @@ def test_shuffled_advantages_do_not_improve(monkeypatch: pytest.MonkeyPatch):
     assert after < before / 1.5
 
 
+@pytest.mark.long
 def test_a_strong_bc_term_holds_the_policy_at_its_base():
     free, _ = _tune(replace(CONFIG, iterations=20))
     held, _ = _tune(replace(CONFIG, iterations=20, auxiliaries=("bc",), options={"bc": {"weight": 10.0}}))

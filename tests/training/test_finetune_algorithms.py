@@ -49,6 +49,7 @@ QUICK = {"dppo", "grpo", "gspo", "remix"}
 """Those of every kind: chains with a critic, groups, episode ratios, replay. The others are slow tests."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in IMPROVING]
 )
@@ -63,6 +64,7 @@ def test_presets_improve_a_bandit(name: str):
     assert mean_reward(policy, True)["reward"] > before / 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["w_reinforce", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pacs", "prime", "spear"))]
 )
@@ -101,6 +103,7 @@ NOTHING_WITHOUT_SUCCESS = {"spear", "pacs", "digi_q"}
 """No episode succeeds here: two are paid for nothing else, the last warms up for two iterations."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_run_on_a_denoising_policy(name: str):
     world = make_world("reach_planar", 8)
@@ -150,6 +153,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", OTHERS, ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items())
 )

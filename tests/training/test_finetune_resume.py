@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from bandit_toys import run_apart
 from mortal_runs import train_streams
 
 from robopolicy.core.run import RunFolder
+
+pytestmark = pytest.mark.long
 
 
 def test_kill_and_resume_end_in_the_same_place(tmp_path: Path):

@@ -109,6 +109,7 @@ def test_what_is_drawn_ends_with_success_and_is_cut_else(monkeypatch):
     assert len(found) == walks().step_count + 5  # those that are cut are worth what is behind them
 
 
+@pytest.mark.long
 @pytest.mark.checks("Policy-Guided Diffusion")
 def test_guidance_brings_what_is_drawn_nearer_to_the_policy():
     config = GuidedConfig(count=32, length=4, steps=30, width=32)
@@ -160,6 +161,7 @@ def settings(log, root, *more) -> list[str]:
     return [*small, *more]
 
 
+@pytest.mark.long
 def test_guided_decisions_join_or_replace_the_recorded_ones(log, tmp_path, capsys):
     small = ["offline.guided.count=6", "offline.guided.length=4", "offline.guided.steps=2", "offline.guided.width=16"]
     for name, text in (("recorded,guided", "recorded (170 steps), 6 guided"), ("guided", "episodes: 6 guided")):

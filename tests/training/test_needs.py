@@ -78,6 +78,7 @@ def alone(entry: Mechanism) -> FinetuneConfig:
     return replace(CONFIG, starts=starts, group_size=2 if needs_groups else 1, **names)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:gtpo leaves out every episode")
 @pytest.mark.parametrize("kind", ["denoising", "tokens"])
 @pytest.mark.parametrize("entry", mechanisms(), ids=lambda entry: f"{entry.slot.value}-{entry.name}")

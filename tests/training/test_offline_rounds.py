@@ -57,6 +57,7 @@ def test_every_improver_is_tried():
     assert set(IMPROVE) | ELSEWHERE == set(IMPROVERS.ours)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", IMPROVE)
 def test_a_candidate_does_what_the_critic_knows_to_be_better(imitated, name):
     improver, share = IMPROVE[name]
@@ -127,6 +128,7 @@ class Knowing:
 SMALL = BestOf(BestOfConfig(candidates=8, decisions=100, steps=40, learning_rate=2e-3))
 
 
+@pytest.mark.long
 def test_refused_candidates_leave_nothing_behind_and_steps_become_smaller(imitated):
     policy = copy.deepcopy(imitated)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -136,6 +138,7 @@ def test_refused_candidates_leave_nothing_behind_and_steps_become_smaller(imitat
     assert all(line.startswith("rejected round") and "worse" in line for line in found.lines)
 
 
+@pytest.mark.long
 def test_accepted_candidates_replace_the_incumbent_and_without_a_gate_all_do(imitated):
     policy, free = copy.deepcopy(imitated), copy.deepcopy(imitated)
     found = improve_in_rounds(policy, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2)
@@ -143,6 +146,7 @@ def test_accepted_candidates_replace_the_incumbent_and_without_a_gate_all_do(imi
     assert improve_in_rounds(free, lesson(), copy.deepcopy(SMALL), None, 2).accepted == 2
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_off_ends_in_the_same_place(imitated, tmp_path):
     whole, parts, again = (copy.deepcopy(imitated) for _ in range(3))
     improve_in_rounds(whole, lesson(), copy.deepcopy(SMALL), Gate([Knowing()]), 2, run=RunFolder(tmp_path / "whole"))

@@ -51,6 +51,7 @@ def draw(seed: int, adjusted: bool, total: int = 100, every: int = 10) -> float:
     return error(counts, policy.exp().numpy())
 
 
+@pytest.mark.long
 @pytest.mark.checks("PROPS")
 def test_sampling_error_is_lower_than_that_of_independent_draws():
     seeds = range(40)
@@ -111,6 +112,7 @@ def kept_run(folder: Path, iterations: int) -> tuple[ChainPolicy, list[dict], li
     return policy, RunFolder(folder).metrics()[1:], seen
 
 
+@pytest.mark.long
 @pytest.mark.checks("PROPS")
 def test_past_iterations_come_back_as_the_policys_own_and_count_once(tmp_path: Path):
     policy, records, seen = kept_run(tmp_path / "whole", 6)

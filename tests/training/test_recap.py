@@ -137,6 +137,7 @@ def test_guidance_goes_from_what_is_done_unasked_beyond_what_is_done_for_positiv
         assert torch.allclose(steps.one(x, step), several[:, step], atol=1e-5)
 
 
+@pytest.mark.long
 def test_it_does_better_than_imitation_of_the_same_data(imitated, tmp_path):
     policy, plain = copy.deepcopy(imitated), copy.deepcopy(imitated)
     found = improve_in_rounds(

@@ -15,6 +15,8 @@ from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -49,6 +49,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_keeps_its_promises(name):
     torch.set_num_threads(1)

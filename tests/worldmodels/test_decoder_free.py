@@ -67,6 +67,7 @@ class Clone(nn.Module):
         pass
 
 
+@pytest.mark.long
 def test_the_imagined_world_shows_the_latent_and_keeps_every_promise(learned):
     model = learned[0]
     assert isinstance(model, DecoderFree) and list(fields_read(model)) == [STATE, ENVIRONMENT_STATE]

@@ -70,6 +70,7 @@ def test_wrong_options_are_told():
         make(tolerance=0.0)
 
 
+@pytest.mark.long
 def test_a_policy_learns_from_recordings_alone_by_configuration(tmp_path: Path):
     """Collected from the simulator once; then pre-training and semi-online RL see nothing but the dataset."""
     from robopolicy.cli import main

@@ -49,6 +49,7 @@ def world(model, rows, **options):
     return ImaginedWorld(model, starts, rows, **options)
 
 
+@pytest.mark.long
 def test_structure_is_read_off_the_data(learned):
     structure = learned[0].structure
     assert structure.free.tolist() == [0, 1]
@@ -80,6 +81,7 @@ def test_circles_earn_nothing_where_rewards_are_the_increase_of_a_potential(lear
     assert float(earned.sum()) == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.long
 def test_other_rewards_are_read_off_state_action_and_next_state():
     episodes = recorded()
     cost = -episodes.actions.square().sum(1)

@@ -36,6 +36,8 @@ from worldmodels.ensemble import EnsembleModel
 from worldmodels.latent_ensemble import LatentEnsembleModel, halved
 from worldmodels.protocol import LATENT
 
+pytestmark = pytest.mark.long
+
 SMALL = LatentEnsembleConfig(
     features=8,
     channels=(8, 8, 8),

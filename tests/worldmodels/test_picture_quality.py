@@ -49,6 +49,7 @@ def test_without_weights_there_is_no_lpips_and_nothing_is_fetched(at_hand):
     assert set(compare(*images())) == {"", SSIM}
 
 
+@pytest.mark.long
 def test_lpips_where_weights_are_at_hand(at_hand):
     torch.manual_seed(0)
     torch.save(torchvision.models.alexnet(weights=None).state_dict(), at_hand)

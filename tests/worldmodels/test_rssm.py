@@ -167,6 +167,7 @@ def test_it_learns_and_remembers_what_no_frame_shows(learned):
     assert errors[1] < 0.65 * errors[0]
 
 
+@pytest.mark.long
 def test_goals_are_copied_and_offsets_recomputed(begun):
     model, held = begun
     latent = model.initial(context_at(held, torch.arange(50)), np.arange(50))

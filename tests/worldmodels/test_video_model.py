@@ -87,6 +87,7 @@ def test_it_imagines_the_image_and_depends_on_its_actions(learned):
     assert figures["success"]["f1"] > 0.3
 
 
+@pytest.mark.long
 def test_imagined_worlds_conform(begun):
     check_world(lambda rows: imagined_world(begun[0], rows), renders=False, tolerance=1e-4)
 
