@@ -271,3 +271,38 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
         table.add_row(*line)
     output.print(Text(title, style="italic"))
     output.print(table)
+
+
+def runs_of(paths: Sequence[Path]) -> list[str]:
+    """Return what tells checkpoints apart: those of verb, name and seed in which their run folders differ, and of
+    folders that are no run's (LeRobot's, say) the end of their path.
+
+    Raises ConfigError if one comes twice.
+    """
+    places = [path.absolute() for path in paths]
+    own = [place for place in places if _is_of_a_run(place)]
+    known = dict(zip(own, _told_apart([place.parts[-4:-1] for place in own]), strict=True))
+    for length in range(1, 1 + max((len(place.parts) for place in places), default=1)):
+        names = [known.get(place) or _end(place, length) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"These do not differ in verb, name or seed: {', '.join(map(str, paths))}.")
+
+
+def _told_apart(runs: Sequence[Sequence[str]]) -> list[str]:
+    """Return names of runs, (verb, name, seed) each, of the columns that are not the same for all."""
+    roles = {"train": "base", "finetune": "tuned"}
+    differing = [index for index, values in enumerate(zip(*runs, strict=True)) if len(set(values)) > 1] or [1]
+    return [" ".join(roles.get(run[index], run[index]) for index in differing) for run in runs]
+
+
+def _is_of_a_run(place: Path) -> bool:
+    """Whether an absolute path is ROOT/<verb>/<name>/<seed>/checkpoint."""
+    return place.name == "checkpoint" and len(place.parts) > 5
+
+
+def _end(place: Path, length: int) -> str:
+    """Return the last `length` telling parts of a path; a number, as LeRobot's of training steps, tells too little."""
+    parts = [part for part in place.parts if part not in ("checkpoint", "checkpoints", "pretrained_model", "last", "/")]
+    numbers = next((count for count, part in enumerate(reversed(parts)) if not part.isdigit()), 0)
+    return "/".join(parts[-(length + numbers) :])

@@ -12,8 +12,7 @@ from robopolicy.training.course import Ended
 from robopolicy.training.finetune import FinetuneResult
 from robopolicy.training.offline.rounds import Rounds
 from robopolicy.verbs import imagine, offline, online
-from robopolicy.verbs.advice import Evidence, evident_cause
-from robopolicy.verbs.finetune import print_advice
+from robopolicy.verbs.advice import Evidence, evident_cause, print_advice
 
 
 def judged(success_rate: float) -> Any:

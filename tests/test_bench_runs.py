@@ -18,8 +18,8 @@ from robopolicy.benchmarks import (
 from robopolicy.benchmarks.runs import BASES, Changes, Variant, run_variant, settings_of
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError
+from robopolicy.runs import runs_of
 from robopolicy.verbs import bench, collect, imagine, train, worldmodel
-from robopolicy.verbs.rank import runs_of
 
 pytestmark = pytest.mark.long
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
+from robopolicy.building.guidance import guidance_of
 from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.errors import CheckpointError
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
-from robopolicy.verbs.finetune import guidance_of
 from sims.registry import make_world
 
 NOISY = "world=reach_planar", "collect.episodes=24", "collect.noise=[3.0]"

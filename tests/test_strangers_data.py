@@ -19,7 +19,8 @@ from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.verbs.logged import require_fit_of, with_reward
+from robopolicy.training.reading import require_fit_of
+from robopolicy.verbs.logged import with_reward
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel

@@ -58,8 +58,8 @@ def test_what_ends_a_run_what_is_chosen_and_what_is_judged_are_seen_on_different
         played.setdefault(rest.get("label", "?"), set()).update(int(seed) for seed in seeds)
         return evaluate_policy(world, policy, seeds, **rest)
 
-    for module in ("finetune", "evaluate"):
-        monkeypatch.setattr(f"robopolicy.verbs.{module}.evaluate_policy", watched)
+    for module in ("verbs.finetune", "verbs.job", "evaluation.success"):
+        monkeypatch.setattr(f"robopolicy.{module}.evaluate_policy", watched)
     own = "run.name=ended", explicit(root)[0], "finetune.target_success=0", "finetune.videos=0"
     assert run(root, "finetune", *own) == 0
     (first,) = RunFolder(root / "finetune" / "ended" / "0").metrics()

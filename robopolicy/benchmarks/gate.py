@@ -18,6 +18,7 @@ import numpy as np
 from robopolicy.benchmarks.gate_candidates import BIASED, CANDIDATES, OFFERED, Material, flattering
 from robopolicy.benchmarks.rates import rate_of, rate_text, spread_text
 from robopolicy.benchmarks.runs import EXAMINED, chosen_from, each_task, logged, pretrained, settings_of
+from robopolicy.building.judges import build_judges
 from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose
@@ -35,8 +36,7 @@ from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.runs import is_complete, output
 from robopolicy.verbs import worldmodel
 from robopolicy.verbs.bench import Benchmark, Table
-from robopolicy.verbs.evaluate import evaluation_seeds
-from robopolicy.verbs.gate import build_judges
+from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.logged import split_data
 from robopolicy.verbs.offline import learn_critic
 

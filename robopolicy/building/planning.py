@@ -6,15 +6,8 @@ from typing import cast
 import torch
 
 from robopolicy.configuration.sections.worldmodel import PlanSection
-from robopolicy.core.errors import (
-    ConfigError,
-)
-from robopolicy.core.origin import (
-    origin_of,
-    remember_origin,
-    remember_renaming,
-    renaming_of,
-)
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
@@ -24,11 +17,7 @@ from worldmodels import load_world_model
 from worldmodels.configuration import PlanConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy
-from worldmodels.protocol import (
-    Cacheable,
-    DecoderFree,
-    LearnedModel,
-)
+from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:

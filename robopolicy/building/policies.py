@@ -6,19 +6,17 @@ from typing import cast
 
 import torch
 
+from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO, InferenceSection
-from robopolicy.configuration.sections.run import (
-    RunSection,
-)
-from robopolicy.core.errors import (
-    ConfigError,
-)
+from robopolicy.configuration.sections.run import RunSection
+from robopolicy.core.episodes import Episodes
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.machine import limit_threads
-from robopolicy.core.origin import (
-    remember_folder,
-)
+from robopolicy.core.origin import remember_folder
 from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.randomness import derive
 from robopolicy.core.registry import is_dotted
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.inference.configuration import SYNCHRONOUS, InferenceConfig
@@ -26,15 +24,11 @@ from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_configuration import LeRobotTuning
-from robopolicy.policies.loading import checkpoint_in
+from robopolicy.policies.loading import build_policy, checkpoint_in
 from robopolicy.training.encoders import load_with_encoder
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld
-from worldmodels.protocol import (
-    DecoderFree,
-    WorldModel,
-    encoder_weights,
-)
+from worldmodels.protocol import DecoderFree, WorldModel, encoder_weights
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -129,3 +123,18 @@ def as_seen_in(world: World, policy: Policy) -> Policy:
             "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."
         )
     return policy.policy
+
+
+def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:
+    """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
+    spec = WorldSpec(
+        config.world.name,
+        episodes.observation_fields,
+        episodes.action_field,
+        episodes.fps,
+        int(episodes.lengths.max()),
+        rewards=tuple(episodes.rewards or ()),
+        instructions=tuple(sorted(set(episodes.tasks))),
+    )
+    seed = derive(config.run.seed, "initial weights")
+    return build_policy(config.policy.kind, config.policy.config, spec, episodes, seed, device)

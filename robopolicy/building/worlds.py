@@ -16,12 +16,7 @@ import torch
 from robopolicy.building.planning import load_imagining
 from robopolicy.building.policies import as_seen_in
 from robopolicy.configuration.sections.learn import FinetuneSection
-from robopolicy.configuration.sections.run import (
-    DEMONSTRATIONS,
-    WORLD_MODEL,
-    ImaginationSection,
-    WorldSection,
-)
+from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
 from robopolicy.core.errors import (
@@ -32,12 +27,7 @@ from robopolicy.core.errors import (
     RobopolicyWarning,
     SpecError,
 )
-from robopolicy.core.origin import (
-    WorldOrigin,
-    about,
-    origin_of,
-    renaming_of,
-)
+from robopolicy.core.origin import WorldOrigin, about, origin_of, renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.spec import (
@@ -66,13 +56,7 @@ from sims.names import suite_of
 from sims.recorded import DemonstratedWorld
 from sims.registry import make_expert, make_saved_world, make_world
 from worldmodels.env import ImaginedWorld, Truncation
-from worldmodels.protocol import (
-    Context,
-    LearnedModel,
-    Starts,
-    WorldModel,
-    fields_read,
-)
+from worldmodels.protocol import Context, LearnedModel, Starts, WorldModel, fields_read
 from worldmodels.starts import keyframes, recorded_starts
 
 
@@ -324,6 +308,10 @@ def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float
         quantiles = model.uncertainty_quantiles
         limits.append(float(quantiles[round(section.quantile * (len(quantiles) - 1))]))
     return min(limits, default=None)
+
+
+EXPERT = "expert"
+"""What stands in the place of a teacher's checkpoint for the world's own expert, or collect.controller."""
 
 
 def build_controller(section: WorldSection, world: World, dotted_path: str = "") -> Controller:

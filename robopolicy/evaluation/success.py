@@ -7,7 +7,7 @@ alone, never on the world's batch size, the wave or the neighbours, since every 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from robopolicy.evaluation.intervals import (
     mean_interval,
     wilson,
 )
+from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
 from robopolicy.evaluation.waves import KeptWaves, play_wave, waves
 
 
@@ -250,3 +251,66 @@ def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison
     if not (base.reports_success and tuned.reports_success):
         return compare_returns(base.returns[first], tuned.returns[second], base.confidence)
     return compare_paired(base.success[first], tuned.success[second], base.confidence)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One policy in one world, acting without and with exploration noise on the same seeds.
+
+    smoothness: how smooth each mode was, by its name, where that was measured.
+    """
+
+    deterministic: EvaluationResult
+    stochastic: EvaluationResult
+    smoothness: Mapping[str, Smoothness] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return both summaries and outcomes."""
+        smoothness = {mode: each.to_json() for mode, each in self.smoothness.items()}
+        both = {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
+        return {**both, "smoothness": smoothness} if smoothness else both
+
+
+def judge(
+    world: World,
+    policy: Policy,
+    seeds: np.ndarray,
+    device: torch.device,
+    generator_seed: int,
+    label: str,
+    *,
+    meter: Callable[[], SmoothnessMeter] | None = None,
+    kept: KeptWaves | None = None,
+) -> Verdict:
+    """Evaluate `policy`, as it acts in `world`, on `seeds` [E], deterministic and stochastic.
+
+    meter: makes what measures how smooth it acts, which has to see all of it, so that nothing is taken from `kept`.
+    """
+    smoothness: dict[str, Smoothness] = {}
+
+    def result(deterministic: bool) -> EvaluationResult:
+        kind = "deterministic" if deterministic else "stochastic"
+        watch = meter() if meter is not None else None
+        found = evaluate_policy(
+            world,
+            policy,
+            seeds,
+            deterministic=deterministic,
+            generator_seed=generator_seed,
+            device=device,
+            label=f"{label}, {kind}",
+            watch=watch,
+            kept=kept if watch is None else None,
+        )
+        if watch is not None:
+            smoothness[kind] = watch.measured()
+        return found
+
+    return Verdict(result(True), result(False), smoothness)
+
+
+def compared(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
+    """Return every verdict by name and, as "difference", the last one's without noise from the first one's, paired."""
+    first, *_, last = verdicts.values()
+    difference = compare(first.deterministic, last.deterministic)
+    return {**{name: each.to_json() for name, each in verdicts.items()}, "difference": difference.to_json()}

@@ -100,6 +100,11 @@ class FinetuneResult:
         """Whether success ended it."""
         return self.ended is Ended.TARGET
 
+    @property
+    def course(self) -> dict[str, Any]:
+        """How long the run went on, and why it ended, JSON-ready."""
+        return {"iterations": self.iterations, "reached_target": self.reached_target, "ended": self.ended.value}
+
 
 def finetune(
     policy: Trainable,

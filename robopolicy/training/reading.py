@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, require_recorded
+from robopolicy.core.errors import DataError
 from robopolicy.core.finite_values import listed
-from robopolicy.core.spec import TASK
+from robopolicy.core.spec import TASK, PolicySpec
 from robopolicy.data.lerobot_checks import camera_columns, is_depth, kind_in_words
 from robopolicy.data.lerobot_reading import LABEL_STEPS, LABELS, WHO_ACTED
 
@@ -96,3 +97,22 @@ def _reason(name: str, feature: Mapping[str, Any], was_read: bool) -> str:
     if is_depth(feature):
         return f"{kind_in_words(feature)}; only colours are read"
     return f"its values are of type {feature['dtype']}, neither numbers nor images"
+
+
+SLACK = 0.05
+"""Share by which a dataset's control rate may miss the policy's: LeRobot rounds it to whole numbers."""
+
+
+def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
+    """Raise DataError unless what a policy reads is there, with its shapes, elements, units and control rate."""
+    require_recorded(path, episodes, spec.observation, spec.action)
+    if not spec.fps:
+        raise DataError(
+            f"{path} has {episodes.fps:g} steps per second and the policy does not say its control rate: write "
+            '"fps": N, what it was trained at, into robopolicy.json beside its config.json.'
+        )
+    if abs(episodes.fps - spec.fps) > SLACK * spec.fps:
+        raise DataError(
+            f"{path} has {episodes.fps:g} steps per second and the policy acts at {spec.fps:g}: correct fps in "
+            "meta/info.json, or resample the episodes."
+        )

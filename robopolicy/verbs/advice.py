@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from robopolicy.configuration.sections.learn import FinetuneSection
+from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import Paired
+from robopolicy.evaluation.success import Verdict, compare
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.registry import Need
+from robopolicy.runs import output
 from robopolicy.training.configuration import FinetuneConfig
 
 FEW = 10
@@ -196,3 +202,63 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     """Return the means of the first and of the last quarter of `values`."""
     part = max(1, len(values) // 4)
     return sum(values[:part]) / part, sum(values[-part:]) / part
+
+
+def print_advice(
+    verdicts: Mapping[str, Verdict],
+    section: FinetuneSection,
+    horizon: int = 0,
+    iterations: int | None = None,
+    seen: Evidence | None = None,
+    world: str = "",
+) -> None:
+    """Say why the tuned policy is no better than its base, as far as the run shows it, and what to try.
+
+    horizon: control steps of an episode, 0 where none is known; iterations: how many there were, None for enough; seen:
+    what the run recorded, None where nothing did; world: its name.
+    """
+    base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
+    if tuned.score > base.score:
+        return
+    failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
+    causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` looks for other causes."
+    critic = Need.CRITIC in build_algorithm(narrowed(FinetuneConfig, section)).needs
+    unpaid = "" if seen is None else nothing_paid(seen, section, world)
+    if not unpaid and critic and iterations is not None and iterations <= section.critic_warmup:
+        output.print(
+            f"{failed} The critic alone has learned so far: finetune.critic_warmup={section.critic_warmup} takes all "
+            f"of {iterations} iterations. Set finetune.iterations above it, or finetune.critic_warmup=0."
+        )
+        return
+    if seen is not None and seen.iterations:
+        evident = evident_cause(seen, base, tuned, section, compare(base, tuned), world)
+        if evident:
+            output.print(f"{failed} {evident}", markup=False, soft_wrap=True)
+            return
+        more = f"finetune.num_envs={2 * section.num_envs}" if critic else f"finetune.groups={2 * section.groups}"
+        largest = f" (a KL divergence of at most {max(seen.kl):.2g})" if seen.kl else ""
+        output.print(
+            f"{failed} Episodes were paid and steps stayed within their bounds{largest}: what was lucky may have been "
+            f"learned by heart. Try {more} or finetune.epochs=2. {causes}",
+            markup=False,
+            soft_wrap=True,
+        )
+    elif critic:
+        output.print(
+            f"{failed} Often steps are too large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is "
+            "ready, finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more "
+            f"finetune.num_envs. {causes}"
+        )
+    else:
+        output.print(
+            f"{failed} Often steps are too large, and what was lucky is learned by heart: try a third of "
+            f"finetune.learning_rate, finetune.epochs=2, or twice finetune.groups. {causes}"
+        )
+    # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.
+    ahead = 1 / max(1 - section.discount, 1e-9)
+    if critic and horizon and ahead > horizon and section.time_limit == "cut":
+        output.print(
+            f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
+            f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "
+            "finetune.time_limit=end first."
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from robopolicy.building.judges import build_judges, clipped, recorded_for_gate, warn_of_divergence
 from robopolicy.building.policies import as_seen_in, choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
@@ -23,10 +24,8 @@ from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.judges import ModelReturn
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.success import evaluate_policy, require_success
-from robopolicy.runs import finish, open_fresh_run, output, print_table
-from robopolicy.verbs.evaluate import evaluation_seeds
-from robopolicy.verbs.gate import build_judges, clipped, recorded_for_gate, warn_of_divergence
-from robopolicy.verbs.rank import runs_of
+from robopolicy.runs import finish, open_fresh_run, output, print_table, runs_of
+from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(

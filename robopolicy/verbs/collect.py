@@ -24,7 +24,7 @@ from torch import Tensor
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import with_planning
 from robopolicy.building.policies import choose_device, load_acting, load_policy
-from robopolicy.building.worlds import build_controller, build_foresight, build_noisy_expert, build_world
+from robopolicy.building.worlds import EXPERT, build_controller, build_foresight, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO
 from robopolicy.core.episodes import Episodes
@@ -43,9 +43,6 @@ from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.verbs.graded import record_graded
 from robopolicy.verbs.unfinished import Unfinished
 from robopolicy.verbs.verb import Verb
-
-EXPERT = "expert"
-"""Of collect.label_policy: the world's own, or collect.controller."""
 
 VERB = Verb(
     summary="Record demonstrations as a LeRobotDataset",

@@ -18,8 +18,8 @@ from robopolicy.core.world import World
 from robopolicy.evaluation.deployment import Deployed, Deployment, deploy, known_base
 from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.success import require_success
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
-from robopolicy.verbs.finetune import require_target
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -41,7 +41,7 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "deploy", VERB.sections)
     tuned, base = (load_policy(paths[name], device) for name in ("policy", "base"))
     world = build_world(config.world, base, batch_size=section.wave, device=device)
-    require_target(1 - section.drop, world)
+    require_success(world, "set finetune.target_success=null")
     tuned, base = as_seen_in(world, tuned), as_seen_in(world, base)
     told = known_base(world, base, episode_seeds(seed, "known", section.known), section.coin, seed=seed, device=device)
     rate = float(np.mean(told["success"]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_for
@@ -22,17 +22,15 @@ from robopolicy.core.spec import cameras_of
 from robopolicy.core.structured import narrowed
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.record import record
-from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.success import compare
+from robopolicy.evaluation.success import compared
 from robopolicy.inference.comparison import timed
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot_module import LeRobotModule
 from robopolicy.rl.offline.decisions import observed_at
-from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.distill import Distillation, distill, distillable
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.train import say_model
+from robopolicy.verbs.job import Job, judge_in_its_world, say_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy, encoded
 
@@ -51,11 +49,10 @@ TIMED = 50
 
 def run(config: Config) -> int:
     """Collect observations, distil, judge and time both."""
-    folder = open_run(config, "distill", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+    job = Job.open(config, "distill", VERB.sections)
+    if job is None:
         return 0
-    section, device = config.distill, choose_device(config.run)
+    section, folder, device = config.distill, job.folder, job.device
     path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
     teacher = load_policy(path, device)
     settings = narrowed(DistillConfig, section)
@@ -89,12 +86,13 @@ def run(config: Config) -> int:
         "times_faster": faster,
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
-    finish(config, folder, result | judged(config, both, device))
+    if section.evaluate_episodes:
+        result |= compared(judge_in_its_world(config, both, section.evaluate_episodes, device))
     output.print(
         f"A decision of one observation: {1000 * seconds['teacher']:.2f} ms, distilled "
         f"{1000 * seconds['student']:.2f} ms, {faster:.1f} times as fast."
     )
-    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    job.finish(result)
     return 0
 
 
@@ -129,17 +127,3 @@ def seconds_of(policies: dict[str, Policy], episodes: Episodes, device: torch.de
     first = next(iter(policies.values())).spec
     seen = observed_at(episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation))
     return {name: each.median for name, each in timed(policies, seen, TIMED).items()}
-
-
-def judged(config: Config, policies: dict[str, Policy], device: torch.device) -> dict[str, Any]:
-    """Return the verdicts on teacher and student in the world, printed; nothing without distill.evaluate_episodes."""
-    count = config.distill.evaluate_episodes
-    if not count:
-        return {}
-    seeds = evaluation_seeds(config, count)
-    world = build_world(config.world, policies["teacher"], episodes=count, device=device)
-    verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in policies.items()}
-    world.close()
-    print_verdicts(verdicts)
-    difference = compare(verdicts["teacher"].deterministic, verdicts["student"].deterministic)
-    return {name: each.to_json() for name, each in verdicts.items()} | {"difference": difference.to_json()}

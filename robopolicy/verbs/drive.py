@@ -36,7 +36,7 @@ from robopolicy.serving.holding import as_served
 from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.serving.notices import Notices
 from robopolicy.serving.wiring import Wiring, wired
-from robopolicy.verbs.evaluate import evaluation_seeds
+from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(

@@ -10,13 +10,10 @@ scores returns between what uniform actions and the expert earn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from rich.table import Table
 
 from robopolicy.building.planning import with_planning
 from robopolicy.building.policies import as_seen_in, choose_device, load_acting
@@ -25,30 +22,22 @@ from robopolicy.configuration import Config, to_yaml
 from robopolicy.configuration.sections.act import EvaluateSection
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.tensors import file_hash
-from robopolicy.core.world import World, can_render
-from robopolicy.evaluation.instructions import (
-    PARAPHRASE,
-    WRONG,
-    Control,
-    controls_of,
-    judge_controls,
-    with_instruction,
-)
+from robopolicy.core.world import World
+from robopolicy.evaluation.instructions import PARAPHRASE, WRONG, Control, controls_of, judge_controls, with_instruction
 from robopolicy.evaluation.report import UNPLANNED, report_for_run
-from robopolicy.evaluation.scores import Anchors, normalised_score, read_anchors
-from robopolicy.evaluation.smoothness import Smoothness, SmoothnessMeter
-from robopolicy.evaluation.success import EvaluationResult, compare, evaluate_policy
-from robopolicy.evaluation.tables import difference_text, instruction_table
-from robopolicy.evaluation.video import record_grid, write_video
+from robopolicy.evaluation.scores import read_anchors
+from robopolicy.evaluation.smoothness import SmoothnessMeter
+from robopolicy.evaluation.success import EvaluationResult, Verdict, compare, evaluate_policy, judge
+from robopolicy.evaluation.tables import difference_text
 from robopolicy.evaluation.waves import KeptWaves
 from robopolicy.inference.chunking import Delay, HasSeams, with_chunking
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.runs import finish, open_fresh_run, output
-from robopolicy.verbs.sources import hashes, source_of
+from robopolicy.verbs.job import evaluation_seeds, film_alone, normalised, print_verdicts
+from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -62,76 +51,6 @@ VERB = Verb(
 )
 WAVES = "waves.jsonl"
 """What has been played until there is a result."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One policy in one world, acting without and with exploration noise on the same seeds.
-
-    smoothness: how smooth each mode was, by its name, where that was measured.
-    """
-
-    deterministic: EvaluationResult
-    stochastic: EvaluationResult
-    smoothness: Mapping[str, Smoothness] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return both summaries and outcomes."""
-        smoothness = {mode: each.to_json() for mode, each in self.smoothness.items()}
-        both = {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
-        return {**both, "smoothness": smoothness} if smoothness else both
-
-
-def evaluation_seeds(config: Config, episodes: int) -> np.ndarray:
-    """Return the seeds that every verb judges on: equal run.seed, equal starts."""
-    return episode_seeds(config.run.seed, "evaluate", episodes)
-
-
-def judge(
-    world: World,
-    policy: Policy,
-    seeds: np.ndarray,
-    device: torch.device,
-    generator_seed: int,
-    label: str,
-    *,
-    meter: Callable[[], SmoothnessMeter] | None = None,
-    kept: KeptWaves | None = None,
-) -> Verdict:
-    """Evaluate `policy` on `seeds`, deterministic and stochastic.
-
-    meter: makes what measures how smooth it acts, which has to see all of it, so that nothing is taken from `kept`.
-    """
-    smoothness: dict[str, Smoothness] = {}
-
-    def result(deterministic: bool) -> EvaluationResult:
-        kind = "deterministic" if deterministic else "stochastic"
-        watch = meter() if meter is not None else None
-        found = evaluate_policy(
-            world,
-            as_seen_in(world, policy),
-            seeds,
-            deterministic=deterministic,
-            generator_seed=generator_seed,
-            device=device,
-            label=f"{label}, {kind}",
-            watch=watch,
-            kept=kept if watch is None else None,
-        )
-        if watch is not None:
-            smoothness[kind] = watch.measured()
-        return found
-
-    return Verdict(result(True), result(False), smoothness)
-
-
-def film_alone(
-    world: World, policy: Policy, seeds: np.ndarray, folder: RunFolder, name: str, device: torch.device
-) -> None:
-    """Write <name>.mp4 of a policy's episodes with these seeds; nothing without any, or where a world has no images."""
-    if len(seeds) and can_render(world):
-        clip = record_grid(world, policy, seeds, label=name, device=device)
-        write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
 
 
 def controlled(
@@ -189,59 +108,11 @@ def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[
     return acting, lambda: SmoothnessMeter(seams, section.latency_steps)
 
 
-def print_verdicts(verdicts: dict[str, Verdict]) -> None:
-    """Print success rates (returns, where there is no success) with intervals, one row a policy; and by instruction."""
-    table = Table(box=None, padding=(0, 2))
-    for column in ("", "world", "deterministic", "stochastic", "episodes"):
-        table.add_column(column, justify="left" if column in ("", "world") else "right")
-    for name, verdict in verdicts.items():
-        modes = (verdict.deterministic, verdict.stochastic)
-        table.add_row(name, modes[0].world, *(mode.text for mode in modes), str(modes[0].episodes))
-    output.print(table)
-    for name, verdict in verdicts.items():
-        for mode, smoothness in verdict.smoothness.items():
-            output.print(f"{name}, {mode}: {smoothness.text}", markup=False)
-        for mode in (verdict.deterministic, verdict.stochastic):
-            if mode.outside:
-                kind = "deterministic" if mode.deterministic else "stochastic"
-                output.print(f"{name}, {kind}: {mode.outside}", markup=False, soft_wrap=True)
-    print_instructions(verdicts)
-
-
-def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
-    """Print success without noise for every instruction, one column a policy; nothing where there is only one."""
-    found = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
-    if found is None:
-        return
-    table = Table(box=None, padding=(0, 2))
-    for column in found[0]:
-        table.add_column(column, justify="left" if column == found[0][0] else "right")
-    for row in found[1]:
-        table.add_row(*row)
-    output.print(table)
-
-
 def print_controls(controls: Mapping[str, Mapping[str, Control]]) -> None:
     """Print what became of success under other words, one line a policy and control."""
     for name, judged in controls.items():
         for control, found in judged.items():
             output.print(f"{name}, {control.replace('_', ' ')}: {found.text}", markup=False, soft_wrap=True)
-
-
-def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
-    """Return {"normalised": {name: {mode: score}}}, printed; nothing without anchors.
-
-    Raises DataError where the verdicts are of another world than the anchors.
-    """
-    if anchors is None:
-        return {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, verdict in verdicts.items():
-        modes = {"deterministic": verdict.deterministic, "stochastic": verdict.stochastic}
-        scores = {mode: normalised_score(result, anchors) for mode, result in modes.items()}
-        output.print(f"{name}: {', '.join(f'{mode} {score.text}' for mode, score in scores.items())}", markup=False)
-        found[name] = {mode: score.to_json() for mode, score in scores.items()}
-    return {"normalised": found}
 
 
 def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> KeptWaves:

@@ -8,41 +8,13 @@ bound of its improvement, by the bootstrap and by Student's t, exceeds gate.marg
 not believed where they value it above nine of ten recorded successes. Exit status 0: accepted, 1: rejected.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-
-import torch
-
-from robopolicy.building.policies import as_seen_in, choose_device, load_policy
-from robopolicy.building.worlds import build_world
+from robopolicy.building.judges import build_judges, clipped, recorded_for_gate, warn_of_divergence
+from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.configuration import Config
-from robopolicy.configuration.sections.recorded import GateSection
-from robopolicy.core.episodes import Episodes, require_recorded
-from robopolicy.core.errors import ConfigError, DataError
-from robopolicy.core.origin import renaming_of
-from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive, episode_seeds
-from robopolicy.data.chains import read_chains
-from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.gate import Gate, Judge
-from robopolicy.evaluation.importance import ImportanceJudge, effective_text
-from robopolicy.evaluation.judges import (
-    CriticJudge,
-    FittedJudge,
-    ModelReturn,
-    Recorded,
-    episode_starts,
-    highest_credible,
-)
+from robopolicy.core.errors import ConfigError
+from robopolicy.evaluation.gate import Gate
 from robopolicy.evaluation.report import report_for_run
-from robopolicy.rl.offline.configuration import IqlConfig
-from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
-from robopolicy.rl.offline.fqe import FqeConfig
-from robopolicy.rl.offline.iql import Iql
-from robopolicy.runs import default_path, finish, open_fresh_run, output
-from robopolicy.training.critics.features import critic_interface
-from robopolicy.training.critics.fit import fit_agent
+from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -69,118 +41,3 @@ def run(config: Config) -> int:
     finish(config, folder, {"gate": verdict.to_json(), **clipped(judges)})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0 if verdict.accepted else 1
-
-
-def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
-    """Return the episodes of gate.data, or what collect wrote, under the names by which `policy` learned; None where no
-    judge looks at recorded data.
-    """
-    if set(config.gate.judges) <= {"model", "world"}:
-        return None
-    return Episodes.concatenate([read_dataset(path, rename=renaming_of(policy)) for path in recorded_paths(config)]).to(
-        device
-    )
-
-
-def recorded_paths(config: Config) -> tuple[Path, ...]:
-    """Return gate.data, or what collect wrote."""
-    return config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
-
-
-def build_judges(
-    config: Config, incumbent: Policy, episodes: Episodes | None, device: torch.device, trained_in: Sequence[Path] = ()
-) -> list[Judge]:
-    """Return the judges that `config.gate` names.
-
-    incumbent: whose decisions critics look at; episodes: recorded data that training has not seen, None where no judge
-    needs any; trained_in: world models that candidates have learned in, which do not judge alone. Raises ConfigError
-    and DataError where something is missing.
-    """
-    section, judges = config.gate, list[Judge]()
-    critics = not set(section.judges) <= {"model", "importance", "world"}
-    learned_in = {path.resolve() for path in trained_in}
-    recorded = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
-    for name in section.judges:
-        if name == "model":
-            paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
-            judges += [model_judge(config, path, incumbent, device, path.resolve() not in learned_in) for path in paths]
-            continue
-        if name == "world":
-            world = build_world(config.world, incumbent, episodes=section.starts, device=device)
-            seeds = episode_seeds(config.run.seed, "gate/trials", section.starts)
-            judges.append(ModelReturn(world, seeds, by=section.by, trials=True, seed=config.run.seed))
-            continue
-        if name == "importance":
-            judges.append(importance_judge(config, incumbent, episodes))
-            continue
-        if recorded is None:
-            raise ConfigError(f"gate.judges names {name}, which looks at recorded data: set gate.data=[DATASET].")
-        if name == "fqe":
-            fitting = FqeConfig(steps=section.steps, width=section.width, discount=section.discount)
-            judges.append(FittedJudge(recorded, fitting, seed=config.run.seed))
-        else:
-            judges.append(CriticJudge(critic_of(section, recorded, config.run.seed), recorded, seed=config.run.seed))
-    return judges
-
-
-def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes) -> Recorded:
-    """Return what judges by recorded data look at; raises DataError where it lacks rewards."""
-    require_recorded("the recorded data", episodes, policy.spec.observation, policy.spec.action)
-    if episodes.reward is None:
-        raise DataError("Judges by recorded data need rewards, and this dataset has none: use gate.judges=[model].")
-    interface = critic_interface(policy, episodes)
-    decisions = recorded_decisions(episodes, interface, section.discount)
-    bounds = value_bound(episodes.reward, section.discount)
-    ceiling = highest_credible(episodes, section.discount)
-    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.starts), ceiling)
-
-
-def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
-    """Return a critic of what was recorded, its expectile the mean: values of the actions as they were taken."""
-    interface = recorded.interface
-    config = IqlConfig(expectile=0.5, width=section.width, discount=section.discount)
-    agent = Iql(config, interface.size, interface.actions, derive(seed, "gate/critic"))
-    data = recorded.decisions.transitions
-    generators = Generators(derive(seed, "gate"), data.state.device)
-    fit_agent(agent.to(data.state.device), data, section.steps, 256, generators, label="judging critic")
-    return agent
-
-
-def model_judge(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Judge:
-    """Return the judge by episodes in the world model at `path`."""
-    section = config.gate
-    world = build_world(config.world.imagined_by(path), policy, episodes=section.starts, device=device)
-    seeds = episode_seeds(config.run.seed, "gate", section.starts)
-    as_inside = partial(as_seen_in, world)
-    return ModelReturn(world, seeds, by=section.by, as_inside=as_inside, independent=independent, seed=config.run.seed)
-
-
-def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) -> Judge:
-    """Return the judge by the chains that gate.data logs of `episodes`; raises DataError where it logs none."""
-    section, spec = config.gate, policy.spec
-    assert episodes is not None  # `recorded_for_gate` reads them for every judge but models
-    chains = read_chains(recorded_paths(config), spec.prediction, spec.action.size).to(episodes.device)
-    clip, least = section.largest_weight, section.effective
-    return ImportanceJudge(episodes, chains, by=section.by, per_decision=section.per_decision, clip=clip, least=least)
-
-
-def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
-    """Return the shares of targets that left what rewards allow, of judges that fit critics, and how many episodes
-    counted effectively, of those that weigh them.
-    """
-    found = {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
-    counts = [count for judge in judges if isinstance(judge, ImportanceJudge) for count in judge.effective]
-    return found | ({"effective_episodes": counts} if counts else {})
-
-
-def warn_of_divergence(judges: Sequence[Judge]) -> None:
-    """Say where a fitted critic's values left what rewards allow: it is no judge then; and what weights were worth."""
-    for judge in judges:
-        if isinstance(judge, ImportanceJudge) and judge.effective:
-            output.print(f"Episodes that count, of {len(judge.episodes)} logged: {effective_text(judge.effective)}.")
-        if isinstance(judge, FittedJudge) and judge.diverged:
-            output.print(
-                f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} left what the rewards allow: it has "
-                "diverged, so its verdict means little. Give more data (gate.data), or judge by gate.judges=[model].",
-                markup=False,
-            )

@@ -20,6 +20,7 @@ from typing import cast
 
 import torch
 
+from robopolicy.building.guidance import guidance_of
 from robopolicy.building.origins import origin_of_section
 from robopolicy.building.planning import planned_acting
 from robopolicy.building.policies import as_seen_in, behind, choose_device, load_policy
@@ -33,21 +34,18 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
-from robopolicy.core.world import World, can_render
-from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.success import compare
+from robopolicy.core.world import World
+from robopolicy.evaluation.success import Verdict, compare, compared
 from robopolicy.evaluation.two_worlds import TwoWorlds
 from robopolicy.policies import load_policy as load_alone
-from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.runs import default_path, output
 from robopolicy.training.acting import Acting
 from robopolicy.training.configuration import NEARNESS, FinetuneConfig, held_near_base
 from robopolicy.training.course import Course, Ended, Oversight
 from robopolicy.training.finetune import FinetuneResult, finetune
 from robopolicy.training.imagined import ModelRefresh, synthesise_and_imitate
 from robopolicy.verbs.advice import Evidence, evident_cause
-from robopolicy.verbs.evaluate import Verdict, evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import confirming_seeds, course_of, film, guidance_of, require_target, summary
-from robopolicy.verbs.sources import began_from
+from robopolicy.verbs.job import Job, began_from, confirming_seeds, print_verdicts, require_target
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import save_encoder
 from worldmodels.env import ImaginedWorld
@@ -104,11 +102,11 @@ class Worlds:
 
 def run(config: Config) -> int:
     """Fine-tune in imagination, judge base and tuned in both worlds."""
-    folder = open_run(config, "imagine", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is already fine-tuned; run.overwrite=true starts over.")
+    job = Job.open(config, "imagine", VERB.sections, "is already fine-tuned; run.overwrite=true starts over.")
+    if job is None:
         return 0
-    section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
+    folder, device = job.folder, job.device
+    section, chosen = config.finetune, config.imagine
     if chosen.refresh_every % section.checkpoint_every:
         raise ConfigError(
             f"imagine.refresh_every={chosen.refresh_every} must be a multiple of finetune.checkpoint_every="
@@ -129,28 +127,28 @@ def run(config: Config) -> int:
     if isinstance(worlds.imagined.model, DecoderFree):
         save_encoder(worlds.imagined.model, folder.checkpoint)
     outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
-    verdicts = judge_all(config, worlds.real, outside)
-    imagined = judge_all(config, worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()})
-    if section.videos and can_render(worlds.real):
-        film(config, worlds.real, {"base": outside["base"], "tuned in imagination": outside["tuned"]}, folder)
+    episodes = section.evaluate_episodes
+    verdicts = job.judge(worlds.real, outside, episodes)
+    imagined = job.judge(worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()}, episodes)
+    films = {"base": outside["base"], "tuned in imagination": outside["tuned"]}
+    job.film(worlds.real, films, episodes, section.videos)
     worlds.close()
     print_verdicts({**verdicts, **imagined})
     output.print(said_at_the_end(tuned))
     seen = Evidence.of(folder.metrics(), tuned.best)
     print_advice(tuned, verdicts, narrowed(FinetuneConfig, section), seen)
-    result = summary(verdicts) | {
+    result = compared(verdicts) | {
         "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
         **began_from(path),
         "model": str(model),
-        **course_of(tuned),
+        **tuned.course,
         "imagined_steps": tuned.env_steps,
         "env_steps": 0 if refresh is None else refresh.env_steps,
         "watched_steps": watched_steps(folder),
         "kept": dict(tuned.best),
         "seconds": seconds,
     }
-    finish(config, folder, result)
-    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    job.finish(result)
     return 0
 
 
@@ -241,12 +239,6 @@ def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneC
     if not chosen.near_base and (chosen.tighten == 1 or chosen.gap is None or not chosen.watch):
         return tuning, 1.0
     return held_near_base(tuning, chosen.near_base or DIWA_WEIGHT), float(chosen.near_base > 0)
-
-
-def judge_all(config: Config, world: World, policies: Mapping[str, Policy]) -> dict[str, Verdict]:
-    """Return the verdict on each policy, by label, on the seeds that every verb judges on."""
-    seeds, device = evaluation_seeds(config, config.finetune.evaluate_episodes), choose_device(config.run)
-    return {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in policies.items()}
 
 
 def imitate(

@@ -15,7 +15,7 @@ from torch import Tensor
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import OfflineSection
 from robopolicy.core.delayed import delayed, steps_ahead
-from robopolicy.core.episodes import Episodes, chosen_episodes, require_recorded
+from robopolicy.core.episodes import Episodes, chosen_episodes
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import interventions_in_words
@@ -23,18 +23,16 @@ from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
 from robopolicy.core.randomness import derive
 from robopolicy.core.registry import load_dotted
-from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec
+from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.data.lerobot_reading import read_dataset, read_information, require_known
 from robopolicy.rl.offline.decisions import Decisions
 from robopolicy.runs import default_path, output
-from robopolicy.training.reading import describe_reading
+from robopolicy.training.reading import describe_reading, require_fit_of
 from worldmodels import load_world_model
 from worldmodels.heads.state import StepHeads
 
 HEAD = "head:"
 """What offline.reward begins with where the success head of a world model pays."""
-SLACK = 0.05
-"""Share by which a dataset's control rate may miss the policy's: LeRobot rounds it to whole numbers."""
 
 
 def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Episodes, Episodes]:
@@ -76,21 +74,6 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
         except DataError as error:
             raise DataError(f"{path}: {error} offline.without=[NUMBER] leaves episodes out.") from error
     return require_paid(path, with_reward(episodes, section.reward))
-
-
-def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
-    """Raise DataError unless what a policy reads is there, with its shapes, elements, units and control rate."""
-    require_recorded(path, episodes, spec.observation, spec.action)
-    if not spec.fps:
-        raise DataError(
-            f"{path} has {episodes.fps:g} steps per second and the policy does not say its control rate: write "
-            '"fps": N, what it was trained at, into robopolicy.json beside its config.json.'
-        )
-    if abs(episodes.fps - spec.fps) > SLACK * spec.fps:
-        raise DataError(
-            f"{path} has {episodes.fps:g} steps per second and the policy acts at {spec.fps:g}: correct fps in "
-            "meta/info.json, or resample the episodes."
-        )
 
 
 def require_paid(path: Path, episodes: Episodes) -> Episodes:

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.judges import build_judges, clipped, warn_of_divergence
+from robopolicy.building.policies import as_seen_in, load_policy
 from robopolicy.building.worlds import build_critic, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.recorded import GateSection
@@ -34,11 +35,11 @@ from robopolicy.core.structured import narrowed
 from robopolicy.data.record import record
 from robopolicy.evaluation.gate import Gate, Judge
 from robopolicy.evaluation.judges import FittedJudge
-from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import known_anchors
+from robopolicy.evaluation.success import compared
 from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
-from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.critics.features import critic_interface
 from robopolicy.training.critics.fit import fit_agent
@@ -46,11 +47,8 @@ from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.guided import guided_episodes
 from robopolicy.training.offline.improvers import Imagination, Improver, Lesson, Wraps
 from robopolicy.training.offline.rounds import Rounds, improve_in_rounds
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, normalised, print_verdicts
-from robopolicy.verbs.finetune import summary
-from robopolicy.verbs.gate import build_judges, clipped, warn_of_divergence
+from robopolicy.verbs.job import Job, began_from, judge_in_its_world, normalised
 from robopolicy.verbs.logged import say_decisions, split_data
-from robopolicy.verbs.sources import began_from
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -66,11 +64,10 @@ VERB = Verb(
 def run(config: Config) -> int:
     """Fit, improve, judge."""
     refuse_unread(config.gate)
-    folder = open_run(config, "offline", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+    job = Job.open(config, "offline", VERB.sections)
+    if job is None:
         return 0
-    section, device = config.offline, choose_device(config.run)
+    section, folder, device = config.offline, job.folder, job.device
     path = default_path(config, "train", "checkpoint", section.policy, "offline.policy")
     base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
     improver: Improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
@@ -111,9 +108,9 @@ def run(config: Config) -> int:
         "seconds": seconds,
         **clipped(judges),
     }
-    finish(config, folder, judged_for_real(config, base, policy, device) | result)
+    judged = judged_for_real(config, base, policy, device)
     say(found, section.rounds)
-    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    job.finish(judged | result)
     return 0
 
 
@@ -205,16 +202,9 @@ def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.
     count = config.offline.evaluate_episodes
     if not count:
         return {}
-    world = build_world(config.world, base, episodes=count, device=device)
-    seeds = evaluation_seeds(config, count)
-    verdicts = {
-        name: judge(world, each, seeds, device, config.run.seed, name)
-        for name, each in {"base": base, "tuned": policy}.items()
-    }
-    world.close()
-    print_verdicts(verdicts)
+    verdicts = judge_in_its_world(config, {"base": base, "tuned": policy}, count, device)
     dataset = default_path(config, "collect", "dataset", config.offline.dataset, "offline.dataset")
-    return summary(verdicts) | normalised(verdicts, known_anchors(dataset, world.spec.name))
+    return compared(verdicts) | normalised(verdicts, known_anchors(dataset, verdicts["base"].deterministic.world))
 
 
 def say(found: Rounds, rounds: int) -> None:

@@ -9,7 +9,7 @@ Killed? Run the same command again: it goes on and ends in the same place.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from robopolicy.building.origins import origin_of_section
-from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
@@ -25,7 +25,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.finite_values import require_finite_columns
 from robopolicy.core.origin import origin_of, remember_origin, renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import require_fit
 from robopolicy.core.storage import recover_folder
@@ -33,12 +33,11 @@ from robopolicy.core.structured import narrowed
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.evaluation.success import compared
 from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
-from robopolicy.runs import default_path, finish, finished, open_run, output, run_path
+from robopolicy.runs import default_path, output, run_path
 from robopolicy.training.critics.features import critic_interface, interface_of
 from robopolicy.training.critics.fit import fit_agent
 from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy, steered
@@ -53,9 +52,7 @@ from robopolicy.training.online.loop import (
     plays_policy,
 )
 from robopolicy.verbs.advice import CEILING
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.finetune import summary
-from robopolicy.verbs.sources import began_from
+from robopolicy.verbs.job import Job, began_from, print_verdicts
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -80,11 +77,10 @@ class Beginning:
 
 def run(config: Config) -> int:
     """Learn from data, then in the world; judge base and result on the same seeds."""
-    folder = open_run(config, "online", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is done; run.overwrite=true starts over.")
+    job = Job.open(config, "online", VERB.sections)
+    if job is None:
         return 0
-    section, device = config.online, choose_device(config.run)
+    section, folder, device = config.online, job.folder, job.device
     path = policy_path(config)
     given = None if path is None else load_policy(path, device)
     world = build_world(config.world, given, batch_size=section.num_envs, device=device)
@@ -94,11 +90,6 @@ def run(config: Config) -> int:
     base = copy.deepcopy(policy) if given is None else load_policy(path or Path(), device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     judging = build_world(config.world, policy, episodes=section.evaluate_episodes, device=device)
-    validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
-
-    def evaluate(candidate: Policy) -> Mapping[str, float]:
-        return evaluate_policy(judging, candidate, validation, device=device, label="validate").figures()
-
     found = learn_online(
         policy,
         world,
@@ -106,16 +97,12 @@ def run(config: Config) -> int:
         narrowed(OnlineConfig, section),
         recorded=beginning.recorded,
         begins=beginning.begins,
-        evaluate=evaluate,
+        evaluate=job.evaluator(judging, section.evaluate_episodes),
         seed=config.run.seed,
         run=folder,
     )
     seconds = clock.seconds
-    seeds = evaluation_seeds(config, section.evaluate_episodes)
-    verdicts = {
-        name: judge(judging, each, seeds, device, config.run.seed, name)
-        for name, each in {"base": base, "tuned": policy}.items()
-    }
+    verdicts = job.judge(judging, {"base": base, "tuned": policy}, section.evaluate_episodes)
     for each in (world, judging):
         each.close()
     print_verdicts(verdicts)
@@ -130,8 +117,7 @@ def run(config: Config) -> int:
         "dip": found.dip(by_of(found)),
         "seconds": seconds,
     }
-    finish(config, folder, summary(verdicts) | result)
-    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    job.finish(compared(verdicts) | result)
     return 0
 
 

@@ -45,7 +45,7 @@ from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
+from robopolicy.verbs.job import judge_in_its_world
 from robopolicy.verbs.optimize_model import optimize_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import holds_world_model
@@ -245,11 +245,7 @@ def judged(config: Config, policies: Mapping[str, Policy], device: torch.device)
     if len(policies) < 2:
         output.print("Nothing is judged: the reference is chosen, and no other policy stands beside it.")
         return {}
-    world = build_world(config.world, policies[REFERENCE], episodes=count, device=device)
-    seeds = evaluation_seeds(config, count)
-    verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in policies.items()}
-    world.close()
-    print_verdicts(verdicts)
+    verdicts = judge_in_its_world(config, policies, count, device)
     first, second = verdicts.values()
     difference = compare(first.deterministic, second.deterministic)
     return {"verdicts": {name: each.to_json() for name, each in verdicts.items()}, "difference": difference.to_json()}

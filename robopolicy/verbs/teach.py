@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from robopolicy.building.origins import origin_of_section
-from robopolicy.building.policies import choose_device, load_acting, load_policy
-from robopolicy.building.worlds import build_foresight, build_noisy_expert, build_world
+from robopolicy.building.policies import load_acting, load_policy, new_policy
+from robopolicy.building.worlds import EXPERT, build_foresight, build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import InferenceSection
 from robopolicy.configuration.sections.run import WorldSection
@@ -22,24 +22,20 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import remember_origin
 from robopolicy.core.policy import Policy, is_policy, require_trainable
 from robopolicy.core.randomness import derive, episode_seeds
-from robopolicy.core.run import RunFolder
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.record import record
-from robopolicy.evaluation.report import report_for_run
-from robopolicy.evaluation.success import compare
+from robopolicy.evaluation.success import compared
 from robopolicy.policies.lerobot_configuration import LeRobotStart
 from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.policies.token.configuration import TokenPolicyConfig
-from robopolicy.runs import default_path, finish, finished, open_run, output
+from robopolicy.runs import default_path, output
 from robopolicy.training.auxiliary import new_head
 from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import plan_conditions
 from robopolicy.training.teaching import Teacher, teach
-from robopolicy.verbs.collect import EXPERT
-from robopolicy.verbs.evaluate import evaluation_seeds, film_alone, judge, print_verdicts
-from robopolicy.verbs.train import new_policy, say_model
+from robopolicy.verbs.job import Job, evaluation_seeds, film_alone, print_verdicts, say_model
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -54,11 +50,11 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Teach, save, judge."""
-    folder = open_run(config, "teach", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is already taught; run.overwrite=true teaches anew.")
+    job = Job.open(config, "teach", VERB.sections, "is already taught; run.overwrite=true teaches anew.")
+    if job is None:
         return 0
-    device, section, seed = choose_device(config.run), config.teach, config.run.seed
+    section, folder, device = config.teach, job.folder, job.device
+    seed = config.run.seed
     policy = None if section.teacher == EXPERT else load_acting(InferenceSection(), teacher_path(config), device)
     reach = reach_of(config.policy.config)
     shown = world_for_both(config.world, policy, reach)
@@ -90,9 +86,8 @@ def run(config: Config) -> int:
         "rounds": taught.rounds,
     }
     if section.evaluate_episodes:
-        result |= judged(config, teacher.says, student, folder)
-    finish(config, folder, result)
-    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+        result |= judged(job, teacher.says, student)
+    job.finish(result)
     return 0
 
 
@@ -150,28 +145,22 @@ def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
     return Teacher(build_foresight(config.world, world, student.prediction if student else 1, own), plays)
 
 
-def judged(
-    config: Config, teacher: Policy | Controller | Foresight, student: Policy, folder: RunFolder
-) -> dict[str, Any]:
+def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:
     """Return the verdicts on a teacher that is a policy, and on the student, on the same starts, printed.
 
     The student is filmed on the first of them.
     """
-    seed, device = config.run.seed, choose_device(config.run)
-    seeds = evaluation_seeds(config, config.teach.evaluate_episodes)
+    config, section, seed = job.config, job.config.teach, job.config.run.seed
+    seeds = evaluation_seeds(config, section.evaluate_episodes)
     both: dict[str, Policy] = {"student": student}
     if not isinstance(teacher, Foresight) and is_policy(teacher):
         both = {"teacher": teacher, **both}
     verdicts = {}
     for name, each in both.items():
-        world = build_world(config.world, each, episodes=len(seeds), seed=seed, device=device)
-        verdicts[name] = judge(world, each, seeds, device, seed, name)
+        world = build_world(config.world, each, episodes=len(seeds), seed=seed, device=job.device)
+        verdicts |= job.judge(world, {name: each}, len(seeds))
         if each is student:
-            film_alone(world, student, seeds[: config.teach.videos], folder, name, device)
+            film_alone(world, student, seeds[: section.videos], job.folder, name, job.device)
         world.close()
     print_verdicts(verdicts)
-    found = {name: each.to_json() for name, each in verdicts.items()}
-    if "teacher" not in verdicts:
-        return found
-    difference = compare(verdicts["teacher"].deterministic, verdicts["student"].deterministic)
-    return found | {"difference": difference.to_json()}
+    return compared(verdicts) if "teacher" in verdicts else {"student": verdicts["student"].to_json()}

@@ -19,7 +19,7 @@ import torch
 from rich.markup import escape
 
 from robopolicy.building.origins import origin_of_section
-from robopolicy.building.policies import behind, choose_device, load_policy
+from robopolicy.building.policies import behind, load_policy, new_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.delayed import recorded_in, with_latency_options
@@ -27,35 +27,26 @@ from robopolicy.core.episodes import Episodes, chosen_episodes
 from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.finite_values import nonfinite_columns, require_finite_columns
 from robopolicy.core.interventions import imitated_in_words, interventions_in_words
-from robopolicy.core.machine import free_memory
 from robopolicy.core.origin import remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import PlansInternally, Policy, Trainable, require_trainable
-from robopolicy.core.randomness import Generators, derive
-from robopolicy.core.regression import Regressor
+from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
-from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.data.lerobot_reading import read_information, require_known
 from robopolicy.doctor.policy import check_normalizers
-from robopolicy.evaluation.report import UNPLANNED, report_for_run
-from robopolicy.nn.precision import learning_in
+from robopolicy.evaluation.report import UNPLANNED
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot_module import LeRobotModule
-from robopolicy.policies.loading import build_policy, is_lerobot
-from robopolicy.policies.token.policy import TokenPolicy
-from robopolicy.runs import default_path, finish, finished, open_run, output
-from robopolicy.training.configuration import PretrainConfig, RegressionConfig
+from robopolicy.policies.loading import is_lerobot
+from robopolicy.runs import default_path, output
+from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult, Staged, fit_stages
-from robopolicy.training.memory import plan_pretraining
 from robopolicy.training.pretrain import pretrain
-from robopolicy.training.reading import describe_reading
-from robopolicy.verbs.evaluate import evaluation_seeds, judge, print_verdicts
-from robopolicy.verbs.logged import require_fit_of
-from robopolicy.verbs.sources import began_from
+from robopolicy.training.reading import describe_reading, require_fit_of
+from robopolicy.verbs.job import Job, began_from, print_verdicts, say_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy, encoded, save_encoder
 
@@ -71,11 +62,10 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Train, save, judge."""
-    folder = open_run(config, "train", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is already trained; run.overwrite=true trains anew.")
+    job = Job.open(config, "train", VERB.sections, "is already trained; run.overwrite=true trains anew.")
+    if job is None:
         return 0
-    device = choose_device(config.run)
+    folder, device = job.folder, job.device
     data = default_path(config, "collect", "dataset", config.train.data, "train.data")
     base = None if config.train.policy is None else continued(config, config.train.policy, device)
     renamed = config.train.rename or renaming_of(base)
@@ -130,13 +120,11 @@ def run(config: Config) -> int:
             judged = {UNPLANNED: reactive, **judged}
         if encoder is not None:
             judged = {name: behind(encoder, each) for name, each in judged.items()}
-        seeds = evaluation_seeds(config, count)
-        verdicts = {name: judge(world, each, seeds, device, config.run.seed, name) for name, each in judged.items()}
+        verdicts = job.judge(world, judged, count)
         world.close()
         print_verdicts(verdicts)
         result |= {name: verdict.to_json() for name, verdict in verdicts.items()}
-    finish(config, folder, result)
-    output.print(f"Policy: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    job.finish(result)
     return 0
 
 
@@ -211,23 +199,6 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
     return episodes
 
 
-def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
-    """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
-
-    That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
-    lesson: what teaches it, whose loss is another than its own.
-    """
-    network = policy.network if isinstance(policy, DenoisingPolicy) else policy
-    if isinstance(policy, TokenPolicy) and policy.described:
-        output.print(policy.described, soft_wrap=True, highlight=False)
-    if not (isinstance(network, LeRobotModule) or (isinstance(policy, TokenPolicy) and policy.config.token.model)):
-        return
-    free = free_memory(next(policy.parameters()).device)
-    with learning_in(section.precision):
-        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, lesson)
-    output.print(said, soft_wrap=True, highlight=False)
-
-
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
     """Print the first and last logged mean of each loss, of one that was logged once that; return the first ones."""
     records = folder.metrics()
@@ -255,18 +226,3 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     *_, fitted = fit_stages(policy, episodes, config.train.fit, generators, folder)
     policy.save(folder.checkpoint)
     return fitted
-
-
-def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:
-    """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
-    spec = WorldSpec(
-        config.world.name,
-        episodes.observation_fields,
-        episodes.action_field,
-        episodes.fps,
-        int(episodes.lengths.max()),
-        rewards=tuple(episodes.rewards or ()),
-        instructions=tuple(sorted(set(episodes.tasks))),
-    )
-    seed = derive(config.run.seed, "initial weights")
-    return build_policy(config.policy.kind, config.policy.config, spec, episodes, seed, device)

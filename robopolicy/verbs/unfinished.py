@@ -1,5 +1,9 @@
-"""What `collect` has recorded so far, in its run's folder, and who acted there: another actor begins anew."""
+"""What `collect` has recorded so far, in its run's folder, and who acted there: another actor begins anew.
 
+That depends on files beside the settings, which may change: checkpoints, and code that the user writes.
+"""
+
+import importlib.util
 import shutil
 import warnings
 from functools import cached_property
@@ -9,11 +13,11 @@ from typing import Any
 from robopolicy.configuration import Config
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.randomness import NOISE_VERSION
+from robopolicy.core.registry import add_working_folder, is_dotted
 from robopolicy.core.structured import to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.data.kept import Kept
 from robopolicy.data.quality import fingerprint
-from robopolicy.verbs.sources import hashes, source_of
 
 FOLDER = "unfinished"
 
@@ -79,3 +83,21 @@ def who_acts(config: Config) -> dict[str, Any]:
     if section.controller:
         return {"kind": "controller", "path": section.controller}
     return {"kind": "expert"}
+
+
+def source_of(name: str) -> Path | None:
+    """Return the file of a dotted path's module, or the file that `name` is; None for what is registered."""
+    if not is_dotted(name):
+        return Path(name) if name and Path(name).is_file() else None
+    add_working_folder()
+    try:
+        found = importlib.util.find_spec(name.partition(":")[0])
+    except (ImportError, ValueError):  # who builds it says what is missing
+        return None
+    return None if found is None or found.origin is None or not Path(found.origin).is_file() else Path(found.origin)
+
+
+def hashes(checkpoint: Path) -> dict[str, str]:
+    """Return the hash of every file in a folder, by its path there."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}

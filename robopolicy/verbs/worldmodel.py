@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from robopolicy.building.origins import origin_of_section
-from robopolicy.building.policies import choose_device, load_policy
+from robopolicy.building.policies import load_policy
 from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
@@ -35,11 +35,12 @@ from robopolicy.data.record import record, record_until
 from robopolicy.data.restyle import restyled
 from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.intervals import shown
-from robopolicy.evaluation.report import IMAGINED, report_for_run
+from robopolicy.evaluation.report import IMAGINED
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
-from robopolicy.runs import default_path, finish, finished, open_run, output, print_table, run_path
+from robopolicy.runs import default_path, output, print_table, run_path
 from robopolicy.training.fit import fit_stages
+from robopolicy.verbs.job import Job
 from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import save_world_model
 from worldmodels.protocol import LearnedModel
@@ -61,11 +62,10 @@ FILMED = 6
 
 def run(config: Config) -> int:
     """Gather data, train, calibrate, examine, save."""
-    folder = open_run(config, "worldmodel", VERB.sections)
-    if finished(folder) is not None:
-        output.print(f"{folder.path} is already trained; run.overwrite=true trains anew.")
+    job = Job.open(config, "worldmodel", VERB.sections, "is already trained; run.overwrite=true trains anew.")
+    if job is None:
         return 0
-    section, device = config.worldmodel, choose_device(config.run)
+    section, folder, device = config.worldmodel, job.folder, job.device
     generators = Generators(config.run.seed, device)
     world = build_world(config.world, seed=config.run.seed)
     require_learnable_success(world.spec)
@@ -94,9 +94,8 @@ def run(config: Config) -> int:
     }
     save_world_model(model, folder.checkpoint)
     film(model, validation, folder)
-    finish(config, folder, result)
     show(result["validation"])
-    output.print(f"World model: {folder.checkpoint}\nReport: {report_for_run(folder.path)}")
+    job.finish(result, "World model")
     return 0
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from test_lerobot_policies import features, save
 from test_lerobot_training import lerobots_own, observed
 
+from robopolicy.building.guidance import guidance_of
 from robopolicy.building.policies import load_trainable
 from robopolicy.cli import main
 from robopolicy.configuration import compose
@@ -24,8 +25,8 @@ from robopolicy.policies.loading import weights_bytes
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.verbs import train
-from robopolicy.verbs.finetune import guidance_of, say_memory
+from robopolicy.verbs import job
+from robopolicy.verbs.finetune import say_memory
 from sims.registry import make_world
 
 pytestmark = pytest.mark.long
@@ -189,7 +190,7 @@ def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path,
 
 
 def test_a_student_that_does_not_fit_is_refused_before_the_teacher_plays_for_it(folders, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train, "free_memory", lambda device: 3_000_000)
+    monkeypatch.setattr(job, "free_memory", lambda device: 3_000_000)
     student = ["policy.kind=lerobot", "policy.tuned=expert", f"policy.path={folders['student']}"]
     scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", "teach.batch_size=512"]
     assert main(["teach", "expert", *student, *scene, f"run.root={tmp_path}", "run.threads=1"]) == 2

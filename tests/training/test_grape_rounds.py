@@ -10,6 +10,7 @@ from bandit_toys import FIELDS, BanditWorld, ChainPolicy, mean_reward, run_apart
 from learning.lock_world import ChoicePolicy, LockWorld, success_of
 from mortal_runs import GRAPE, train_pairs
 
+from robopolicy.building.guidance import guidance_of
 from robopolicy.configuration import compose
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.run import RunFolder
@@ -23,7 +24,6 @@ from robopolicy.training.experience import rescored
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.update import Learner
-from robopolicy.verbs.finetune import guidance_of
 from sims.registry import make_world
 
 pytestmark = pytest.mark.long

@@ -1,0 +1,81 @@
+"""Builds what fine-tuning leans on beside its own episodes: a teacher, demonstrated states, experts, a planner."""
+
+import warnings
+from pathlib import Path
+
+from robopolicy.building.planning import planned_acting
+from robopolicy.building.policies import as_seen_in, choose_device, load_policy
+from robopolicy.building.worlds import build_controller
+from robopolicy.configuration import Config
+from robopolicy.core.episodes import Episodes, require_recorded
+from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.structured import narrowed
+from robopolicy.core.world import World
+from robopolicy.data.lerobot_format import read_dataset
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.rl.algorithm import build_algorithm
+from robopolicy.rl.preferences import read_pairs
+from robopolicy.rl.registry import Need
+from robopolicy.runs import default_path
+from robopolicy.training.collection import start_pool
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.demonstrations import Demonstrations, demonstrate
+from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
+
+
+def guidance_of(
+    config: Config, world: World, imagined: Path | None = None, policy: Trainable | None = None
+) -> Guidance:
+    """Load what the configured mechanisms lean on: a teacher, demonstrated states, successful episodes of experts.
+
+    imagined: the world model's checkpoint in which `world` plays, None for another world; policy: which is tuned.
+    """
+    section, device = config.finetune, choose_device(config.run)
+    needed = section.expert_rows or Need.EXPERTS in build_algorithm(narrowed(FinetuneConfig, section)).needs
+    experts = experts_of(config, world) if needed else None
+    teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy)
+    acting = planned_acting(config.plan, world, imagined, device)
+    pairs = None if section.pairs is None else read_pairs(section.pairs)
+    return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
+
+
+def experts_of(config: Config, world: World) -> Episodes:
+    """Read the successful episodes of finetune.experts, by default of what `collect` left."""
+    paths = config.finetune.experts or (default_path(config, "collect", "dataset", None, "finetune.experts"),)
+    experts = Episodes.concatenate([read_dataset(path, cameras=world.spec.cameras) for path in paths])
+    shown = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
+    require_recorded("the experts' data", experts, shown, world.spec.action)
+    return experts if experts.success is None else experts.select(experts.success)
+
+
+def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None) -> Policy:
+    """Load a teacher of `policy`; where it shall score that one's steps, it is made ready to, as the policy was.
+
+    Raises as `load_policy` does, and ConfigError where one of LeRobot's has no log-probabilities here.
+    """
+    teacher = as_seen_in(world, load_policy(folder, choose_device(config.run)))
+    if not build_algorithm(narrowed(FinetuneConfig, config.finetune)).needs & OF_THE_SAME_STEPS:
+        return teacher  # it is asked what it would do, as it is
+    if isinstance(teacher, LeRobotPolicy):
+        teacher = require_trainable(teacher.tuned_by(config.lerobot))
+    if not (isinstance(teacher, DenoisingPolicy) and isinstance(policy, DenoisingPolicy)):
+        return teacher
+    if teacher.finetuning is None and teacher.schedule.steps == policy.schedule.steps:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RobopolicyWarning)  # of what is saved: a teacher is not
+            teacher.prepare_finetuning(policy.finetuned_steps)
+    return teacher
+
+
+def demonstrated(config: Config, world: World) -> Demonstrations | None:
+    """Let the expert play the pool of starts, if a hint is configured to begin in its states."""
+    section, spec = config.finetune, world.spec
+    if section.hint is None:
+        return None
+    if not section.starts:
+        raise ConfigError(f"finetune.hint={section.hint} needs starts that come back: set finetune.starts=N, say 64.")
+    expert = build_controller(config.world, world, section.expert)
+    seeds, tasks = start_pool(config.run.seed, section.starts, len(spec.instructions))
+    return demonstrate(world, expert, seeds, tasks)

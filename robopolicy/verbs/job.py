@@ -1,0 +1,227 @@
+"""What verbs that learn have in common: a run that can be taken up again, a judgement on equal starts, a result.
+
+A verb opens its job, learns, lets the job judge what came of it beside what it began from, and finishes the job:
+
+    job = Job.open(config, "finetune", VERB.sections)
+    if job is None:  # it has ended already
+        return 0
+    base, clock = load_policy(path, job.device), job.folder.clock()
+    ...
+    verdicts = job.judge(world, {"base": base, "tuned": policy}, episodes)
+    print_verdicts(verdicts)
+    job.finish(compared(verdicts) | {**began_from(path), "seconds": clock.seconds})
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from robopolicy.building.policies import as_seen_in, choose_device
+from robopolicy.building.worlds import build_world
+from robopolicy.configuration import Config
+from robopolicy.core.checkpoints import WEIGHTS
+from robopolicy.core.machine import free_memory
+from robopolicy.core.policy import Policy, Trainable
+from robopolicy.core.randomness import episode_seeds
+from robopolicy.core.regression import Regressor
+from robopolicy.core.run import RunFolder
+from robopolicy.core.tensors import file_hash
+from robopolicy.core.world import World, can_render
+from robopolicy.evaluation.report import report_for_run
+from robopolicy.evaluation.scores import Anchors, normalised_score
+from robopolicy.evaluation.success import Verdict, evaluate_policy, judge, require_success
+from robopolicy.evaluation.tables import instruction_table
+from robopolicy.evaluation.video import beside, record_grid, write_video
+from robopolicy.nn.precision import learning_in
+from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.loading import checkpoint_in
+from robopolicy.policies.token.policy import TokenPolicy
+from robopolicy.runs import finish, finished, open_run, output
+from robopolicy.training.configuration import RegressionConfig
+from robopolicy.training.memory import plan_pretraining
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of one verb, under way: its settings, its folder, and where it computes."""
+
+    config: Config
+    folder: RunFolder
+    device: torch.device
+
+    @staticmethod
+    def open(
+        config: Config, verb: str, sections: tuple[str, ...], done: str = "is done; run.overwrite=true starts over."
+    ) -> "Job | None":
+        """Return the job of `verb` under these settings, None where it has ended already, which is said (`done`).
+
+        Raises ConfigError where its folder holds another run, as `open_run` does, or run.device cannot be used.
+        """
+        folder = open_run(config, verb, sections)
+        if finished(folder) is not None:
+            output.print(f"{folder.path} {done}")
+            return None
+        return Job(config, folder, choose_device(config.run))
+
+    def evaluator(self, world: World, episodes: int) -> Callable[..., dict[str, float]]:
+        """Return what measures a policy while it learns: (policy, deterministic=True) -> figures.
+
+        It plays the same episodes every time, on seeds that no judgement uses.
+        """
+        seeds = episode_seeds(self.config.run.seed, "validate", episodes)
+
+        def evaluate(policy: Policy, deterministic: bool = True) -> dict[str, float]:
+            found = evaluate_policy(
+                world, policy, seeds, deterministic=deterministic, device=self.device, label="validate"
+            )
+            return found.figures()
+
+        return evaluate
+
+    def judge(self, world: World, policies: Mapping[str, Policy], episodes: int) -> dict[str, Verdict]:
+        """Return the verdict on each policy, by name, on the seeds that every verb judges on."""
+        return judge_all(self.config, world, policies, episodes, self.device)
+
+    def film(self, world: World, policies: Mapping[str, Policy], episodes: int, videos: int) -> None:
+        """Write base_and_tuned.mp4: the policies by label beside one another, on the first of the judged starts.
+
+        Nothing where no videos are asked for, or the world draws no images.
+        """
+        if not videos or not can_render(world):
+            return
+        seeds = evaluation_seeds(self.config, episodes)[:videos]
+        clips = [
+            record_grid(world, policy, seeds, columns=4, label=label, device=self.device)
+            for label, policy in policies.items()
+        ]
+        write_video(beside(*clips), self.folder.path / "base_and_tuned.mp4")
+
+    def finish(self, result: Mapping[str, Any], what: str = "Policy") -> None:
+        """Write the result, which ends the run, and its report; print where `what` was learned and the report lie."""
+        finish(self.config, self.folder, result)
+        output.print(f"{what}: {self.folder.checkpoint}\nReport: {report_for_run(self.folder.path)}")
+
+
+def evaluation_seeds(config: Config, episodes: int) -> np.ndarray:
+    """Return the seeds that every verb judges on: equal run.seed, equal starts."""
+    return episode_seeds(config.run.seed, "evaluate", episodes)
+
+
+def confirming_seeds(config: Config, iteration: int, episodes: int) -> np.ndarray:
+    """Return the seeds [episodes] on which a target that was reached at `iteration` is confirmed."""
+    return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
+
+
+def judge_all(
+    config: Config, world: World, policies: Mapping[str, Policy], episodes: int, device: torch.device
+) -> dict[str, Verdict]:
+    """Return the verdict on each policy in `world`, by name, on the seeds that every verb judges on."""
+    seeds = evaluation_seeds(config, episodes)
+    return {
+        name: judge(world, as_seen_in(world, each), seeds, device, config.run.seed, name)
+        for name, each in policies.items()
+    }
+
+
+def judge_in_its_world(
+    config: Config, policies: Mapping[str, Policy], episodes: int, device: torch.device
+) -> dict[str, Verdict]:
+    """Return the verdict on each policy, printed, in the configured world as the first of them sees it."""
+    world = build_world(config.world, next(iter(policies.values())), episodes=episodes, device=device)
+    verdicts = judge_all(config, world, policies, episodes, device)
+    world.close()
+    print_verdicts(verdicts)
+    return verdicts
+
+
+def film_alone(
+    world: World, policy: Policy, seeds: np.ndarray, folder: RunFolder, name: str, device: torch.device
+) -> None:
+    """Write <name>.mp4 of a policy's episodes with these seeds; nothing without any, or where a world has no images."""
+    if len(seeds) and can_render(world):
+        clip = record_grid(world, policy, seeds, label=name, device=device)
+        write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
+
+
+def require_target(target: float | None, world: World) -> None:
+    """Raise ConfigError where a run should end at a rate of success that the world does not report."""
+    if target is not None:
+        require_success(world, "set finetune.target_success=null")
+
+
+def began_from(checkpoint: Path) -> dict[str, str]:
+    """Return what a result says of the checkpoint that a run began from: where it lay, and the hash of its weights."""
+    weights = checkpoint_in(checkpoint) / WEIGHTS
+    told = {"base_checkpoint": str(checkpoint)}
+    return {**told, "base_weights": file_hash(weights)} if weights.is_file() else told
+
+
+def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
+    """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
+
+    That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
+    lesson: what teaches it, whose loss is another than its own.
+    """
+    network = policy.network if isinstance(policy, DenoisingPolicy) else policy
+    if isinstance(policy, TokenPolicy) and policy.described:
+        output.print(policy.described, soft_wrap=True, highlight=False)
+    if not (isinstance(network, LeRobotModule) or (isinstance(policy, TokenPolicy) and policy.config.token.model)):
+        return
+    free = free_memory(next(policy.parameters()).device)
+    with learning_in(section.precision):
+        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, lesson)
+    output.print(said, soft_wrap=True, highlight=False)
+
+
+def print_verdicts(verdicts: dict[str, Verdict]) -> None:
+    """Print success rates (returns, where there is no success) with intervals, one row a policy; and by instruction."""
+    table = Table(box=None, padding=(0, 2))
+    for column in ("", "world", "deterministic", "stochastic", "episodes"):
+        table.add_column(column, justify="left" if column in ("", "world") else "right")
+    for name, verdict in verdicts.items():
+        modes = (verdict.deterministic, verdict.stochastic)
+        table.add_row(name, modes[0].world, *(mode.text for mode in modes), str(modes[0].episodes))
+    output.print(table)
+    for name, verdict in verdicts.items():
+        for mode, smoothness in verdict.smoothness.items():
+            output.print(f"{name}, {mode}: {smoothness.text}", markup=False)
+        for mode in (verdict.deterministic, verdict.stochastic):
+            if mode.outside:
+                kind = "deterministic" if mode.deterministic else "stochastic"
+                output.print(f"{name}, {kind}: {mode.outside}", markup=False, soft_wrap=True)
+    print_instructions(verdicts)
+
+
+def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
+    """Print success without noise for every instruction, one column a policy; nothing where there is only one."""
+    found = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
+    if found is None:
+        return
+    table = Table(box=None, padding=(0, 2))
+    for column in found[0]:
+        table.add_column(column, justify="left" if column == found[0][0] else "right")
+    for row in found[1]:
+        table.add_row(*row)
+    output.print(table)
+
+
+def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
+    """Return {"normalised": {name: {mode: score}}}, printed; nothing without anchors.
+
+    Raises DataError where the verdicts are of another world than the anchors.
+    """
+    if anchors is None:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for name, verdict in verdicts.items():
+        modes = {"deterministic": verdict.deterministic, "stochastic": verdict.stochastic}
+        scores = {mode: normalised_score(result, anchors) for mode, result in modes.items()}
+        output.print(f"{name}: {', '.join(f'{mode} {score.text}' for mode, score in scores.items())}", markup=False)
+        found[name] = {mode: score.to_json() for mode, score in scores.items()}
+    return {"normalised": found}
