@@ -9,6 +9,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("robopolicy", "worldmodels", "sims")
 LONGEST_FILE, LONGEST_FUNCTION = 800, 70
+SHORTEST_FILE = 40
+SMALL = {
+    *("robopolicy/__main__.py", "robopolicy/verbs/report.py"),  # a command is a file, however little it has to do
+    *(f"robopolicy/core/{name}.py" for name in ("arrays", "examples", "progress", "regression")),  # shared by many
+    "robopolicy/data/configuration.py",  # help reads it without torch
+    *(f"robopolicy/policies/{name}.py" for name in ("fields", "instructions", "prefixed", "schedule")),
+    "robopolicy/verbs/sources.py",
+}
+"""Shorter files that are one whole idea. Those of plugins/ have the names under which LeRobot looks for them."""
 ROOMS = (
     "robopolicy/core",
     "robopolicy/rl",
@@ -60,6 +69,19 @@ def test_files_and_functions_fit_a_head():
                 if length > LONGEST_FUNCTION:
                     long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
     assert not long, "\n".join(long)
+
+
+def test_files_are_worth_opening():
+    """One idea in five files of twenty lines is read five times; `__init__.py` only says what a package is."""
+    short = [
+        f"{name}: {lines} lines: join it with what it belongs to"
+        for path in sources()
+        if path.name != "__init__.py"
+        and (name := path.relative_to(ROOT).as_posix()) not in SMALL
+        and not name.startswith("robopolicy/plugins/")
+        and (lines := path.read_text().count("\n")) < SHORTEST_FILE
+    ]
+    assert not short, "\n".join(short)
 
 
 def test_no_local_function_calls_itself():
