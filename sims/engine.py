@@ -22,6 +22,7 @@ from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, Spe
 from robopolicy.core.history import places
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator, uniforms
+from robopolicy.core.registry import require_types
 from robopolicy.core.spec import (
     IMAGE_PREFIX,
     TASK,
@@ -113,6 +114,8 @@ class MujocoWorld:
         instructions: str = TRAINING,
         phrasing: str = PLAIN,
     ):
+        given = {name: value for name, value in locals().items() if name != "batch_size"}
+        require_types(MujocoWorld, given, "world.options.")
         require_sizes(batch_size=batch_size, history=history)
         for camera in cameras:
             if camera not in task.cameras:

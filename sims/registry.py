@@ -67,6 +67,11 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
 
 
 def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
+    if not isinstance(options.get("env_options") or {}, Mapping):
+        raise ConfigError(
+            f"world.options.env_options is {options['env_options']!r}: set its keys, "
+            "world.options.env_options.KEY=VALUE."
+        )
     suite = suite_of(name)
     if suite is not None:
         note(name)
@@ -173,6 +178,11 @@ def _is_environment(found: Any) -> bool:
         raise ConfigError(
             f"{found.__name__} is an environment of gym, whose interface gymnasium has replaced: derive it from "
             "gymnasium.Env, or register with gymnasium what wraps it, shimmy.GymV21CompatibilityV0(env=...)."
+        )
+    if any(base.__name__ == "VectorEnv" for base in getattr(found, "__mro__", ())):
+        raise ConfigError(
+            f"{found.__name__} steps several environments at once: name the class or id of one, of which "
+            "world.batch_size=NUMBER makes as many."
         )
     return "gymnasium" in packages
 

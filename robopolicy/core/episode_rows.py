@@ -272,4 +272,5 @@ def require_sizes(**sizes: int) -> None:
     """Raise ConfigError unless every size, by the name of its argument, is at least 1."""
     if min(sizes.values()) < 1:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1; got {given}.")
+        limit = " (set world.options.horizon=NUMBER)" if sizes.get("horizon", 1) < 1 else ""
+        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1; got {given}{limit}.")

@@ -7,12 +7,15 @@ their own package, or by writing the dotted path where a name is asked for.
 import importlib
 import importlib.metadata
 import inspect
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cached_property
-from types import ModuleType
+from numbers import Integral, Real
+from types import ModuleType, UnionType
 from typing import Any
 
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
@@ -76,6 +79,41 @@ def fixed_arguments(make: Callable[..., Any]) -> dict[str, bool]:
     parameters = inspect.signature(make).parameters.values()
     fixed = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
     return {item.name: item.default is item.empty for item in fixed}
+
+
+def require_types(make: Callable[..., Any], options: Mapping[str, Any], setting: str = "") -> None:
+    """Raise ConfigError on an option whose value is not of the type that the argument of `make` is annotated with.
+
+    setting: the section of the command line that the options are set in, such as "world.options." Annotations other
+    than truths, numbers, texts, lists of texts and None are not looked at: `make` knows better.
+    """
+    hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
+    for name, value in options.items():
+        kinds = _alternatives(hints.get(name, Any))
+        if all(kind in _TYPES for kind in kinds) and not any(_TYPES[kind][1](value) for kind in kinds):
+            wanted = " or ".join(_TYPES[kind][0] for kind in kinds)
+            raise ConfigError(f"{setting}{name} is {value!r}, which is not {wanted}.")
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    bool: ("true or false", lambda value: isinstance(value, int) and value in (0, 1)),
+    int: ("a whole number", lambda value: not isinstance(value, bool) and isinstance(value, Integral)),
+    float: (
+        "a number",
+        lambda value: not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value),
+    ),
+    str: ("a text", lambda value: isinstance(value, str)),
+    Sequence[str]: (
+        "a list of names",
+        lambda value: isinstance(value, Sequence) and not isinstance(value, str),
+    ),
+    type(None): ("null", lambda value: value is None),
+}
+"""Types of options: in words, and whether a value is of them."""
 
 
 def ask_for(paths: Iterable[str]) -> None:

@@ -27,6 +27,7 @@ from sims.suites.layout import (
     GOAL_KEYS,
     OWN_VIEW,
     Layout,
+    distinct_names,
     entry_of,
     instruction_of,
     kind_of,
@@ -38,8 +39,9 @@ from sims.suites.success import SUCCESS_KEYS, SuccessRule, numbers, truth
 
 MakeEnvironment = Callable[[], gymnasium.Env]
 OLD = (
-    "reset(seed=None, options=None) returns (observation, info), and step (observation, reward, terminated, truncated, "
-    "info); an environment of gym's old interface is wrapped, for instance in shimmy.GymV21CompatibilityV0(env=...)"
+    "reset(*, seed, options) returns (observation, info), and step (observation, reward, terminated, truncated, "
+    "info), info a dictionary; an environment of gym's old interface is wrapped, for instance in "
+    "shimmy.GymV21CompatibilityV0(env=...)"
 )
 """What gymnasium's interface is."""
 TASKS_TRIED = 32
@@ -146,7 +148,9 @@ class RowEnvironment:
         self._action_space = continuous(getattr(self.environment, "action_space", None))
         own_keys, names = (_attribute(self.environment, name) for name in ("state_keys", "element_names"))
         self.layout = observation_layout(
-            getattr(self.environment, "observation_space", None), state_keys or own_keys or None, names or ()
+            getattr(self.environment, "observation_space", None),
+            state_keys or own_keys or None,
+            distinct_names(names, "element_names"),
         )
         self.action_dtype = self._action_space.dtype
         self.task = ""
@@ -158,27 +162,35 @@ class RowEnvironment:
         """Return the description, from which the parent process builds its spec."""
         environment = self.environment
         inner: Any = environment.unwrapped
-        rate = (environment.metadata or {}).get("render_fps")
+        rate = control_rate((environment.metadata or {}).get("render_fps"))
         step_time = getattr(inner, "dt", None) if self.state else _dm_control_step(inner)
         low, high = (tuple(map(float, np.ravel(bound))) for bound in (self._action_space.low, self._action_space.high))
-        names = tuple(map(str, _attribute(environment, "action_names") or ()))
+        names = distinct_names(_attribute(environment, "action_names"), "action_names")
         own = self._camera.names if self._camera else ((OWN_VIEW,) if environment.render_mode else ())
         shown = {
             camera: f"{' x '.join(map(str, picture.size))}, '{picture.name}' of the observation"
             for camera, picture in self.layout.pictures.items()
         }
+        if names and len(names) != len(low):
+            self._note(f"action_names has {len(names)} names, the action {len(low)} elements: they are not used.")
         reports, repeats, tasks = self._tried()
         return Description(
             layout=self.layout,
             action=Field((len(low),), low=low, high=high, names=names if len(names) == len(low) else ()),
-            fps=float(1.0 / step_time) if step_time else (float(rate) if rate else None),
+            fps=1.0 / seconds if (seconds := control_rate(step_time)) else rate,
             cameras={**dict.fromkeys(own, "drawn in any size"), **shown},
-            is_goal_environment=set(GOAL_KEYS) <= {part.path[0] for part in self.layout.parts if part.path},
+            is_goal_environment=self._has_goals(),
             reports_success=reports,
             repeats=repeats,
             draws=self._camera is not None or bool(environment.render_mode) or bool(self.layout.pictures),
             tasks=tasks,
         )
+
+    def _has_goals(self) -> bool:
+        """Whether it shows a goal and what was achieved of it, as many numbers of each."""
+        parts = [part for part in self.layout.parts if part.path]
+        sizes = [sum(part.place.stop - part.place.start for part in parts if part.path[0] == key) for key in GOAL_KEYS]
+        return 0 < sizes[0] == sizes[1]
 
     def _tried(self) -> tuple[bool, bool, tuple[str, ...]]:
         """Begin an episode twice, and return whether success is reported, whether both went alike, and the tasks."""
@@ -192,7 +204,7 @@ class RowEnvironment:
                 pictures = list(self._images.values())
                 still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
                 observation, *_, info = self._acted(still)
-                known |= set(info)
+                known |= {key for key, value in info.items() if value is not None}
                 self._take(observation, out[1])
                 seen.append([out, *pictures, *self._images.values()])
             repeats = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*seen, strict=True))
@@ -345,6 +357,15 @@ def continuous(space: spaces.Space | None) -> spaces.Box:
         f"Its action {what}, {' '.join(str(space).split())[:120]}, and policies here give continuous numbers: wrap it, "
         f"{wrapped}, and register the result."
     )
+
+
+def control_rate(value: Any) -> float | None:
+    """Return what is said to be control steps a second, None unless it is a finite number above 0."""
+    try:
+        rate = float(value)
+    except (TypeError, ValueError):
+        return None
+    return rate if 0 < rate < np.inf else None
 
 
 def _one_number(reward: Any) -> float:

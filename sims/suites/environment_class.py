@@ -53,7 +53,8 @@ def make_environment_world(
 def open_class(path: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
     """Make one environment of the class at a dotted path; raises ConfigError where its constructor fails."""
     kind = load_dotted(path, "Environment")
-    modes = (getattr(kind, "metadata", None) or {}).get("render_modes", ())
+    said = getattr(kind, "metadata", None)  # a property of wrappers, which their objects alone can say
+    modes = said.get("render_modes", ()) if isinstance(said, Mapping) else ()
     images = {"render_mode": "rgb_array"} if "rgb_array" in modes and takes_render_mode(kind) else {}
     try:
         return kind(**{**images, **env_options})

@@ -15,6 +15,7 @@ from robopolicy.core.errors import CameraError, ConfigError, NonFiniteError, Rob
 from robopolicy.core.history import places, select
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.randomness import numpy_generator
+from robopolicy.core.registry import require_types
 from robopolicy.core.spec import (
     IMAGE_PREFIX,
     Field,
@@ -31,6 +32,7 @@ from sims.suites.environment import (
     Description,
     MakeEnvironment,
     RowEnvironment,
+    control_rate,
     open_gymnasium,
     registered,
 )
@@ -95,7 +97,11 @@ class GymnasiumWorld:
         state_keys: Sequence[str] | None = None,
         own_task: bool = False,
     ):
+        given = {name: value for name, value in locals().items() if name != "batch_size"}
+        require_types(GymnasiumWorld, given, "world.options.")
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
+        if workers is not None and workers < 0:
+            raise ConfigError(f"world.options.workers is {workers}: 0 steps rows in this process, null is one a core.")
         self._batch_size, self._history = batch_size, history
         increase = reward == INCREASE
         row = partial(RowEnvironment, make_environment, state_keys, success_key, success, seed_globals, increase)
@@ -105,11 +111,11 @@ class GymnasiumWorld:
             description = self.pool.describe()
             self._reward = choose_reward(reward, reward_scale, description)
             fields = observation_fields(description, cameras, image_size)
-            rate = fps if fps is not None else description.fps
+            rate = control_rate(fps) if fps is not None else description.fps
             if rate is None:
                 raise ConfigError(
-                    f"'{name}' does not say how many control steps make a second: give world.options.fps=NUMBER (in "
-                    "Python: fps=NUMBER)."
+                    f"'{name}' does not say how many control steps make a second, a number above 0: give "
+                    "world.options.fps=NUMBER (in Python: fps=NUMBER)."
                 )
         except BaseException:
             self.pool.close()
@@ -273,8 +279,9 @@ class GymnasiumWorld:
             more = f" and {len(named) - 5} more" if len(named) > 5 else ""
             raise NonFiniteError(
                 f"The observation of '{self._spec.name}' is not finite in row(s) "
-                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(named[:5])}{more}. Either a sensor says so, or "
-                "the simulation diverged: reset these rows; gentler actions avoid the latter."
+                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(named[:5])}{more}. Either a sensor says so ("
+                "then replace these values in the environment, for instance with numpy.nan_to_num), or the simulation "
+                "diverged: reset these rows; gentler actions avoid the latter."
             )
 
 

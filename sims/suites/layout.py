@@ -4,6 +4,7 @@ What an entry is follows from its space, never from its name. This module runs i
 neither torch nor anything that does.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from sims.suites.success import numbers
 
 ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
 """Entries of a dictionary observation that are the robot's own: they become `observation.state`."""
+OBSERVATION = "observation"
 GOAL_KEYS = ("achieved_goal", "desired_goal")
 LONE, LONE_ENTRY = "image", "pixels"
 """LeRobot calls an environment's only picture, its entry "pixels", `observation.image`."""
@@ -110,7 +112,7 @@ class Layout:
             value = entry_at(observation, part.path)
             try:
                 found = numbers(value if part.choices is None else spaces.flatten(part.choices, value))
-                if found.size != part.place.stop - part.place.start:
+                if found.dtype.kind not in "biufO" or found.size != part.place.stop - part.place.start:
                     raise ValueError
                 out[part.place] = found if found.ndim == 1 else found.ravel()
             except (TypeError, ValueError, IndexError) as error:
@@ -140,7 +142,11 @@ class Layout:
 
 def entry_of(camera: str, known: Collection[str]) -> str:
     """Return the name that the environment has for a camera, of those it knows."""
-    return LONE_ENTRY if camera == LONE and LONE not in known and LONE_ENTRY in known else camera
+    if camera == LONE and LONE not in known and LONE_ENTRY in known:
+        return LONE_ENTRY
+    # Checkpoints from before know the entry "observation/image" as the camera "observation_image".
+    short = re.sub(rf"^{OBSERVATION}[._](images[._])?", "", camera)
+    return short if camera not in known and short in known else camera
 
 
 def entry_at(observation: Any, path: Path) -> Any:
@@ -192,8 +198,8 @@ def observation_layout(
     """
     if space is None:
         raise ConfigError("The environment declares no observation_space: set it, for instance to a Box of numbers.")
-    named = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
-    found = {path: reading(leaf, whole) for (path, leaf), whole in zip(leaves(space, ()), named, strict=True)}
+    asked = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
+    found = {path: reading(leaf, whole) for (path, leaf), whole in zip(leaves(space, ()), asked, strict=True)}
     called = [dotted(path) for path in found]
     if len(set(called)) < len(called):
         twice = next(name for name in called if called.count(name) > 1)
@@ -212,22 +218,51 @@ def observation_layout(
         if key not in known:
             raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, known)}")
     robot = set(state_keys or ROBOT_KEYS)
-    if not known & robot:
-        robot = known - {"environment_state", *GOAL_KEYS}
-    own = [path for path in vectors if not path or str(path[0]) in robot]
-    parts, fields, names, start = [], {}, {}, 0
+    first = {path: str(path[0]) if path and state_keys else lerobot_name(path).split(".")[0] for path in vectors}
+    if robot.isdisjoint(first.values()):
+        robot = {*first.values()} - {"environment_state", *GOAL_KEYS}
+    own = [path for path in vectors if first[path] in robot or not path]
+    parts, fields, names, start, named = [], {}, {}, 0, not element_names
     for key, paths in ((STATE, own), (ENVIRONMENT_STATE, [path for path in vectors if path not in own])):
         begin, elements = start, []
         for path in paths:
             read = vectors[path]
             parts.append(Part(path, slice(start, start + read.size), read.shape, read.choices))
             numbered = [f"{dotted(path)}[{index}]" for index in range(read.size)]
-            elements += element_names if not path and len(element_names) == read.size else numbered
+            use = not path and len(element_names) == read.size
+            named, elements = named or use, [*elements, *(element_names if use else numbered)]
             start += read.size
         if elements:
             fields[key], names[key] = slice(begin, start), tuple(elements)
+    if not named:
+        notes.append(f"element_names, {len(element_names)}, are not used: it is no Box of as many numbers")
     texts = tuple(path for path, read in found.items() if read.kind == "text")
     return Layout(start, tuple(parts), fields, names, pictures, (*notes, *renamed), texts)
+
+
+def lerobot_name(path: Path) -> str:
+    """Return an entry's name without the "observation." (or "observation/") that LeRobot's keys begin with."""
+    name = dotted(path)
+    for prefix in (f"{OBSERVATION}.", f"{OBSERVATION}/"):
+        if name.startswith(prefix) and name.removeprefix(prefix) and (len(path) == 1 or ENVIRONMENT_STATE in name):
+            return name.removeprefix(prefix).replace("images/", "images.")
+    return name
+
+
+def distinct_names(names: Any, attribute: str) -> tuple[str, ...]:
+    """Return names of elements that an environment has under `attribute`, () for none.
+
+    Raises ConfigError where they are one text, or two of them are the same.
+    """
+    if names is None:
+        return ()
+    if isinstance(names, str):
+        raise ConfigError(f"The environment's {attribute} is the text '{names}': it is a list, one name an element.")
+    found = tuple(map(str, names))
+    if len(set(found)) < len(found):
+        twice = next(name for name in found if found.count(name) > 1)
+        raise ConfigError(f"The environment's {attribute} has '{twice}' twice: every element has a name of its own.")
+    return found
 
 
 def _noted(path: Path, read: "Reading") -> str:
@@ -255,7 +290,9 @@ def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture],
             (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in found) == 1), len(path)
         )
         length = max(length, min(2, len(path))) if path[-1:] == (OWN_VIEW,) else length
-        camera = (dotted(path[-length:]) if path else "pixels").replace("/", "_")
+        camera = dotted(path[-length:]) if path else "pixels"
+        short = lerobot_name((camera,)).removeprefix("images.")
+        camera = (short if all(short not in map(str, other) for other in found) else camera).replace("/", "_")
         camera = f"observation.{camera}" if camera == OWN_VIEW else camera
         if camera in named:
             raise ConfigError(f"Two pictures of the observation are both called '{camera}': rename one of them.")

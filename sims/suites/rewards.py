@@ -8,6 +8,7 @@ import numpy as np
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.registry import load_dotted
 from sims.suites.environment import GOAL_KEYS, Description
+from sims.suites.success import place_of
 
 ENVIRONMENT, PROGRESS, INCREASE = "environment", "progress", "increase"
 Potential = Callable[[Mapping[str, np.ndarray]], np.ndarray]
@@ -88,7 +89,18 @@ def choose_reward(choice: str | Reward | None, scale: float, description: Descri
     function = load_dotted(choice, "Reward function")
     if not callable(function):
         raise ConfigError(f"Reward function '{choice}' is {function!r}, which cannot be called.")
-    return Reward("progress", lambda path: scale * np.asarray(function(path)), 1.0)
+
+    def potential(path: Mapping[str, np.ndarray]) -> np.ndarray:
+        try:
+            return scale * np.asarray(function(path), dtype=np.float64)
+        except Exception as error:
+            shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in path.items())
+            raise SpecError(
+                f"The reward function '{choice}' failed: {type(error).__name__}: {error} (at {place_of(error)}). It is "
+                f"called with observations of many steps, arrays by key: {shapes}."
+            ) from error
+
+    return Reward("progress", potential, 1.0)
 
 
 def goal_potential(description: Description, scale: float) -> Potential:
@@ -99,7 +111,8 @@ def goal_potential(description: Description, scale: float) -> Potential:
     """
     if not description.is_goal_environment:
         raise ConfigError(
-            "reward=progress needs observations with achieved_goal and desired_goal, which this environment lacks: use "
+            "reward=progress needs observations with achieved_goal and desired_goal, as many numbers of each, which "
+            "this environment lacks: use "
             "world.options.reward=environment, or your own potential, world.options.reward=package.module:function."
         )
     achieved, desired = (_elements(description, goal) for goal in GOAL_KEYS)

@@ -81,6 +81,14 @@ class SuccessRule:
             key = next((key for key in SUCCESS_KEYS if info.get(key) is not None), None)
             if key is None:
                 return False
+            other = SUCCESS_KEYS[1]
+            if key != other and info.get(other) is not None:
+                first, second = truth(info[key], f"info['{key}']"), truth(info[other], f"info['{other}']")
+                if first != second:
+                    self._note(
+                        f"info says {key} {first} and {other} {second} of one step: {key} counts, "
+                        f"world.options.success_key={other} counts the other."
+                    )
             self._note(f"{UNEXPECTED} '{key}': world.options.success_key={key} counts it.")
             return truth(info[key], f"info['{key}']")
         value = entry(info, self._key)

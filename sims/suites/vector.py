@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, SpecError
+from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyError, RobopolicyWarning, SpecError
 from robopolicy.core.history import move
 from robopolicy.core.spec import ImageSize, image_sizes
 from sims.suites.environment import Description, RowEnvironment
@@ -171,7 +171,14 @@ class EnvironmentRows:
     def close(self) -> None:
         """Close every environment."""
         for row in self._rows:
-            row.close()
+            try:
+                row.close()
+            except Exception as error:  # what was played stays as it is
+                warnings.warn(
+                    f"An environment could not be closed: {type(error).__name__}: {error} (at {place_of(error)}).",
+                    RobopolicyWarning,
+                    stacklevel=2,
+                )
 
 
 class Pool:

@@ -397,6 +397,82 @@ class TaskObject(Odd):
     task = object()
 
 
+class LeRobotsKeys(Odd):
+    """LeRobot's own keys, flat as its datasets have them."""
+
+    slash = "."
+    keys = ("state", "environment_state", "images.top", "image")
+
+    def __init__(self):
+        pictures = byte(8, 8, 3)
+        self.observation_space = spaces.Dict(
+            {f"observation.{key}".replace(".", self.slash): pictures if "image" in key else FREE for key in self.keys}
+        )
+
+    def seen(self):
+        return {
+            key: np.full((8, 8, 3), 9, np.uint8) if "image" in key else self.place.astype(np.float32)
+            for key in self.observation_space
+        }
+
+
+class Openpis(LeRobotsKeys):
+    slash = "/"
+
+
+class NamedTwice(Odd):
+    element_names = ("x", "x")
+
+
+class NamedByAText(Odd):
+    action_names = "xy"
+
+
+class NamedTooOften(Odd):
+    element_names = ("x", "y", "z")
+    action_names = ("a", "b", "c")
+
+
+def says(info):
+    return type("Says", (Odd,), {"said": lambda self: info})
+
+
+def limited(steps):
+    return type("Limited", (Odd,), {"max_episode_steps": steps})
+
+
+def rated(rate):
+    return type("Rated", (Odd,), {"metadata": {"render_modes": [], "render_fps": rate}})
+
+
+class CannotBeClosed(Odd):
+    def close(self):
+        raise RuntimeError("the window is gone")
+
+
+class Wrapped(gymnasium.wrappers.Autoreset):
+    max_episode_steps = 6
+
+    def __init__(self):
+        super().__init__(Odd())
+
+
+class Several(gymnasium.vector.SyncVectorEnv):
+    pass
+
+
+class GoalsOfTwoSizes(Odd):
+    observation_space = spaces.Dict(observation=FREE, achieved_goal=FREE, desired_goal=box(3))
+
+    def seen(self):
+        place = self.place.astype(np.float32)
+        return {"observation": place, "achieved_goal": place, "desired_goal": np.zeros(3, np.float32)}
+
+
+def fails_to_pay(observation):
+    return observation["nothing"]
+
+
 class OneName(Odd):
     observation_space = spaces.Dict({"a.b": FREE, "a": spaces.Dict(b=FREE)})
 

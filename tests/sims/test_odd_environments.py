@@ -149,6 +149,26 @@ READ = {
     "its own task": (odd.OwnTask, ["observation.state [2]"]),
     "its own task in every episode": (odd.TaskInInfo, ["observation.state [2]"]),
     "a task that is no text": (odd.TaskObject, ["observation.state [2]"]),
+    "LeRobot's own keys": (
+        odd.LeRobotsKeys,
+        [
+            "observation.state [2] (observation.state[0] to [1])",
+            "observation.environment_state [2] (observation.environment_state[0] to [1])",
+            "image (8 x 8, 'observation.image' of the observation), top (8 x 8, 'observation.images.top' of",
+        ],
+    ),
+    "openpi's keys": (
+        odd.Openpis,
+        ["observation.state [2] (observation/state[0] to [1])", "image (8 x 8, 'observation/image' of", "top (8 x 8"],
+    ),
+    "more names than elements": (odd.NamedTooOften, ["element_names, 3, are not used", "action_names has 3 names"]),
+    "a success that is never said": (odd.says({"success": None}), ["nobody says so"]),
+    "two successes that differ": (
+        odd.says({"is_success": False, "success": True}),
+        ["is_success counts, world.options.success_key=success counts the other"],
+    ),
+    "goals of two sizes": (odd.GoalsOfTwoSizes, ["observation.environment_state [5]"]),
+    "what cannot be closed": (odd.CannotBeClosed, ["RuntimeError: the window is gone (at "]),
 }
 
 
@@ -191,7 +211,11 @@ REFUSED = {
         {},
         r"declared \[2\] and comes as \[3\]",
     ),
-    "an old reset": (odd.OldReset, {}, "reset takes no seed.*options=None.*gym's old interface is wrapped"),
+    "an old reset": (
+        odd.OldReset,
+        {},
+        r"reset takes no seed.*reset\(\*, seed, options\).*gym's old interface is wrapped",
+    ),
     "what an old reset returns": (odd.OldReturn, {}, r"reset returned one value, \[2\] float32: .*old interface"),
     "an old step": (odd.OldStep, {}, "step returned 4 values: .*old interface"),
     "a wrong shape": (
@@ -243,6 +267,17 @@ REFUSED = {
     "a step that fails": (odd.Fails, {}, "failed in step: RuntimeError: the arm has no power .*odd_environments"),
     "a reset that fails": (odd.FailsAtFirst, {}, "failed in reset: FileNotFoundError: scene.xml"),
     "no rate": (odd.Rateless, {}, "give world.options.fps=NUMBER"),
+    "two elements of one name": (odd.NamedTwice, {}, "element_names has 'x' twice"),
+    "a text for names": (odd.NamedByAText, {}, "action_names is the text 'xy'"),
+    "complex numbers": (returns(lambda place: place + 1j), {}, r"declared \[2\] and comes as \[2\] complex128"),
+    "numbers in texts": (returns(lambda place: ["0.5", "1"]), {}, r"declared \[2\] and comes as a list"),
+    "an info that is a list": (odd.says([{"success": True}]), {}, "info a dictionary"),
+    "goals of two sizes": (odd.GoalsOfTwoSizes, {"reward": "progress"}, "as many numbers of each"),
+    "a reward function that fails": (
+        Odd,
+        {"reward": "odd_environments:fails_to_pay"},
+        r"odd_environments:fails_to_pay' failed: KeyError: 'nothing' .*observation.state \[",
+    ),
     "a camera that there is not": (odd.TwoOfOneName, {"cameras": ("rgb",)}, "no camera 'rgb'.*base_camera.rgb"),
     "a reset that ignores seeds": (odd.IgnoresSeeds, {}, "a start depends on its seed alone"),
     "starts that are all alike": (odd.AlwaysAlike, {}, "draws new starts each time"),
@@ -401,6 +436,54 @@ def test_an_environment_of_gym_is_named_as_one():
     with pytest.raises(RobopolicyError, match=r"Old is an environment of gym, .*GymV21CompatibilityV0"):
         _is_environment(type("Old", (base,), {}))
     assert _is_environment(Odd) and not _is_environment(dict) and not _is_environment(len)
+
+
+@pytest.mark.parametrize("rate", [0, -5, float("nan"), "fast"])
+def test_a_rate_that_is_none_is_asked_for(rate):
+    with pytest.raises(RobopolicyError, match=r"a number above 0: give world.options.fps=NUMBER"):
+        made(odd.rated(rate))
+    assert quietly(odd.rated("30")).spec.fps == 30 and quietly(odd.rated(rate), fps=4).spec.fps == 4
+
+
+WRONG_TYPES = {
+    "horizon": [2.5, "12", True],
+    "history": [1.5, "two"],
+    "clip_actions": ["no", "maybe"],
+    "terminate_on_success": ["off"],
+    "fps": ["fast", float("nan"), -2.0],
+    "workers": [-1, 1.5],
+    "state_keys": ["qpos"],
+    "reward_scale": [float("inf"), "ten"],
+    "instruction": [3],
+    "seed": ["abc"],
+    "success_key": [True],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(key, value) for key, values in WRONG_TYPES.items() for value in values])
+def test_an_option_of_another_type_is_refused_by_name(option, value):
+    with pytest.raises(RobopolicyError, match=rf"world.options.{option}\b"):
+        make_world("odd_environments:Odd", 1, **{option: value})
+
+
+def test_options_of_tasks_have_types_too():
+    for option, value in {"terminate_on_success": "no", "threads": "abc", "style": 1.5, "history": "two"}.items():
+        with pytest.raises(RobopolicyError, match=rf"world.options.{option} is {value!r}, which is not"):
+            make_world("reach_planar", 1, **{option: value})
+    with pytest.raises(RobopolicyError, match=r"env_options is 'abc': set its keys"):
+        make_world("odd_environments:Odd", 1, env_options="abc")
+
+
+def test_classes_of_wrappers_are_made_and_those_of_several_environments_named():
+    assert make_world("odd_environments:Wrapped", 1).spec.horizon == 6
+    with pytest.raises(RobopolicyError, match=r"Several steps several environments at once: .*world.batch_size=NUMBER"):
+        make_world("odd_environments:Several", 1)
+    with pytest.raises(RobopolicyError, match=r"horizon=0 \(set world.options.horizon=NUMBER\)"):
+        made(Odd, horizon=0)
+
+
+def test_a_camera_is_found_by_the_name_that_it_had_before():
+    assert quietly(odd.Openpis, cameras=("observation_image",)).spec.observation["observation.images.observation_image"]
 
 
 def test_an_unknown_id_says_what_to_do_first_and_lists_a_handful():
