@@ -35,8 +35,7 @@ from robopolicy.core.spec import (
 )
 from robopolicy.core.stages import Stage
 from robopolicy.core.world import Rows, Snapshot, Step
-from sims.render import FREE_CAMERA, FrameRenderer
-from sims.styles import restyle
+from sims.render import FREE_CAMERA, FrameRenderer, restyle
 from sims.task import Markers, Readings, Task, model_path
 from sims.wording import PLAIN, TRAINING, wording
 

@@ -53,8 +53,7 @@ from robopolicy.training.experience import (
     with_values,
 )
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.needs import counted_on, keeps_images
-from robopolicy.training.providers import Sources, provide, with_reference
+from robopolicy.training.needs import Sources, counted_on, keeps_images, provide, with_reference
 from robopolicy.training.state import (
     load_trainer,
     on_device,

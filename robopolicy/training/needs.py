@@ -1,19 +1,115 @@
-"""What mechanisms may count on in a run of fine-tuning: the policy's kind, the world, and what else was given."""
+"""What mechanisms may count on in a run of fine-tuning: the policy's kind, the world, and what else was given.
 
-from robopolicy.core.policy import CachesCondition, FinishesChain, MatchesNoise, RecordsMeans, Trainable
+What the trainer adds to rollouts because a mechanism needs it stands in one table, from the need to the function that
+adds it. A need that stands there can be met wherever `requires` is met; a mechanism in any slot declares it and finds
+the named extra. Everything is added once per iteration, before side models, rewards and advantages are asked.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from robopolicy.core.policy import (
+    CachesCondition,
+    FinishesChain,
+    MatchesNoise,
+    Policy,
+    RecordsMeans,
+    ScoredPolicy,
+    Trainable,
+)
+from robopolicy.core.randomness import Generators
+from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.world import World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.experience import rescored
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.providers import provided
 
 ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.BASE, Need.REFERENCE_SCORES})
-
-
 READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES})
 """Needs of what looks at camera images again."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Whom providers ask: the policy as it is before the update, and a teacher.
+
+    instructions: of the world; generators: of the run, for providers that draw; iteration: counts from 0.
+    """
+
+    policy: ScoredPolicy
+    teacher: Policy | None
+    instructions: tuple[str, ...]
+    generators: Generators
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Provider:
+    """add: (rollouts, sources) -> rollouts with the extra; requires: what must be there for that."""
+
+    add: Callable[[Rollouts, Sources], Rollouts]
+    requires: frozenset[Need] = frozenset()
+
+
+def add_entropy(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `entropy` [B, T, K] of every step under the policy that acted."""
+    return rollouts.with_extras(entropy=rescored(rollouts, sources.policy, sources.instructions)[1])
+
+
+def add_blackout_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `blackout_logp` [B, T, K]: what depends on the images becomes less likely when half of them is black."""
+    logp, _ = rescored(rollouts, sources.policy, sources.instructions, sources.generators["blackout"])
+    return rollouts.with_extras(blackout_logp=logp)
+
+
+def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `contrast_logp` [B, T, K] under another instruction, the next one in turn from iteration to iteration."""
+    count = len(sources.instructions)
+    other = replace(rollouts, task=(rollouts.task + 1 + sources.iteration % (count - 1)) % count)
+    return rollouts.with_extras(contrast_logp=rescored(other, sources.policy, sources.instructions)[0])
+
+
+def add_teacher_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
+    """Add `teacher_logp` [B, T, K] of the same steps under the teacher, which reads the observation for itself."""
+    assert isinstance(sources.teacher, ScoredPolicy)  # which Need.SAME_STEPS asks for
+    logp, _ = rescored(rollouts, sources.teacher, sources.instructions, another=True)
+    return rollouts.with_extras(teacher_logp=logp)
+
+
+PROVIDERS: Mapping[Need, Provider] = {
+    Need.ENTROPY: Provider(add_entropy),
+    Need.BLACKOUT_SCORES: Provider(add_blackout_scores, frozenset({Need.IMAGES})),
+    Need.CONTRAST_SCORES: Provider(add_contrast_scores, frozenset({Need.INSTRUCTIONS})),
+    Need.TEACHER_SCORES: Provider(add_teacher_scores, frozenset({Need.SAME_STEPS})),
+}
+
+
+def provided(have: frozenset[Need]) -> frozenset[Need]:
+    """Return the needs that can be met beside those in `have`."""
+    return frozenset(need for need, provider in PROVIDERS.items() if provider.requires <= have)
+
+
+def provide(rollouts: Rollouts, needs: frozenset[Need], sources: Sources) -> Rollouts:
+    """Add what any of `needs` stands for, in the order of the table, so that draws do not depend on who asks."""
+    for need, provider in PROVIDERS.items():
+        if need in needs:
+            rollouts = provider.add(rollouts, sources)
+    return rollouts
+
+
+def with_reference(
+    prepared: Rollouts, needs: frozenset[Need], reference: ScoredPolicy | None, instructions: tuple[str, ...]
+) -> Rollouts:
+    """Add `reference_logp` [B, T, K] for Need.REFERENCE_SCORES: of all rows, so once older ones have joined them.
+
+    reference: the base policy, frozen; what a frozen encoder kept of an observation is also what its own would make.
+    """
+    if Need.REFERENCE_SCORES not in needs or reference is None:
+        return prepared
+    return prepared.with_extras(reference_logp=rescored(prepared, reference, instructions)[0])
 
 
 def keeps_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm, *, others: bool) -> bool:

@@ -24,7 +24,7 @@ from robopolicy.training.demonstrations import Demonstrations
 from robopolicy.training.experience import rescored
 from robopolicy.training.finetune import FinetuneConfig, finetune
 from robopolicy.training.guidance import Guidance
-from robopolicy.training.providers import PROVIDERS
+from robopolicy.training.needs import PROVIDERS
 
 CONFIG = FinetuneConfig(
     algorithm="grpo",
