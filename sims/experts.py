@@ -1,10 +1,11 @@
 """Demonstrations of graded quality: a scripted expert whose actions are disturbed by a stated amount."""
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, did_you_mean
 from robopolicy.core.randomness import keyed, uniforms
 from robopolicy.core.spec import Field, Observation
 from robopolicy.core.world import Controller, Rows, begin_episodes
@@ -38,6 +39,10 @@ NOISE_LEVELS: dict[str, Noise] = {
 """Levels by name, from the pure expert down to nearly random behaviour."""
 
 
+COMPARED, SMALL = 5, 0.01
+"""After how many control steps a controller's actions are compared with their range, and which share of it is small."""
+
+
 def noise_level(name: str) -> Noise:
     """Return one of NOISE_LEVELS by name. Raises ConfigError on an unknown name."""
     if name not in NOISE_LEVELS:
@@ -64,7 +69,7 @@ class NoisyController:
                 "Noise is a share of the action's range, and this action has no finite bounds: give it low and high, "
                 "or play without noise, noise=[none]."
             )
-        self._seed = seed
+        self._seed, self._acted, self._largest = seed, 0, np.zeros(action_field.shape)
         self._held = np.zeros((0, *action_field.shape))
         self._episodes = self._step = self._spell = np.zeros(0, dtype=np.int64)
 
@@ -87,6 +92,20 @@ class NoisyController:
         self._episodes, self._step, self._spell = np.arange(rows), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
         self._held = np.zeros((rows, *self._held.shape[1:]))
 
+    def _compare(self, actions: np.ndarray) -> None:
+        """Warn once where the range that noise is a share of dwarfs the controller's actions [B, A]."""
+        middle, half = 0.5 * (self._low + self._high), 0.5 * (self._high - self._low)
+        self._largest = np.maximum(self._largest, np.abs(actions - middle).max(0))
+        self._acted += 1
+        if self._acted == COMPARED and self._largest.any() and (self._largest < SMALL * half).all():
+            warnings.warn(
+                f"Noise is a share of the action's range, {self._low.min():g} to {self._high.max():g}, of which the "
+                f"controller uses up to {float((self._largest / half).max()):.2g}: its actions drown. If these bounds "
+                "are a formality, play without noise (collect.noise=[none]), or declare true ones.",
+                RobopolicyWarning,
+                stacklevel=3,
+            )
+
     def act(self, observation: Observation) -> np.ndarray:
         """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
         from scipy.special import ndtri  # half a second to import: who disturbs an expert, pays
@@ -94,6 +113,7 @@ class NoisyController:
         actions = self._controller.act(observation)
         if not self._disturbs:
             return np.asarray(actions, dtype=np.float64)
+        self._compare(actions)
         noise, size = self._noise, int(np.prod(actions.shape[1:]))
         if len(self._spell) != len(actions):
             self._start(len(actions))

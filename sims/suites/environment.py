@@ -44,6 +44,8 @@ OLD = (
     "shimmy.GymV21CompatibilityV0(env=...)"
 )
 """What gymnasium's interface is."""
+NO_BOUND = 1e30
+"""Bounds of actions from here on are none: a range of them is no number that float32 can hold."""
 TASKS_TRIED = 32
 """Episodes that are begun to learn which tasks an environment says, where it says several."""
 
@@ -164,7 +166,8 @@ class RowEnvironment:
         inner: Any = environment.unwrapped
         rate = control_rate((environment.metadata or {}).get("render_fps"))
         step_time = getattr(inner, "dt", None) if self.state else _dm_control_step(inner)
-        low, high = (tuple(map(float, np.ravel(bound))) for bound in (self._action_space.low, self._action_space.high))
+        space = self._action_space
+        low, high = (tuple(map(boundless, np.ravel(bound).tolist())) for bound in (space.low, space.high))
         names = distinct_names(_attribute(environment, "action_names"), "action_names")
         own = self._camera.names if self._camera else ((OWN_VIEW,) if environment.render_mode else ())
         shown = {
@@ -357,6 +360,11 @@ def continuous(space: spaces.Space | None) -> spaces.Box:
         f"Its action {what}, {' '.join(str(space).split())[:120]}, and policies here give continuous numbers: wrap it, "
         f"{wrapped}, and register the result."
     )
+
+
+def boundless(bound: float) -> float:
+    """Return a bound of an action, infinite where it is one by its size, such as the largest float32."""
+    return float(bound) if abs(bound) < NO_BOUND else float(np.copysign(np.inf, bound))
 
 
 def control_rate(value: Any) -> float | None:

@@ -12,9 +12,10 @@ from odd_environments import Odd, acts, box, byte, draws, ends, pays, returns, s
 
 from robopolicy.configuration import compose
 from robopolicy.core.errors import RobopolicyError, RobopolicyWarning
-from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, Field
 from robopolicy.verbs import check
 from robopolicy.verbs.check import world_lines
+from sims.experts import NoisyController
 from sims.registry import _is_environment, make_world
 from sims.suites.environment_class import open_class
 from sims.suites.gymnasium_suite import GymnasiumWorld
@@ -436,6 +437,37 @@ def test_an_environment_of_gym_is_named_as_one():
     with pytest.raises(RobopolicyError, match=r"Old is an environment of gym, .*GymV21CompatibilityV0"):
         _is_environment(type("Old", (base,), {}))
     assert _is_environment(Odd) and not _is_environment(dict) and not _is_environment(len)
+
+
+@pytest.mark.parametrize(("bound", "said"), [(np.finfo(np.float32).max, "no finite bounds"), (np.inf, "no finite bou")])
+def test_the_largest_number_is_no_bound(bound, said):
+    world = quietly(acts(spaces.Box(-bound, bound, (2,))))
+    assert world.spec.action.low == (-np.inf, -np.inf) and world.spec.action.high == (np.inf, np.inf)
+    with pytest.raises(RobopolicyError, match=said):
+        NoisyController(StandsStill(), 0.1, 0, world.spec.action)
+
+
+class StandsStill:
+    def reset(self, rows=None):
+        pass
+
+    def act(self, observation):
+        return np.full((2, 2), 0.5)
+
+
+def test_noise_of_a_range_that_is_a_formality_is_noticed():
+    def played(bound, steps=8):
+        controller = NoisyController(StandsStill(), 0.1, 0, Field((2,), low=-bound, high=bound))
+        for _ in range(steps):
+            controller.act({})
+
+    with pytest.warns(
+        RobopolicyWarning, match=r"-1e\+06 to 1e\+06.*up to 5e-07: its actions drown.*collect.noise=\[none\]"
+    ):
+        played(1e6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        played(2.0)
 
 
 @pytest.mark.parametrize("rate", [0, -5, float("nan"), "fast"])
