@@ -27,7 +27,7 @@ def check_information(information: Any, path: Path) -> None:
         raise DataError(f"{path} holds {type(information).__name__}, not a dictionary: restore it from a copy.")
     fps = information.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not (0 < fps < math.inf):
-        raise DataError(f"{path}: fps is {in_one_line(fps, 60)}, not a number of frames per second: correct it.")
+        raise DataError(f"{path}: fps is {in_one_line(repr(fps), 60)}, not a number of frames per second: correct it.")
     for name in ("total_episodes", "total_frames"):
         if not isinstance(information.get(name, 0), int) or information.get(name, 0) < 0:
             raise DataError(f"{path}: {name} is {in_one_line(information[name], 60)}, not a count.")
@@ -101,15 +101,17 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
         )
     if "timestamp" not in columns:
         return
-    late = np.abs(columns["timestamp"].reshape(-1) * fps - step)
+    # Where a recorder's clock began says nothing: frames are told by their number.
+    times = columns["timestamp"].reshape(-1).astype(np.float64)
+    times = times - np.repeat(times[step == 0], lengths)
+    late = np.abs(times * fps - step)
     wrong = np.flatnonzero(~(late <= TIMESTAMP_SLACK))
     if len(wrong):
         place = wrong[0]
         raise DataError(
-            f"{folder}: episode {episode[place]} has frame {step[place]} at timestamp "
-            f"{float(columns['timestamp'].reshape(-1)[place]):g} s, which at fps {fps:g} is frame "
-            f"{float(columns['timestamp'].reshape(-1)[place] * fps):.2f}: correct fps in meta/info.json, or leave that "
-            "episode out."
+            f"{folder}: episode {episode[place]} has frame {step[place]} at a timestamp "
+            f"{times[place]:g} s after its first, which at fps {fps:g} is frame {times[place] * fps:.2f}: correct "
+            "fps in meta/info.json, or leave that episode out."
         )
 
 

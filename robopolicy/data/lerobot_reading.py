@@ -9,6 +9,7 @@ it is called: `observation.image` is read as `observation.images.image`.
 import math
 import os
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from robopolicy.core.checkpoints import wrong_in_field
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, DataError, did_you_mean, in_one_line
+from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, did_you_mean, in_one_line
 from robopolicy.core.finite_values import listed
 from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
@@ -238,7 +239,8 @@ def _read_table(
 
 _SPARE_TASKS = 10_000
 """How many more tasks than frames a dataset may name, as one does that was cut out of another."""
-_NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+_UNSIGNED = ("uint16", "uint32", "uint64")
+_NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED, "bool")
 ACTOR, SEGMENT = "correction.actor", "correction.segment"
 """Columns that say who acted and in what kind of segment, as `core.interventions` counts."""
 INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
@@ -267,6 +269,8 @@ def _column(folder: Path, column: Any, key: str, feature: Mapping[str, Any]) -> 
             f"{folder}: column '{key}' holds {values.size / max(count, 1):g} numbers a frame, and meta/info.json "
             f"promises {feature['shape']}."
         )
+    if values.dtype in _UNSIGNED:  # torch has few operations for these
+        values = values.astype(np.int64 if values.dtype != "uint64" else np.float64)
     return values.reshape(shape)
 
 
@@ -384,6 +388,10 @@ def _assemble(
 ) -> Episodes:
     features = information["features"]
     keys = [key for key in features if key.startswith("observation.") and key in columns]
+    unread = {key: what for key, what in features.items() if key.startswith("observation.") and key not in keys}
+    if not keys and not any(map(is_picture, unread.values())):
+        said = listed([f"{name} ({kind_in_words(what)})" for name, what in unread.items()], 8)
+        raise DataError(f"{folder} has no observation of numbers or pictures. It has {said}.")
     count, ends = len(lengths), np.cumsum(lengths)
     final: Mapping[str, Tensor] = {} if sidecar is None else sidecar.final
     fields: Mapping[str, Field] = {} if sidecar is None else sidecar.fields
@@ -405,17 +413,17 @@ def _assemble(
         observation_fields={
             key: fields[key]
             if key in fields
-            else _field(features[key], columns[key].shape[1:] if key in shown else None)
+            else _field(folder, key, features[key], columns[key].shape[1:] if key in shown else None)
             for key in keys
         },
-        action_field=_field(features["action"]) if sidecar is None else sidecar.action,
+        action_field=_field(folder, "action", features["action"]) if sidecar is None else sidecar.action,
         fps=float(information["fps"]) if sidecar is None else sidecar.fps,
         observation=observation,
         actions=torch.from_numpy(np.ascontiguousarray(columns["action"])).float(),
         lengths=torch.from_numpy(lengths.astype(np.int64)),
         tasks=_tasks(folder, columns["task_index"][first], information["total_frames"] + _SPARE_TASKS),
         rewards=rewards or None,
-        step_success=_flat(columns["next.success"]).bool() if "next.success" in columns else None,
+        step_success=_success(folder, columns),
         terminated=_terminated(columns, ends),
         seeds=_flat(columns["episode_seed"])[first] if "episode_seed" in columns else None,
         final_known=torch.zeros(count, dtype=torch.bool) if sidecar is None else sidecar.known,
@@ -433,6 +441,23 @@ def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:
     if labels.shape[1] % size:
         raise DataError(f"'{LABELS}' has {labels.shape[1]} elements, which are no whole actions of {size}.")
     return labels.unflatten(1, (-1, size))
+
+
+def _success(folder: Path, columns: Mapping[str, np.ndarray]) -> Tensor | None:
+    """Return in which steps the task was done, [N] bool; None where nothing says so in truths."""
+    if "next.success" not in columns:
+        return None
+    said = _flat(columns["next.success"])
+    other = said[(said != 0) & (said != 1)]
+    if len(other):
+        warnings.warn(
+            f"{folder}: next.success is {other[0].item():g} in a step, and true or false, 1 or 0, elsewhere: nothing "
+            "here says when an episode has succeeded. Write truths to use it.",
+            RobopolicyWarning,
+            stacklevel=4,
+        )
+        return None
+    return said.bool()
 
 
 def _terminated(columns: Mapping[str, np.ndarray], ends: np.ndarray) -> Tensor | None:
@@ -471,17 +496,30 @@ def _flat(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values).reshape(len(values)))
 
 
-def _field(feature: Mapping[str, Any], image_shape: tuple[int, ...] | None = None) -> Field:
+def _field(folder: Path, key: str, feature: Mapping[str, Any], image_shape: tuple[int, ...] | None = None) -> Field:
     if image_shape is not None:
         return Field(image_shape, "uint8", 0.0, 255.0)
     shape, names = tuple(feature["shape"]) or (1,), feature.get("names")
     if isinstance(names, Mapping) and all(isinstance(place, int) for place in names.values()):
         names = [name for name, _ in sorted(names.items(), key=lambda pair: pair[1])]  # {"delta_x": 0, "delta_y": 1}
     elif isinstance(names, Mapping) and all(isinstance(part, list) for part in names.values()):
-        names = [name for part in names.values() for name in part]  # {"motors": [...]}
-    if isinstance(names, list) and len(names) == math.prod(shape) and all(isinstance(name, str) for name in names):
-        return Field(shape, names=tuple(names))
-    return Field(shape)
+        parts = [(arm, name) for arm, part in names.items() for name in part]  # {"motors": [...]}
+        names = [name for _, name in parts]
+        if len(set(map(str, names))) < len(names):  # {"left": ["x"], "right": ["x"]}
+            names = [f"{arm}.{name}" for arm, name in parts]
+    if not (
+        isinstance(names, list) and len(names) == math.prod(shape) and all(isinstance(each, str) for each in names)
+    ):
+        return Field(shape)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        warnings.warn(
+            f"{folder}/meta/info.json calls {listed([f"'{name}'" for name in twice], 5)} more than one element of "
+            f"'{key}', whose names are therefore not used: give each element a name of its own there.",
+            RobopolicyWarning,
+            stacklevel=4,
+        )
+        return Field(shape)
+    return Field(shape, names=tuple(names))
 
 
 def _tasks(folder: Path, index: np.ndarray, most: int) -> tuple[str, ...]:

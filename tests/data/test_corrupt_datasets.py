@@ -13,7 +13,7 @@ import pytest
 from moving_episodes import FRONT, moving_episodes
 from PIL import Image
 
-from robopolicy.core.errors import DataError
+from robopolicy.core.errors import DataError, RobopolicyWarning
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 
 
@@ -337,3 +337,63 @@ def test_names_of_rows_are_no_names_of_elements(copy):
     information["features"]["observation.state"].update(shape=[1, 3], names=["row"])
     inform(copy, features=information["features"])
     assert read_dataset(copy).observation_fields["observation.state"].names == ()
+
+
+@pytest.fixture
+def foreign(copy):
+    """A dataset without our side table, as others record it."""
+    shutil.rmtree(copy / "meta" / "robopolicy")
+    return copy
+
+
+def declare(folder, key, **changes):
+    features = json.loads((folder / "meta" / "info.json").read_text())["features"]
+    features[key].update(changes)
+    inform(folder, features=features)
+
+
+def retyped(table, name, values, kind):
+    return table.set_column(table.column_names.index(name), name, pa.array(values, kind))
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "uint64", "int16"])
+def test_whole_numbers_of_every_type_are_numbers(foreign, kind):
+    declare(foreign, "observation.state", dtype=kind)
+    rows = [[row, 2 * row, 3] for row in range(19)]
+    edit(foreign, lambda table: retyped(table, "observation.state", rows, pa.list_(getattr(pa, kind)())))
+    state = read_dataset(foreign).observation["observation.state"]
+    assert state[:3].tolist() == [[0, 0, 3], [1, 2, 3], [2, 4, 3]]
+
+
+def test_texts_alone_are_no_observation(foreign):
+    features = json.loads((foreign / "meta" / "info.json").read_text())["features"]
+    features = {key: what for key, what in features.items() if not key.startswith("observation.")}
+    inform(foreign, features={**features, "observation.note": {"dtype": "string", "shape": [1]}})
+    refused(foreign, r"no observation of numbers or pictures. It has observation.note \(string \[1\]\)")
+
+
+@pytest.mark.parametrize("begin", [3.7, 1.7e9])
+def test_where_a_recorders_clock_began_says_nothing(foreign, begin):
+    fps = json.loads((foreign / "meta" / "info.json").read_text())["fps"]
+    declare(foreign, "timestamp", dtype="float64")
+    times = [begin + step / fps for length in (6, 4, 9) for step in range(length)]
+    edit(foreign, lambda table: retyped(table, "timestamp", times, pa.float64()))
+    assert len(read_dataset(foreign)) == 3
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, float("nan")])
+def test_a_success_that_is_no_truth_is_none_and_said(foreign, value):
+    declare(foreign, "next.success", dtype="float32")
+    edit(foreign, lambda table: retyped(table, "next.success", [0.0] * 18 + [value], pa.float32()))
+    with pytest.warns(RobopolicyWarning, match=rf"next.success is {value:g} in a step.*Write truths"):
+        assert read_dataset(foreign).step_success is None
+    edit(foreign, lambda table: retyped(table, "next.success", [0.0] * 18 + [1.0], pa.float32()))
+    assert read_dataset(foreign).step_success.sum() == 1
+
+
+def test_names_that_two_elements_have_are_said_or_told_apart_by_their_arm(foreign):
+    declare(foreign, "observation.state", names=["x", "y", "x"])
+    with pytest.warns(RobopolicyWarning, match=r"calls 'x' more than one element of 'observation.state'"):
+        assert read_dataset(foreign).observation_fields["observation.state"].names == ()
+    declare(foreign, "observation.state", names={"left": ["x", "y"], "right": ["x"]})
+    assert read_dataset(foreign).observation_fields["observation.state"].names == ("left.x", "left.y", "right.x")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -59,9 +60,9 @@ def test_names_are_read_in_every_form_that_lerobot_writes():
         {"arm": ["x", "y"], "hand": ["z"]},
         {"z": 2, "x": 0, "y": 1},
     ):
-        assert _field({"shape": [3], "names": names}).names == ("x", "y", "z")
+        assert _field(Path("data"), "action", {"shape": [3], "names": names}).names == ("x", "y", "z")
     for names in (None, ["x"], {"motors": None}, {"x": "y"}):
-        assert _field({"shape": [3], "names": names}).names == ()
+        assert _field(Path("data"), "action", {"shape": [3], "names": names}).names == ()
 
 
 def test_our_own_dataset_keeps_its_last_observations_under_other_names(tmp_path):
