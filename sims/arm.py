@@ -18,8 +18,12 @@ JOINT_HIGH = np.array([1.92, 1.745, 1.69, 1.658, 2.84, 1.745])
 
 SHOULDER_OFFSET, SHOULDER_HEIGHT = 0.03, 0.14
 """Where the shoulder_lift axis lies: outward from the pan axis and above the table."""
-UPPER_ARM, FOREARM, HAND = 0.155, 0.16, 0.14
-"""Distances from shoulder_lift to elbow_flex to wrist_flex to the tip."""
+UPPER_ARM = 0.155
+"""Distance from shoulder_lift to elbow_flex, m."""
+FOREARM = 0.16
+"""From elbow_flex to wrist_flex."""
+HAND = 0.14
+"""From wrist_flex to the tip."""
 
 TIP_LOW = np.array([0.13, -0.15, 0.014])
 TIP_HIGH = np.array([0.26, 0.15, 0.10])
@@ -72,7 +76,9 @@ def joint_targets(tip: np.ndarray, yaw: np.ndarray | float = 0.0) -> np.ndarray:
     reach are approached as far as the arm reaches; every point inside TIP_LOW..TIP_HIGH is within reach. Two links in
     closed form, elbow up.
     """
-    x, y, z = tip[..., 0], tip[..., 1], tip[..., 2]
+    x = tip[..., 0]
+    y = tip[..., 1]
+    z = tip[..., 2]
     pan = np.arctan2(y, x)
     # The wrist is a hand's length above the tip: upper arm and forearm have to span (outward, upward) from the
     # shoulder. The law of cosines gives the fold between them; beyond reach its cosine leaves [-1, 1] and is clipped.

@@ -212,7 +212,9 @@ class MujocoWorld:
 
         asked: instructions [R], -1 for the drawn.
         """
-        model, layout, count = self.model, self._layout, len(numbers)
+        model = self.model
+        layout = self._layout
+        count = len(numbers)
         start = self.task.start(numbers)
         state = np.zeros((count, layout.size))
         state[:, layout.qpos] = start.qpos
@@ -248,7 +250,9 @@ class MujocoWorld:
 
     def _advance(self, index: slice | np.ndarray, actions: np.ndarray) -> Step:
         """Simulate the rows `index` for a chunk [R, C, A], R >= 1, and write what happened into the world's arrays."""
-        episodes, task, arrays = self._episodes, self.task, self._episodes.arrays
+        episodes = self._episodes
+        task = self.task
+        arrays = self._episodes.arrays
         before, goal = arrays["state"][index], arrays["goal"][index]
         control = task.control(actions, arrays["control"][index])
         states, sensors = self._simulate(before, np.repeat(control, task.substeps, axis=1))

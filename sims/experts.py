@@ -89,7 +89,9 @@ class NoisyController:
 
     def _start(self, rows: int) -> None:
         """Have so many rows, each the episode of its own number."""
-        self._episodes, self._step, self._spell = np.arange(rows), np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+        self._episodes = np.arange(rows)
+        self._step = np.zeros(rows, np.int64)
+        self._spell = np.zeros(rows, np.int64)
         self._held = np.zeros((rows, *self._held.shape[1:]))
 
     def _compare(self, actions: np.ndarray) -> None:

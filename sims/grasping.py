@@ -125,7 +125,9 @@ class PlaceExpert:
         """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         arm = parts(state)
-        cube, to_cube, to_goal = environment[:, CUBE], environment[:, TO_CUBE], environment[:, TO_GOAL]
+        cube = environment[:, CUBE]
+        to_cube = environment[:, TO_CUBE]
+        to_goal = environment[:, TO_GOAL]
         # Where the cube is: between the jaws (a box about the tip, metres), at the goal, or held by closed jaws.
         between = (
             (np.abs(to_cube[:, 0]) < 0.015)

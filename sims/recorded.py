@@ -49,7 +49,9 @@ class DemonstratedWorld:
             raise ConfigError("There is no demonstration to follow: the dataset has no episode.")
         if tolerance <= 0 or patches < 0:
             raise ConfigError(f"tolerance={tolerance} must be positive, patches={patches} at least 0.")
-        self._batch, self._seed, self._fresh = batch_size, seed, 0
+        self._batch = batch_size
+        self._seed = seed
+        self._fresh = 0
         self._spec = WorldSpec(
             name="demonstrations",
             observation=dict(observation_fields),
@@ -105,7 +107,9 @@ class DemonstratedWorld:
 
     def step(self, actions: np.ndarray) -> Step:
         """Compare a chunk [B, C, A] with the recording. Raises SpecError or NonFiniteError on bad actions."""
-        episodes, index, spec = self._episodes, self._episodes.running_index, self._spec
+        episodes = self._episodes
+        index = self._episodes.running_index
+        spec = self._spec
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, spec.action, self._batch)
         actions, chunk = np.clip(actions[index], spec.action.low, spec.action.high), actions.shape[1]

@@ -27,7 +27,10 @@ class FrameRenderer:
     def __init__(self, model: mujoco.MjModel):
         self._model = model
         quality = model.vis.quality
-        quality.offsamples, quality.numslices, quality.numstacks, quality.numquads = 0, 16, 8, 1
+        quality.offsamples = 0
+        quality.numslices = 16
+        quality.numstacks = 8
+        quality.numquads = 1
         self._data = mujoco.MjData(model)
         self._renderers: dict[tuple[int, int], mujoco.Renderer] = {}
         self._option = mujoco.MjvOption()
@@ -38,7 +41,9 @@ class FrameRenderer:
 
         Raises ConfigError when MuJoCo cannot open a graphics context.
         """
-        renderer, model, data = self._renderer(height, width), self._model, self._data
+        renderer = self._renderer(height, width)
+        model = self._model
+        data = self._data
         frames = np.empty((len(qpos), height, width, 3), dtype=np.uint8)
         for index, position in enumerate(qpos):
             data.qpos[:] = position

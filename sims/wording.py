@@ -15,7 +15,9 @@ from robopolicy.core.spec import TASK, Observation
 from robopolicy.core.world import Controller, Rows, begin_episodes
 from sims.task import Task
 
-TRAINING, HELD_OUT, ALL = "training", "held_out", "all"
+TRAINING = "training"
+HELD_OUT = "held_out"
+ALL = "all"
 PLAIN, PARAPHRASED = "plain", "paraphrased"
 INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL), (PLAIN, PARAPHRASED, ALL)
 

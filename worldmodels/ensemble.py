@@ -57,7 +57,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         fields = {key: field for key, field in spec.observation.items() if key in self.state_vector.fields}
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
         register_structure(self, structure)
-        states, actions, free = self.state_vector.size, spec.action.size, len(structure.free)
+        states = self.state_vector.size
+        actions = spec.action.size
+        free = len(structure.free)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
@@ -115,7 +117,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         batch: state, action, next_state [M, N, ...] for the members; reward [M, N]; success_state [N, S] and
         success_label [N] for the success head.
         """
-        state, action, after = batch["state"], batch["action"], batch["next_state"]
+        state = batch["state"]
+        action = batch["action"]
+        after = batch["next_state"]
         target = self.standard("delta", (after - state)[..., self.structure.free])
         mean, logvar = self.predict(state, action)
         # beta-NLL: the weight, an element's own detached variance, undoes the 1 / variance by which the likelihood
@@ -178,7 +182,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """
         structure, actions = self.structure, actions.to(latent["state"].dtype).transpose(0, 1)
         members, noise = self._draws(latent, len(actions))
-        path, means, rows = [latent["state"]], [], torch.arange(actions.shape[1], device=actions.device)
+        path = [latent["state"]]
+        means = []
+        rows = torch.arange(actions.shape[1], device=actions.device)
         for step, taken in enumerate(self.standard("action", actions)):
             output = self._outputs(self.standard("state", path[-1]), taken)
             mean, logvar = output.chunk(2, -1)

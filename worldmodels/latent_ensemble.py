@@ -113,7 +113,9 @@ class LatentEnsembleModel(nn.Module):
         seed: int = 0,
     ):
         super().__init__()
-        self.config, self.reads, self.success_bonus = config, dict(reads), success_bonus
+        self.config = config
+        self.reads = dict(reads)
+        self.success_bonus = success_bonus
         self.vector = StateVector.learned(self.reads)
         images = {key: field for key, field in self.reads.items() if key.startswith(IMAGE_PREFIX)}
         with torch.random.fork_rng(devices=[]):

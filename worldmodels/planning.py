@@ -39,7 +39,10 @@ class PlannedPolicy(nn.Module):
     def __init__(self, policy: Policy, model: WorldModel, config: PlanConfig | None = None, value: Value | None = None):
         super().__init__()
         _require_same_task(policy, model)
-        self.policy, self.model, self.config, self.value = policy, model, config or PlanConfig(), value
+        self.policy = policy
+        self.model = model
+        self.config = config or PlanConfig()
+        self.value = value
         self.last_scores = torch.zeros(0, 0)
         self._world: ImaginedWorld | None = None
         self._context = Context({})
@@ -90,7 +93,9 @@ class PlannedPolicy(nn.Module):
         world = self._begin(observation, len(chunk))
         seeds = integers(2**62, (len(chunk),), generator).cpu().numpy()
         seen = world.reset(seeds=seeds)
-        total, factor, imagined = np.zeros(len(chunk)), 1.0, 0
+        total = np.zeros(len(chunk))
+        factor = 1.0
+        imagined = 0
         while True:
             step = world.step(chunk.double().cpu().numpy())
             decay = factor * config.discount ** np.arange(chunk.shape[1])

@@ -112,7 +112,9 @@ def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     later = [record(world, expert(world, scale.play, derive(seed, "player")), held_out)]
     models, found = {"before": before}, {}
     for name in EXPLORERS:
-        model, actor, seen = before, actor_of(name, policy, before, study, scale), [shown]
+        model = before
+        actor = actor_of(name, policy, before, study, scale)
+        seen = [shown]
         for turn in range(scale.rounds):
             seen.append(explore(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
             model = train_model(world, Episodes.concatenate(seen), scale, seed)

@@ -44,7 +44,9 @@ from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.oracle import OracleModel
 from worldmodels.protocol import Context, Starts
 
-ROWS, EPISODES, RECORDED = 500, 200, 5000
+ROWS = 500
+EPISODES = 200
+RECORDED = 5000
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
 
     player = Player(world, Explorer(interface, at_random))
     player.start(episode_seeds(seed, "random play", world.batch_size))
-    parts, frames, snapshots = [], [], []
+    parts = []
+    frames = []
+    snapshots = []
 
     def present() -> tuple[dict[str, np.ndarray], Snapshot]:
         newest = {key: player.observation[key][:, -1:].copy() for key in world.spec.observation}
@@ -159,7 +163,9 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
 
     before, snapshot = present()
     for played in player:
-        (state, action), step, rows = played.info, played.step, np.flatnonzero(played.running)
+        state, action = played.info
+        step = played.step
+        rows = np.flatnonzero(played.running)
         reward, following = torch.from_numpy(step.reward[:, 0]).float(), interface.state(step.observation)
         every = Transitions(state, action, reward, following, torch.from_numpy(step.terminated))
         parts.append(every.take(torch.from_numpy(rows)))

@@ -71,7 +71,9 @@ class Opposite(OfflineAgent):
 
     def __init__(self, critic: OfflineAgent):
         super().__init__()
-        self.critic, self.config, self.optimisers = critic, critic.config, {}
+        self.critic = critic
+        self.config = critic.config
+        self.optimisers = {}
 
     def fit_statistics(self, state: Tensor) -> None:
         """As the other one, of states [N, S]."""
@@ -184,7 +186,9 @@ def acted(scale: float = 1.0, noise: float = 0.0) -> Change:
     """Return what multiplies actions and adds noise of so many of their standard deviations, within what was done."""
 
     def change(batch: dict[str, Any], episodes: Episodes, generators: Generators) -> dict[str, Any]:
-        known, draws, actions = episodes.statistics()["action"], generators["noise"], batch["actions"]
+        known = episodes.statistics()["action"]
+        draws = generators["noise"]
+        actions = batch["actions"]
         drawn = torch.randn(actions.shape, generator=draws, device=draws.device).to(actions.device)
         moved = scale * actions + noise * known["std"] * drawn
         return {**batch, "actions": moved.clamp(known["min"], known["max"])}
@@ -196,7 +200,9 @@ def tuned(model: str, iterations: int) -> Make:
     """Return what fine-tunes by PPO in a world model, as the task's recipe does, without a look at the real world."""
 
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:
-        candidate, section, seed = copy.deepcopy(policy), material.config.finetune, generators.seed
+        candidate = copy.deepcopy(policy)
+        section = material.config.finetune
+        seed = generators.seed
         device, inside = generators.device, material.config.world.imagined_by(material.model(model))
         prepare(candidate, material.config)
         world = build_world(inside, candidate, batch_size=section.num_envs, seed=seed, device=device)

@@ -46,7 +46,9 @@ from robopolicy.runs import is_complete
 from robopolicy.verbs import distill
 from robopolicy.verbs.bench import Benchmark, Table
 
-EPISODES, OBSERVATIONS, CALIBRATED = 200, 256, 32
+EPISODES = 200
+OBSERVATIONS = 256
+CALIBRATED = 32
 LEAN, COMPILED = InferenceConfig("lean"), InferenceConfig("compiled")
 REFERENCE = "reference"
 BUDGETS = (5, 10, 20)

@@ -14,7 +14,10 @@ from robopolicy.core.randomness import uniforms
 from robopolicy.core.spec import STATE, Field, WorldSpec
 from worldmodels.protocol import Context, Imagined, Latent
 
-AXES, STEP, COST, REACH = 8, 1.0, 0.02, 2.0
+AXES = 8
+STEP = 1.0
+COST = 0.02
+REACH = 2.0
 
 SPEC = WorldSpec(
     name="point",

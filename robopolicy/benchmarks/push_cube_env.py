@@ -31,7 +31,9 @@ class PushCubeEnv(gymnasium.Env):
         self.observation_space = gymnasium.spaces.Dict(
             {key: gymnasium.spaces.Box(-np.inf, np.inf, shape, np.float32) for key, shape in sizes.items()}
         )
-        self._goal, self._potential, self._steps = (0.0, 0.0), 0.0, 0
+        self._goal = (0.0, 0.0)
+        self._potential = 0.0
+        self._steps = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
         """Start the episode of `seed`, or of one drawn from the environment's own generator."""

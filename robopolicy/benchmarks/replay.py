@@ -17,7 +17,9 @@ TASK = "push_cube"
 
 def physics(state: np.ndarray) -> dict[str, np.ndarray]:
     """Return push_cube's simulator state [R, 13], control [R, 2] and goal [R, 2] for state vectors [R, 19]."""
-    pusher, velocity, ahead = state[:, 0:2], state[:, 2:4], state[:, 4:6]
+    pusher = state[:, 0:2]
+    velocity = state[:, 2:4]
+    ahead = state[:, 4:6]
     cube, yaw = state[:, 6:8], np.arctan2(state[:, 9:10], state[:, 8:9])
     time = np.zeros((len(state), 1))
     whole = [time, cube, yaw, pusher, state[:, 10:13], velocity, pusher + ahead]

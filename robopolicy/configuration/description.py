@@ -45,7 +45,9 @@ def with_sections(message: str, names: Sequence[str], config: Config) -> str:
 
 
 def _described(path: str, section: Any) -> Iterator[Described]:
-    kind, keys, inner = type(section), [], []
+    kind = type(section)
+    keys = []
+    inner = []
     hints, texts = typing.get_type_hints(kind), explanations(kind)
     for item in dataclasses.fields(kind):
         value = getattr(section, item.name)

@@ -152,7 +152,9 @@ class EpisodeRows:
         terminates an episode where the spec says so, and the spec's horizon truncates it. Where several coincide,
         termination outranks truncation, and truncation outranks a cut.
         """
-        arrays, spec, chunk = self.arrays, self.spec, success.shape[1]
+        arrays = self.arrays
+        spec = self.spec
+        chunk = success.shape[1]
         before = arrays["success"][index, None]
         latched = before | np.logical_or.accumulate(success, axis=1)
         first = latched & ~np.concatenate([before, latched[:, :-1]], axis=1)

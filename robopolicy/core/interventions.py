@@ -55,7 +55,9 @@ def worth_imitating(episodes: Episodes) -> Tensor | None:
     Those of people and scripts, all recoveries and corrections, and a policy's own on its way to a recorded success: in
     an episode that succeeded, behind the last intervention. Where it is not known who acted nothing speaks against it.
     """
-    inside, before, actor = intervened(episodes), before_intervention(episodes), episodes.actor
+    inside = intervened(episodes)
+    before = before_intervention(episodes)
+    actor = episodes.actor
     if inside is None or before is None or actor is None:
         return None
     success = episodes.success

@@ -118,7 +118,10 @@ _NUMBERS: Mapping[str, tuple[type, float, float]] = {
     "fps": (float, 1e-3, 1e6),
 }
 """Options of worlds that are numbers, whichever world has them: type, least and largest value."""
-_LONGEST_TEXT, _MOST_VALUES, _LARGEST_NUMBER, _DEEPEST = 500, 1000, 1e9, 4
+_LONGEST_TEXT = 500
+_MOST_VALUES = 1000
+_LARGEST_NUMBER = 1e9
+_DEEPEST = 4
 FILES = (
     ".xml",
     ".mjb",

@@ -165,7 +165,9 @@ class Player[Info]:
         stepwise: bool = False,
     ):
         _require_fit(actor, world)
-        self.world, self.actor, self.stepwise = world, actor, stepwise
+        self.world = world
+        self.actor = actor
+        self.stepwise = stepwise
         self._observation = observation
         self.running = np.full(world.batch_size, observation is not None)
 

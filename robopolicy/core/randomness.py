@@ -24,7 +24,9 @@ NOISE_VERSION = "episode-1"
 """Changes when equal seeds draw other noise than before: outcomes kept on disk are joined with those of one version."""
 
 # SplitMix64 (Steele et al. 2014): the increment and the multipliers, for numpy's unsigned and torch's signed integers.
-_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
 _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 

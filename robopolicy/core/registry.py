@@ -144,7 +144,9 @@ class Registry:
     """
 
     def __init__(self, what: str, group: str, known: Mapping[str, str]):
-        self.what, self.group, self._known = what, group, dict(known)
+        self.what = what
+        self.group = group
+        self._known = dict(known)
 
     @cached_property
     def _installed(self) -> dict[str, str]:

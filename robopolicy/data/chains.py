@@ -17,8 +17,12 @@ from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.policy import Decision
 from robopolicy.data.lerobot_reading import read_columns, read_information
 
-BEGINS, CHAIN, DENSITY = "chain.begins", "chain.latents", "chain.log_density"
-"""The columns: bool [N]; [N, (K+1) * P * A]; [N, K]."""
+BEGINS = "chain.begins"
+"""Column, bool [N]."""
+CHAIN = "chain.latents"
+"""Column, [N, (K+1) * P * A]."""
+DENSITY = "chain.log_density"
+"""Column, [N, K]."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ class Operator:
     ):
         with about(policy):
             require_fit(policy.spec, spec)
-        self.policy, self.expert, self.config = PolicyActor(policy, generator), expert, config
+        self.policy = PolicyActor(policy, generator)
+        self.expert = expert
+        self.config = config
         self._middle, self._kept = _undoing(spec.action, config.rewind)
         self._chunk = np.zeros((rows, policy.spec.chunk, spec.action.size))
         self._done = np.zeros((rows, spec.horizon, spec.action.size))

@@ -37,7 +37,9 @@ class Foresight:
                 f"{name} cannot be copied to play on from what it remembers ({error}): let it label single steps "
                 "(label_steps=1)."
             ) from error
-        self.controller, self.ahead, self.steps = controller, ahead, steps
+        self.controller = controller
+        self.ahead = ahead
+        self.steps = steps
         self._now, self._restore = world.snapshot, ahead.restore
         self.before_end = np.full(ahead.batch_size, steps)
         ahead.reset()

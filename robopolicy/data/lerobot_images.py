@@ -91,7 +91,9 @@ def _encoder(path: Path, height: int, width: int, fps: int) -> Iterator[Callable
     with av.open(str(path), "w") as container:
         options = {"g": str(settings["video.g"]), "crf": str(settings["video.crf"])}
         stream = container.add_stream(settings["video.codec"], fps, options=options)
-        stream.pix_fmt, stream.width, stream.height = settings["video.pix_fmt"], width, height
+        stream.pix_fmt = settings["video.pix_fmt"]
+        stream.width = width
+        stream.height = height
         stream.time_base = Fraction(1, fps)
         stream.codec_context.thread_count = usable_threads()
 

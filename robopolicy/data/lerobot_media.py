@@ -71,7 +71,9 @@ def read_images(
     """
     import pyarrow.parquet as pq
 
-    sizes, row, count = promised_sizes(folder, key, feature), 0, len(columns["frame_index"])
+    sizes = promised_sizes(folder, key, feature)
+    row = 0
+    count = len(columns["frame_index"])
     found: np.ndarray | None = None
     for path in paths:
         with pq.ParquetFile(path) as file:

@@ -122,7 +122,9 @@ def _sampled(length: int) -> np.ndarray:
 def _block_statistics(block: np.ndarray) -> Statistics:
     """Return the statistics of `block` [G, L, D] over its L frames, each [G, D]."""
     length = block.shape[1]
-    low, high, mean = block.min(1), block.max(1), block.mean(axis=1)
+    low = block.min(1)
+    high = block.max(1)
+    mean = block.mean(axis=1)
     variance = (block**2).mean(axis=1) - mean**2
     result: Statistics = {"min": low, "max": high, "mean": mean, "std": np.sqrt(np.maximum(0, variance))}
     if length == 1:

@@ -191,7 +191,10 @@ def _write_data(
     image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     fields = [pa.field(key, table[key].type if key in table else image) for key in stored]
     schema = pa.schema(fields, {"huggingface": json.dumps({"info": {"features": _descriptions(stored)}})})
-    number, files, position, begun = _next_file(folder, "data"), [], 0, 0
+    number = _next_file(folder, "data")
+    files = []
+    position = 0
+    begun = 0
     writer: pq.ParquetWriter | None = None
     path = folder
     try:

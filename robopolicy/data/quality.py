@@ -64,7 +64,10 @@ SEGMENTS = ("expert", "uniform", "held")
 """What chose an action, by the number in the column behaviour.segment: the expert with gaussian noise, a uniform draw
 of this step, a uniform draw kept for a whole segment.
 """
-GAUSSIAN, RANDOM, SEGMENT, TRUNCATED = "behaviour.gaussian", "behaviour.random", "behaviour.segment", "next.truncated"
+GAUSSIAN = "behaviour.gaussian"
+RANDOM = "behaviour.random"
+SEGMENT = "behaviour.segment"
+TRUNCATED = "next.truncated"
 COLUMNS = (GAUSSIAN, RANDOM, SEGMENT, TRUNCATED)
 """Columns that a dataset of graded quality has beside the usual ones."""
 
@@ -131,7 +134,9 @@ def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: f
             f"Success of {low:.0%} to {high:.0%} cannot be had: without noise it is {undisturbed:.0%}, of uniform "
             f"actions {uniform:.0%}. Give a better actor or a harder task."
         )
-    good, bad, found = 0.0, 1.0, list[Trial]()
+    good = 0.0
+    bad = 1.0
+    found = list[Trial]()
     for _ in range(most):
         done = trial((good + bad) / 2)
         found.append(done)
@@ -196,7 +201,9 @@ def schedule(
     absent = [name for name in NEEDED[quality] if needed[name] is None]
     if absent:
         raise DataError(f"Quality '{quality}' needs the level of {absent[0]} noise, which has not been found.")
-    good, half, place = float(expert or 0.0), float(medium or 0.0), np.arange(len(seeds))
+    good = float(expert or 0.0)
+    half = float(medium or 0.0)
+    place = np.arange(len(seeds))
     levels = {
         "random": np.ones(len(seeds)),
         "expert": np.full(len(seeds), good),

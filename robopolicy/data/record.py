@@ -194,7 +194,9 @@ class _Takes:
         teacher: Actor[Any] | None,
         kept: Kept | None,
     ):
-        self.player, self.seeds, self.teacher = player, seeds, teacher
+        self.player = player
+        self.seeds = seeds
+        self.teacher = teacher
         self.labels: np.ndarray | None = None  # [B, L, A]
         self.chains, self.decided = chains, True
         self.outside = OutsideBounds(player.world.spec)

@@ -29,7 +29,9 @@ def restyled(world: World, episodes: Episodes) -> Episodes:
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     spread = {key: episodes.observation[key].float().std(0).clamp_min(1e-6).numpy() for key in vectors}
     images = {key: torch.empty_like(episodes.observation[key]) for key in cameras}
-    lengths, seeds, rows = episodes.lengths.numpy(), episodes.seeds.numpy(), world.batch_size
+    lengths = episodes.lengths.numpy()
+    seeds = episodes.seeds.numpy()
+    rows = world.batch_size
     with progress("filming again", len(episodes)) as advance:
         for begin in range(0, len(episodes), rows):
             chosen = np.arange(begin, min(begin + rows, len(episodes)))

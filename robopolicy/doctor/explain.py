@@ -13,8 +13,12 @@ from robopolicy.doctor.motion import Hypothesis, Motion
 
 BEAM, DEPTH = 3, 3
 """How many partial explanations are pursued at once, and how many breaks one explanation may combine."""
-PARTIAL, LIKELY, RIVAL = 0.9, 0.75, 1.15
-"""Share of the error that may remain to go on; to be called likely; and how near the error of a rival is."""
+PARTIAL = 0.9
+"""Share of the error that may remain to go on."""
+LIKELY = 0.75
+"""Share of the error that may remain of a likely explanation."""
+RIVAL = 1.15
+"""How near the error of a rival is."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.core.world import World
 from robopolicy.doctor.findings import Finding, Health
 
-BLACK, FLAT, FROZEN = 10, 3.0, 6
-"""Brightest value of a black image; spread of a flat one; largest change of a pixel in a frozen episode (codecs)."""
+BLACK = 10
+"""Brightest value of a black image."""
+FLAT = 3.0
+"""Spread of a flat image."""
+FROZEN = 6
+"""Largest change of a pixel in a frozen episode (codecs)."""
 STANDS_STILL = "the image stands still while the robot moves"
 STILL = 4
 """Images in a row that show a camera's stream to hang, if the robot moves."""

@@ -175,7 +175,9 @@ def _cycles(count: int) -> list[tuple[int, ...]]:
     for i, j, k in itertools.combinations(range(count), 3):
         for first, second, third in ((i, j, k), (i, k, j)):
             order = list(range(count))
-            order[first], order[second], order[third] = second, third, first
+            order[first] = second
+            order[second] = third
+            order[third] = first
             found.append(tuple(order))
     return found
 

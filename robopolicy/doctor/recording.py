@@ -155,7 +155,9 @@ def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> 
     if len(values) < 8:
         return {}
     inner = (owner[1:-1] == owner[:-2]) & (owner[1:-1] == owner[2:])
-    before, here, after = values[:-2], values[1:-1], values[2:]
+    before = values[:-2]
+    here = values[1:-1]
+    after = values[2:]
     beyond = ((here > before) & (here > after)) | ((here < before) & (here < after))
     jump = np.minimum(np.abs(here - before), np.abs(here - after))
     usual = np.ptp(np.quantile(values, [0.005, 0.995], axis=0), axis=0)

@@ -129,7 +129,9 @@ def _agreement(recorded: Recorded) -> np.ndarray:
     known = recorded.known
     first = np.zeros_like(known)
     first[:, 0] = known[:, 0]
-    x, y, start = recorded.frames[known], recorded.shown[known], first[known]
+    x = recorded.frames[known]
+    y = recorded.shown[known]
+    start = first[known]
     return np.array([near(x[:, i], y[:, i], recorded.scale[i], start) for i in range(x.shape[1])], dtype=bool)
 
 
@@ -164,7 +166,9 @@ def _all_late(recorded: Recorded, delays: dict[int, int]) -> bool:
 
 def _stuck(recorded: Recorded, column: int) -> bool:
     """Whether an element repeats its last value in nearly every frame in which it differs from the world's."""
-    x, y, known = recorded.frames[..., column], recorded.shown[..., column], recorded.known
+    x = recorded.frames[..., column]
+    y = recorded.shown[..., column]
+    known = recorded.known
     wrong = (np.abs(x - y) >= TOLERANCE * recorded.scale[column]) & known
     repeats = np.zeros_like(known)
     repeats[:, 1:] = x[:, 1:] == x[:, :-1]

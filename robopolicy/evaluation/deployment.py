@@ -58,7 +58,10 @@ class MixedPolicy:
             )
         if base.spec.history != tuned.spec.history:
             raise ConfigError(f"The base reads {base.spec.history} frames, the other policy {tuned.spec.history}.")
-        self.base, self.tuned, self.share, self.coin = base, tuned, share, coin
+        self.base = base
+        self.tuned = tuned
+        self.share = share
+        self.coin = coin
         self.coins: list[torch.Tensor] = []
         self._thrown: torch.Tensor | None = None
         self._ended = torch.zeros(0, dtype=torch.bool)  # [B]: rows whose episode's coin is to be thrown anew

@@ -135,7 +135,10 @@ class Gate:
             raise ConfigError(
                 f"margin {margin} and relative {relative} are at least 0, confidence {confidence} in (0, 1)."
             )
-        self.judges, self.margin, self.relative, self.confidence = tuple(judges), margin, relative, confidence
+        self.judges = tuple(judges)
+        self.margin = margin
+        self.relative = relative
+        self.confidence = confidence
 
     def decide(self, candidate: Policy, incumbent: Policy) -> GateResult:
         """Score both with every judge, and say whether the candidate may replace the incumbent.

@@ -118,7 +118,10 @@ class ImportanceJudge:
     ):
         if chains.log_density is None:
             raise DataError("The chains lack the log-densities of the policy that acted.")
-        self.episodes, self.chains, self.per_decision, self.independent = episodes, chains, per_decision, independent
+        self.episodes = episodes
+        self.chains = chains
+        self.per_decision = per_decision
+        self.independent = independent
         self.clip, self.least = clip, least
         self.name = f"importance sampling of {len(episodes)} logged episodes"
         self.reward = _by_decision(episodes, chains.step, outcome(episodes, by)).double().cpu().numpy()

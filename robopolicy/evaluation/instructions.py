@@ -31,7 +31,9 @@ class OtherInstruction:
     """
 
     def __init__(self, policy: Policy, text: str, world: WorldSpec):
-        self.policy, self.text, self.world = policy, text, world
+        self.policy = policy
+        self.text = text
+        self.world = world
         if text == WRONG and len(world.goals) < 2:
             raise ConfigError("instruction=wrong needs a world with several instructions; this one has one.")
         lacking = [goal for goal in world.goals if not world.paraphrases.get(goal)]

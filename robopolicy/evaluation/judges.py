@@ -53,7 +53,11 @@ class ModelReturn:
             raise ConfigError(f"by={by}: a model judges by success or by return.")
         if by == "success":
             require_success(world, "judge by gate.by=return")
-        self.world, self.seeds, self.by, self.independent, self.seed = world, np.asarray(seeds), by, independent, seed
+        self.world = world
+        self.seeds = np.asarray(seeds)
+        self.by = by
+        self.independent = independent
+        self.seed = seed
         self.as_inside = as_inside
         self.trials, self.env_steps = trials, 0
         self.name = f"{by} in {'trials of' if trials else 'the'} {world.spec.name}"
@@ -142,7 +146,10 @@ class FittedJudge:
         independent: bool = True,
         seed: int = 0,
     ):
-        self.data, self.config, self.independent, self.seed = data, config, independent, seed
+        self.data = data
+        self.config = config
+        self.independent = independent
+        self.seed = seed
         self.deterministic = deterministic
         self.name, self.ceiling = "fitted Q evaluation", data.ceiling
         self.clipped: list[float] = []
@@ -202,8 +209,14 @@ class CriticJudge:
     ):
         if (world is None) != (seeds is None):
             raise ConfigError("AM-Q along rollouts needs a world and seeds of its starts.")
-        self.critic, self.data, self.world, self.seeds = critic, data, world, seeds
-        self.decisions, self.samples, self.independent, self.seed = decisions, samples, independent, seed
+        self.critic = critic
+        self.data = data
+        self.world = world
+        self.seeds = seeds
+        self.decisions = decisions
+        self.samples = samples
+        self.independent = independent
+        self.seed = seed
         self.deterministic = deterministic
         where = "recorded observations" if world is None else f"{decisions} decisions in the {world.spec.name}"
         self.name = f"a critic's values at {where}"

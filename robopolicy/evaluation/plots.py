@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BASE, TUNED, THIRD, MUTED = "#7a8799", "#0072b2", "#d55e00", "#9aa5b1"
+BASE = "#7a8799"
+TUNED = "#0072b2"
+THIRD = "#d55e00"
+MUTED = "#9aa5b1"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,

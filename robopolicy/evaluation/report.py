@@ -160,7 +160,9 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
     """Show the ways of computing decisions that were tried, and which one was chosen."""
     if "ways" not in result:
         return
-    ways, chosen, left_out = result["ways"], result["chosen"], result["left_out"]
+    ways = result["ways"]
+    chosen = result["chosen"]
+    left_out = result["left_out"]
     report.cards.append(Card("chosen", chosen, f"{ways[chosen]['times_as_fast']:.1f} times as fast as the reference"))
     caption = "The least of several times in turns, with the error of what is decided; the chosen way is filled."
     report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen)))

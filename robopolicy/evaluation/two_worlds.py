@@ -34,8 +34,14 @@ class TwoWorlds:
         by_real: bool = True,
         confirming: Callable[[int, int], np.ndarray] | None = None,
     ):
-        self.imagined, self.real, self.seeds, self.watched = imagined, real, seeds, watched
-        self.gap, self.device, self.in_reality, self.by_real = gap, device, in_reality, by_real
+        self.imagined = imagined
+        self.real = real
+        self.seeds = seeds
+        self.watched = watched
+        self.gap = gap
+        self.device = device
+        self.in_reality = in_reality
+        self.by_real = by_real
         self.confirming = confirming
 
     def evaluate(self, policy: Policy, deterministic: bool) -> dict[str, float]:

@@ -25,9 +25,17 @@ from robopolicy.core.storage import storage_errors, write_atomic
 from robopolicy.core.world import Controller, Renders, Step, World
 from robopolicy.evaluation.waves import play_wave, waves
 
-BACKGROUND, TEXT, MUTED = (22, 27, 34), (230, 234, 240), (140, 148, 160)
-RUNNING, SUCCESS, FAILURE = (74, 82, 94), (0, 166, 125), (222, 99, 12)
-BORDER, GAP, CAPTION, LINE, TITLE = 3, 6, 18, 14, 26
+BACKGROUND = (22, 27, 34)
+TEXT = (230, 234, 240)
+MUTED = (140, 148, 160)
+RUNNING = (74, 82, 94)
+SUCCESS = (0, 166, 125)
+FAILURE = (222, 99, 12)
+BORDER = 3
+GAP = 6
+CAPTION = 18
+LINE = 14
+TITLE = 26
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,9 @@ def play_wave(
     watch: called with None before the first chunk, then with every chunk that was executed. Raises SpecError if the
     policy does not fit the world, or an episode outlasts the world's own horizon.
     """
-    count, rows, horizon = len(seeds), world.batch_size, world.spec.horizon
+    count = len(seeds)
+    rows = world.batch_size
+    horizon = world.spec.horizon
     actor = actor_of(policy, EpisodeGenerator(noise_seed, device), deterministic=deterministic)
     player = Player(world, actor, stepwise=after_step is not None)
     player.start_wave(seeds)
@@ -81,7 +83,9 @@ def play_wave(
     if watch is not None:
         watch(None)
     outside = OutsideBounds(world.spec)
-    returns, lengths, step = np.zeros(rows), np.zeros(rows, dtype=np.int64), None
+    returns = np.zeros(rows)
+    lengths = np.zeros(rows, dtype=np.int64)
+    step = None
     for played in player:
         step = played.step
         returns += np.where(step.valid, step.reward, 0.0).sum(-1)

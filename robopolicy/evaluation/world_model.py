@@ -83,7 +83,9 @@ def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int 
 
     None where undefined: precision where nothing is predicted, recall and F1 without positives.
     """
-    hits, found, true = int((predicted & label).sum()), int(predicted.sum()), int(label.sum())
+    hits = int((predicted & label).sum())
+    found = int(predicted.sum())
+    true = int(label.sum())
     return {
         "precision": hits / found if found else None,
         "recall": hits / true if true else None,

@@ -29,7 +29,9 @@ class CachedSteps:
 
     def __init__(self, denoiser: Denoiser, times: Tensor, condition: Tensor, caching: Caching):
         caching.check(denoiser.block_names, len(times))
-        self.denoiser, self.times, self.condition = denoiser, times, condition
+        self.denoiser = denoiser
+        self.times = times
+        self.condition = condition
         self.memory = caching.begin()
 
     def one(self, x: Tensor, step: int) -> Tensor:
@@ -175,7 +177,9 @@ class _Planned:
         before, found = self.known[index], [output]
         for place in range(min(self.order, len(before))):
             found.append((found[place] - before[place]) / (step - self.last[index]))
-        self.known[index], self.last[index], self.stacks = found, step, []
+        self.known[index] = found
+        self.last[index] = step
+        self.stacks = []
 
 
 def _extrapolated(terms: list[Tensor], offset: int) -> Tensor:

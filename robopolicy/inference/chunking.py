@@ -264,7 +264,9 @@ class OverlappingPolicy:
                 "on while it thinks. Wait for it (synchronous), compute it as it was trained if an engine does "
                 "(engine=reference), or give it predict() (see robopolicy.inference.chunking)."
             )
-        self.policy, self.delay, self.plans = policy, delay, plans
+        self.policy = policy
+        self.delay = delay
+        self.plans = plans
         self._rest: Tensor | None = None
         self._decisions = torch.zeros(0, dtype=torch.int64)
 

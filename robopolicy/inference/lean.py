@@ -73,7 +73,9 @@ class LeanDenoising:
     """
 
     def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
-        self.policy, self.config, self.caching = policy, config, caching
+        self.policy = policy
+        self.config = config
+        self.caching = caching
         schedule = policy.schedule
         own = {flag: own_sampler(schedule, deterministic=flag) for flag in (True, False)}
         self._still = own[True]
@@ -182,7 +184,9 @@ class LeanDenoising:
 
         Their `noise` [K, B, P, A] becomes 0, if it is not yet.
         """
-        first, size, explored = self.policy.first_step, noise.shape[-1], self.policy.part.size
+        first = self.policy.first_step
+        size = noise.shape[-1]
+        explored = self.policy.part.size
         if draws.quiet is None and explored == size:
             return None
         padded = torch.arange(size, device=noise.device) >= explored
@@ -225,7 +229,9 @@ class LeanDenoising:
             leading = prepared(base, times, config.precision, caching) if base is not None else scored
             self._at[flag] = leading, scored, first
         self._vectors = Vectors.of(policy)
-        self._first, self._noise_shape, self._device = policy.first_step, policy.noise_shape, policy.action_low.device
+        self._first = policy.first_step
+        self._noise_shape = policy.noise_shape
+        self._device = policy.action_low.device
         self._known = version
 
 
@@ -233,7 +239,9 @@ class Vectors:
     """The encoder of a policy that reads vectors alone, [B, H, *shape] of each field, in four operations."""
 
     def __init__(self, policy: DenoisingPolicy, encoder: ObservationEncoder):
-        self.fields, self.history, self.bound = policy.fields, policy.config.history, encoder.bound
+        self.fields = policy.fields
+        self.history = policy.config.history
+        self.bound = encoder.bound
         parts = [(encoder.normalizer(key), self.history) for key in encoder.keys]
         self.keys = encoder.keys
         self.shapes = [(self.history, *self.fields[key].shape) for key in self.keys]

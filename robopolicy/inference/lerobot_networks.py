@@ -249,7 +249,10 @@ class Convolution:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, stride: int, padding: int):
-        self.weight, self.bias, self.stride, self.padding = weight.detach(), bias, stride, padding
+        self.weight = weight.detach()
+        self.bias = bias
+        self.stride = stride
+        self.padding = padding
         self._packs = _packs(weight)
         self._packed: tuple[torch.Size, Tensor] | None = None
 

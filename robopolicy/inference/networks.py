@@ -51,7 +51,9 @@ def _contexts(table: Tensor, features: Tensor) -> Callable[[int], Tensor]:
 
 def _perceptron(denoiser: ResidualMLP, table: Tensor) -> Callable[[Tensor], Predicts]:
     reads, table = denoiser.condition.weight.T, table + denoiser.condition.bias
-    latent, head, bias = denoiser.latent.weight.T, denoiser.head.weight.T, denoiser.head.bias
+    latent = denoiser.latent.weight.T
+    head = denoiser.head.weight.T
+    bias = denoiser.head.bias
     hidden = [cast(nn.Linear, layer).weight.T for layer in denoiser.hidden]
 
     def begin(condition: Tensor) -> Predicts:

@@ -220,7 +220,9 @@ class GuidedSteps:
     """`Steps` of a network whose predictions are corrected by `guidance`; see the module."""
 
     def __init__(self, steps: Steps, schedule: NoiseSchedule, guidance: Guidance):
-        self.steps, self.schedule, self.guidance = steps, schedule, guidance
+        self.steps = steps
+        self.schedule = schedule
+        self.guidance = guidance
         levels = noise_levels(schedule)
         self._scale = levels.sum(1).tolist()
         self._gains = guidance_gains(levels, guidance.strongest).tolist()

@@ -38,7 +38,9 @@ def denoise(network: Network, noisy: Tensor, sigma: Tensor, config: EdmConfig) -
     # c_skip, c_out and c_in give F inputs and targets of unit variance; c_noise is log(sigma) / 4.
     wide, data = sigma.reshape(-1, *[1] * (noisy.dim() - 1)), config.sigma_data
     total = (wide.square() + data**2).sqrt()
-    skip, out, scale = data**2 / total.square(), wide * data / total, 1 / total
+    skip = data**2 / total.square()
+    out = wide * data / total
+    scale = 1 / total
     return skip * noisy + out * network(scale * noisy, sigma.log() / 4)
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 EXTRA = "vla"
-PADDING, BEGIN, UNKNOWN = "<pad>", "<begin>", "<unknown>"
+PADDING = "<pad>"
+BEGIN = "<begin>"
+UNKNOWN = "<unknown>"
 _BEFORE, _AFTER = "\"'([\u201c\u2018", ".,;:!?\"')]\u201d\u2019\u2026"
 """Punctuation before and after a word that says nothing about it; a minus or a point before a number does."""
 _NAMED = 20

@@ -157,7 +157,9 @@ class DiffusionSchedule(NoiseSchedule):
         tables[0][:, 4] = tables[0][:, 4].clamp_min(min_std)
         super().__init__((steps + 1).double() / training_steps, tables[0], tables[1], clip)
         self.prediction = prediction
-        self.training_steps, self.beta_schedule, self.spacing = training_steps, beta_schedule, spacing
+        self.training_steps = training_steps
+        self.beta_schedule = beta_schedule
+        self.spacing = spacing
         self.register_buffer("alphas", alphas.float(), persistent=False)
         if not rederived:
             self.signals = alphas[steps].sqrt().float()

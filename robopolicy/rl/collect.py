@@ -107,7 +107,9 @@ def column(
     updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is none of
     `instructions`.
     """
-    before, decision, step = played.info.seen, played.info.decision, played.step
+    before = played.info.seen
+    decision = played.info.decision
+    step = played.step
     for name, reward in step.rewards.items():
         check_finite(f"reward '{name}'", reward)
     after = to_tensors(step.observation, device)

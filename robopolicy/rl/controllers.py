@@ -61,7 +61,9 @@ class ImitationMix(_Stateless):
     """
 
     def __init__(self, *, first: float = 0.9, last: float = 0.05, until: float = 1.0):
-        self.first, self.last, self.until = first, last, until
+        self.first = first
+        self.last = last
+        self.until = until
 
     def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:
         """Return the factors of the two losses."""
@@ -77,7 +79,10 @@ class KlTarget:
     """
 
     def __init__(self, *, target: float = 0.01, factor: float = 1.5, least: float = 0.1, most: float = 10.0):
-        self.target, self.factor, self.least, self.most = target, factor, least, most
+        self.target = target
+        self.factor = factor
+        self.least = least
+        self.most = most
         self.scale = 1.0
 
     def step(self, stats: Mapping[str, float], context: Context) -> dict[str, float]:

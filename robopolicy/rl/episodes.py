@@ -285,7 +285,9 @@ class EpisodePlayer:
         if self.branching.uncertain:
             children = shared_in_groups([row.request.group for _, row in due], [row.surprise for _, row in due], more)
         for place, (index, running) in enumerate(due):
-            state, returned, step = states.take([place]), float(self.returns[index]), running.steps
+            state = states.take([place])
+            returned = float(self.returns[index])
+            step = running.steps
             for shared in self._splits(running) * children[place]:
                 child = _Running(running.request, step, state, returned, running.number, -1, step, shared)
                 self.waiting.appendleft(child)

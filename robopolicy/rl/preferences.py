@@ -107,7 +107,9 @@ class Preferences(Buffer):
             )
         if folder and not share:
             raise ConfigError(f"options.preferences.folder={folder} is not learned from with share=0: raise share.")
-        self.refresh, self.share, self.most = refresh, share, megabytes * 1e6
+        self.refresh = refresh
+        self.share = share
+        self.most = megabytes * 1e6
         self.given = read_pairs(folder) if folder else None
 
     def reincarnates(self, context: Context) -> bool:

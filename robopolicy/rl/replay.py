@@ -89,7 +89,11 @@ class Spear(Buffer):
         self, *, capacity: int = 256, age: int = 20, weight: float = 0.5, warmup: float = 0.1, share: float = 0.5
     ):
         super().__init__()
-        self.capacity, self.age, self.weight, self.warmup, self.share = capacity, age, weight, warmup, share
+        self.capacity = capacity
+        self.age = age
+        self.weight = weight
+        self.warmup = warmup
+        self.share = share
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Return today's episodes and, beside them, at most `share` times as many of the past's good ones."""
@@ -149,7 +153,10 @@ class ReMix(Buffer):
 
     def __init__(self, *, keep: int = 2, share: float = 0.5, until: float = 0.7, reincarnate: bool = True):
         super().__init__()
-        self.keep, self.share, self.until, self.reincarnate = keep, share, until, reincarnate
+        self.keep = keep
+        self.share = share
+        self.until = until
+        self.reincarnate = reincarnate
 
     def reincarnates(self, context: Context) -> bool:
         """Return whether this is the first iteration on-policy."""

@@ -145,7 +145,9 @@ class InferenceQueue:
         on_batch: Callable[[int], None] = lambda size: None,
         plans: Plans | None = None,
     ):
-        self.policy, self.generator, self.plans = policy, generator, plans
+        self.policy = policy
+        self.generator = generator
+        self.plans = plans
         self.maximum_batch, self.maximum_waiting = maximum_batch, maximum_waiting
         self.deadline, self.stall = deadline, stall
         self.deterministic, self.on_batch = deterministic, on_batch

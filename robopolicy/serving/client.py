@@ -237,7 +237,9 @@ class PolicyClient:
         certificate: Path | str | None = None,
     ):
         self.address = whole_address(host, port, encrypted=certificate is not None)
-        self.timeout, self.patience, self.session = timeout, patience, session
+        self.timeout = timeout
+        self.patience = patience
+        self.session = session
         require_key(api_key or "")
         self._headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
         self._tls = trusting(certificate) if self.address.startswith("wss://") else None
@@ -246,7 +248,9 @@ class PolicyClient:
         self._numbers = itertools.count(secrets.randbits(48))
         self._sealed = self._known = False
         self._cameras: dict[str, tuple[int, ...]] = {}
-        self._last, self._took, self.thrown_away = b"", 0.0, 0
+        self._last = b""
+        self._took = 0.0
+        self.thrown_away = 0
         self.metadata: dict[str, Any] = {}
         self.trouble: ServingError | None = None  # why it cannot connect, while it goes on trying
         proxy = proxy_for(self.address)

@@ -121,7 +121,9 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     if missing:
         raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
     try:
-        history, chunk, fps = _whole(metadata["history"]), _whole(metadata["chunk"]), _rate(metadata.get("fps", 10.0))
+        history = _whole(metadata["history"])
+        chunk = _whole(metadata["chunk"])
+        fps = _rate(metadata.get("fps", 10.0))
         overlap = _whole(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
         shape, low, high = _field("action", metadata["action"])
         fields = {key: _field(key, read)[0] for key, read in _mapping(metadata["observation"]).items()}

@@ -118,7 +118,9 @@ class _Robots:
 
     def episodes(self, seeds: np.ndarray) -> tuple[int, int]:
         """Run one episode per seed [n <= B] until all have ended; returns how many succeeded and the steps run."""
-        count, successes, steps = len(seeds), 0, 0
+        count = len(seeds)
+        successes = 0
+        steps = 0
         self.player.start_wave(seeds)
         self.clock.start()
         for played in self.player:

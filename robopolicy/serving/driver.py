@@ -148,7 +148,10 @@ class Driver:
         self.policy, self.limits = described, limits or ActionLimits()
         self.hold = Stillness(hold, described)
         self.start = self.hold if start is None else start
-        self.prefetch, self.blend, self.wait, self.patience = prefetch, blend, wait, patience
+        self.prefetch = prefetch
+        self.blend = blend
+        self.wait = wait
+        self.patience = patience
         self.latency_steps, self.session = latency_steps, session
         self.grace = 0.5 / described.fps if grace is None else grace
         self.max_age = 2 * described.chunk / described.fps if max_age is None else max_age
@@ -161,7 +164,9 @@ class Driver:
         self._requests, self._owned = requests or Requests(client), requests is None
         self._clock, self._notices = clock, notices or Notices()
         self._unanswered: float | None = None
-        self._back_off, self._ask_after, self._late = BACK_OFF[0], 0.0, False
+        self._back_off = BACK_OFF[0]
+        self._ask_after = 0.0
+        self._late = False
         self.reset()
 
     def _require_possible(self) -> None:
@@ -206,10 +211,14 @@ class Driver:
         self._task: str | None = None
         self._step, self._first = 0, True
         self._chunk = np.zeros((0, *self.policy.shape))
-        self._begins, self._seen, self.late = 0, 0.0, 0
+        self._begins = 0
+        self._seen = 0.0
+        self.late = 0
         self._request: Future[np.ndarray] | None = None
         self._unanswered = None if self.error is None else self._unanswered
-        self._asked, self._held, self._shown = _Asked(0, 0.0, 0, 0), 0, 0
+        self._asked = _Asked(0, 0.0, 0, 0)
+        self._held = 0
+        self._shown = 0
         self._last: np.ndarray | None = None
 
     def close(self) -> None:
@@ -393,7 +402,10 @@ class Driver:
         chunk = self._blended(chunk, begins)
         if self.policy.ahead:
             chunk, begins = self._after_queue(chunk, begins)
-        self._chunk, self._begins, self._seen, self.late = chunk, begins, seen, late
+        self._chunk = chunk
+        self._begins = begins
+        self._seen = seen
+        self.late = late
 
     def _later(self) -> None:
         """Ask no sooner than after a while, and after a longer one the next time."""

@@ -132,7 +132,9 @@ class PolicyServer:
     def __init__(self, policy: Policy, settings: ServerSettings):
         self.policy, self.settings = policy, settings
         self.limits = settings.limits or Limits.of(policy.spec)
-        self.metrics, self.log, self.door = Metrics(), Log(), Door(self.limits)
+        self.metrics = Metrics()
+        self.log = Log()
+        self.door = Door(self.limits)
         self.device = settings.device or _device(policy)
         self.plans: Plans | None = plans_of(policy, settings.chunking, settings.chunking_options)
         self.sessions = Sessions(policy.spec, self.limits, settings.rename, settings.session_expiry)
@@ -316,7 +318,9 @@ class _Conversation:
     """One connection: requests are read in order, computed together where they may be, answered in order."""
 
     def __init__(self, server: PolicyServer, connection: ServerConnection, asker: Asker):
-        self.server, self.connection, self.asker = server, connection, asker
+        self.server = server
+        self.connection = connection
+        self.asker = asker
         self.requests, self.large = 0, False
         self._replies: asyncio.Queue[asyncio.Future[bytes]] = asyncio.Queue(server.limits.pipelined)
         self._previous: float | None = None

@@ -115,7 +115,10 @@ class Sessions:
     """
 
     def __init__(self, spec: PolicySpec, limits: Limits, rename: Mapping[str, str], expiry: float):
-        self.spec, self.limits, self.rename, self.expiry = spec, limits, dict(rename), expiry
+        self.spec = spec
+        self.limits = limits
+        self.rename = dict(rename)
+        self.expiry = expiry
         RobotSession(spec, self.rename, limits)  # wrong names are refused when the server starts
         self._known: dict[tuple[int, str], RobotSession] = {}
 

@@ -132,7 +132,9 @@ def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
         count += step.valid.sum(axis=1)
         check_endings(world, step, count, ended, chunk)
         check_same(world, take(observation, ended), take(step.observation, ended), "an ended row is frozen", 0.0)
-        observation, ended, success = copy(step.observation), step.ended, step.success
+        observation = copy(step.observation)
+        ended = step.ended
+        success = step.success
         flags = (step.terminated, step.truncated, step.success)
     promise(world, bool(ended.all()), f"every row has ended after the horizon of {spec.horizon} control steps")
     last = world.step(sample_actions(spec, len(seeds), chunk, 99))

@@ -27,7 +27,9 @@ class TeacherTurns:
     """
 
     def __init__(self, teacher: Policy, first: float, until: float):
-        self.teacher, self.first, self.until = teacher, first, until
+        self.teacher = teacher
+        self.first = first
+        self.until = until
         self.share = first
 
     def begin(self, done: float) -> None:

@@ -47,7 +47,9 @@ class Course:
     """
 
     def __init__(self, oversight: Oversight, target: float | None = None):
-        self.oversight, self.target, self.leash = oversight, target, oversight.leash
+        self.oversight = oversight
+        self.target = target
+        self.leash = oversight.leash
         self.best: float | None = None
         self.last: float | None = None
         self.gap = 0.0
@@ -114,7 +116,9 @@ class Course:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
-        self.best, self.last, self.gap = tree["best"], tree.get("last"), tree["gap"]
+        self.best = tree["best"]
+        self.last = tree.get("last")
+        self.gap = tree["gap"]
         self.stale, self.leash = tree["stale"], tree["leash"]
         self.ended = None if tree["ended"] is None else Ended(tree["ended"])
 

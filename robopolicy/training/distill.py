@@ -47,7 +47,9 @@ class Distillation(nn.Module):
 
         batch: "observation", key -> [N, H, ...].
         """
-        observation, student, (teacher,) = batch["observation"], self.student, self._teacher
+        observation = batch["observation"]
+        student = self.student
+        (teacher,) = self._teacher
         rows = len(observation[next(iter(student.fields))])
         device = student.action_low.device
 

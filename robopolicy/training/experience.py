@@ -34,8 +34,12 @@ from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import effective_sample_size
 from robopolicy.rl.returns import ReturnScale
 
-READ_AT_ONCE, SCORED_AT_ONCE, VALUED_AT_ONCE = 256, 4096, 8192
-"""Observations that are encoded at once, at most, decisions that are scored without gradient, and that are valued."""
+READ_AT_ONCE = 256
+"""Observations that are encoded at once, at most."""
+SCORED_AT_ONCE = 4096
+"""Decisions that are scored at once without gradient."""
+VALUED_AT_ONCE = 8192
+"""Decisions that are valued at once."""
 
 
 def with_executed(

@@ -59,8 +59,12 @@ class ExpertRows:
         unknown = sorted({text for text in episodes.tasks if text not in instructions}) if len(instructions) > 1 else []
         if unknown:
             raise DataError(f"The experts follow instructions that the world does not have: {', '.join(unknown[:3])}.")
-        self.policy, self.share, self.rewards = policy, share, rewards
-        self.episodes, self.instructions, self.generator = episodes.to(generator.device), instructions, generator
+        self.policy = policy
+        self.share = share
+        self.rewards = rewards
+        self.episodes = episodes.to(generator.device)
+        self.instructions = instructions
+        self.generator = generator
 
     def beside(self, prepared: Rollouts, context: Context) -> Rollouts:
         """Return `prepared` whole episodes with advantages, and experts' behind them, each a group of its own.

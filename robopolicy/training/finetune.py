@@ -152,8 +152,13 @@ class _Finetuning:
         guidance: Guidance,
         course: Course,
     ):
-        self.policy, self.world, self.config, self.seed = policy.eval(), world, config, seed
-        self.run_folder, self.guidance, self.teacher = run, guidance, guidance.teacher
+        self.policy = policy.eval()
+        self.world = world
+        self.config = config
+        self.seed = seed
+        self.run_folder = run
+        self.guidance = guidance
+        self.teacher = guidance.teacher
         self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
         guidance.check_teacher(policy, self.algorithm.needs)
@@ -419,7 +424,9 @@ class _Finetuning:
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], self.run_folder.resume_point)
         require_same_config(tree["config"], self._settings(), may_change=("iterations", "target_success", "patience"))
-        self.iteration, self.env_steps, self.best = tree["iteration"], tree["env_steps"], tree["best"]
+        self.iteration = tree["iteration"]
+        self.env_steps = tree["env_steps"]
+        self.best = tree["best"]
         self.course.restore(tree["course"])
         self.best_believed = tree["best_believed"]
         self.history, self.memory = tuple(tree["history"]), tree["memory"]

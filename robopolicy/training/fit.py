@@ -93,7 +93,10 @@ class _Fit:
         precision: LearningPrecision,
         micro_batch: int,
     ):
-        self.model, self.config, self.generators, self.run_folder = model, config, generators, run
+        self.model = model
+        self.config = config
+        self.generators = generators
+        self.run_folder = run
         self.precision: LearningPrecision = precision
         self.micro_batch = micro_batch
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

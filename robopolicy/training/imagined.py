@@ -59,8 +59,14 @@ class ModelRefresh:
     ):
         if not data.exists():
             raise DataError(f"Refreshing a model needs the data it was trained on: {data} is missing.")
-        self.models, self.real, self.data, self.run = models, real, data, run
-        self.every, self.episodes, self.steps, self.seed = every, episodes, steps, seed
+        self.models = models
+        self.real = real
+        self.data = data
+        self.run = run
+        self.every = every
+        self.episodes = episodes
+        self.steps = steps
+        self.seed = seed
         self.in_reality = in_reality
         self.record_path = run.path / "refreshes.json"
         done = read_object(self.record_path) if self.record_path.exists() else {"iterations": [], "env_steps": 0}
@@ -135,7 +141,10 @@ def synthesise_and_imitate(
     evaluated, and `course` says whether it goes on. A round counts as an iteration. acting: who plays for the policy,
     None for itself.
     """
-    generators, kept, imagined, turn = Generators(seed, next(policy.parameters()).device), [], 0, 0
+    generators = Generators(seed, next(policy.parameters()).device)
+    kept = []
+    imagined = 0
+    turn = 0
     best: dict[str, Any] = {}
     weights: dict[str, Tensor] = {}
     if run is not None:  # it begins anew after a kill, and so do its metrics

@@ -74,7 +74,9 @@ class AgentController:
     """An agent as a controller of a world, noise-free or drawing from `generator`."""
 
     def __init__(self, agent: Agent, interface: Interface, generator: torch.Generator | None = None):
-        self.agent, self.interface, self.generator = agent, interface, generator
+        self.agent = agent
+        self.interface = interface
+        self.generator = generator
 
     def reset(self, rows: Rows = None) -> None:
         """It remembers nothing."""
@@ -119,7 +121,9 @@ def roll_out(
     edge_value: what it says (discounted) is paid where imagination stops, and the transition ends there.
     """
     player = Player(world, Explorer(interface, lambda state: agent.act(state, generator)))
-    parts, begun, turn = [], 0, 0
+    parts = []
+    begun = 0
+    turn = 0
     while begun < rollouts:
         player.start(episode_seeds(seed, f"{name}/{turn}", world.batch_size))
         begun, turn = begun + world.batch_size, turn + 1

@@ -225,7 +225,9 @@ def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: Le
 
     Raises ConfigError as `read_once`.
     """
-    encoder, spec, device = _resting(policy), policy.spec, next(policy.parameters()).device
+    encoder = _resting(policy)
+    spec = policy.spec
+    device = next(policy.parameters()).device
     first = torch.zeros(1, dtype=torch.int64, device=device)
     seen = data.to(device).windows(first, spec.history, 1, spec.columns)["observation"]
     with learning_in(precision):

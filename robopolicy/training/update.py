@@ -105,9 +105,14 @@ class Learner:
         experts: Iterator[dict[str, Any]] | None = None,
     ):
         _require_steps(algorithm, config)
-        self.policy, self.critic, self.base, self.teacher = policy, critic, base, teacher
+        self.policy = policy
+        self.critic = critic
+        self.base = base
+        self.teacher = teacher
         self.models, self.experts = models or {}, experts
-        self.algorithm, self.config, self.instructions = algorithm, config, instructions
+        self.algorithm = algorithm
+        self.config = config
+        self.instructions = instructions
         self.parameters = list(policy.trainable_parameters())
         rate, decay = config.learning_rate, config.weight_decay
         self.optimiser = make_optimiser(config.optimiser, self.parameters, rate, decay)
@@ -386,7 +391,9 @@ class Learner:
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Go on from `tree`."""
-        self.steps, self.knobs, self.stats = tree["steps"], dict(tree["knobs"]), dict(tree["stats"])
+        self.steps = tree["steps"]
+        self.knobs = dict(tree["knobs"])
+        self.stats = dict(tree["stats"])
         self.policy.load_state_dict(tree["policy"])
         restore_optimiser(self.optimiser, tree["actor_optimiser"])
         if self.critic is not None and self.critic_optimiser is not None:

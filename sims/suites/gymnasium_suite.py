@@ -111,18 +111,15 @@ class GymnasiumWorld:
             description = self.pool.describe()
             self._reward = choose_reward(reward, reward_scale, description)
             fields = observation_fields(description, cameras, image_size)
-            rate = control_rate(fps) if fps is not None else description.fps
-            if rate is None:
-                raise ConfigError(
-                    f"'{name}' does not say how many control steps make a second, a number above 0: give "
-                    "world.options.fps=NUMBER (in Python: fps=NUMBER)."
-                )
+            rate = _rate(name, description.fps if fps is None else control_rate(fps))
         except BaseException:
             self.pool.close()
             raise
         for note in first_notes(name, description, seed_globals):
             warnings.warn(note, RobopolicyWarning, stacklevel=2)
-        self.repeats, self.draws, self.available_cameras = description.repeats, description.draws, description.cameras
+        self.repeats = description.repeats
+        self.draws = description.draws
+        self.available_cameras = description.cameras
         self._layout, self._told = description.layout, set[str]()
         self._instruction, tasks = instruction, description.tasks if own_task else ()
         self._own_task = bool(tasks)
@@ -142,10 +139,8 @@ class GymnasiumWorld:
             terminate_on_success=terminate_on_success and not whole,
             clips_actions=clip_actions,
         )
-        generator = numpy_generator(seed, f"sims/{name}/episode_seeds")
-        self._episodes = EpisodeRows(
-            self._spec, batch_size, lambda count: generator.integers(0, SEED_LIMIT, size=count)
-        )
+        draws = numpy_generator(seed, f"sims/{name}/episode_seeds")
+        self._episodes = EpisodeRows(self._spec, batch_size, lambda count: draws.integers(0, SEED_LIMIT, size=count))
 
     @property
     def spec(self) -> WorldSpec:
@@ -283,6 +278,16 @@ class GymnasiumWorld:
                 "then replace these values in the environment, for instance with numpy.nan_to_num), or the simulation "
                 "diverged: reset these rows; gentler actions avoid the latter."
             )
+
+
+def _rate(name: str, rate: float | None) -> float:
+    """Return the control rate of the environment `name`; raises ConfigError where nobody says it."""
+    if rate is None:
+        raise ConfigError(
+            f"'{name}' does not say how many control steps make a second, a number above 0: give "
+            "world.options.fps=NUMBER (in Python: fps=NUMBER)."
+        )
+    return rate
 
 
 def criterion(success: str | None, text: str) -> str:

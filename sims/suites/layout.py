@@ -222,7 +222,11 @@ def observation_layout(
     if robot.isdisjoint(first.values()):
         robot = {*first.values()} - {"environment_state", *GOAL_KEYS}
     own = [path for path in vectors if first[path] in robot or not path]
-    parts, fields, names, start, named = [], {}, {}, 0, not element_names
+    parts = []
+    fields = {}
+    names = {}
+    start = 0
+    named = not element_names
     for key, paths in ((STATE, own), (ENVIRONMENT_STATE, [path for path in vectors if path not in own])):
         begin, elements = start, []
         for path in paths:

@@ -42,7 +42,9 @@ def open_metaworld(task: str) -> gymnasium.Env:
     inner = tasks[task]()
     inner._partially_observable = False
     vars(inner).pop("sawyer_observation_space", None)
-    inner._freeze_rand_vec, inner.seeded_rand_vec, inner._set_task_called = False, True, True
+    inner._freeze_rand_vec = False
+    inner.seeded_rand_vec = True
+    inner._set_task_called = True
     inner.mujoco_renderer.default_cam_config = VIEW
     return MetaworldEnvironment(inner)
 

@@ -10,7 +10,9 @@ from robopolicy.core.registry import load_dotted
 from sims.suites.environment import GOAL_KEYS, Description
 from sims.suites.success import place_of
 
-ENVIRONMENT, PROGRESS, INCREASE = "environment", "progress", "increase"
+ENVIRONMENT = "environment"
+PROGRESS = "progress"
+INCREASE = "increase"
 Potential = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 """Observation arrays [..., n] by key -> [...]."""
 

@@ -102,7 +102,10 @@ class EnvironmentRows:
         actions = actions.astype(self._rows[0].action_dtype)
         every = bool(self._images.cameras) and self._images.history > 1
         for row, (environment, limit) in enumerate(zip(self._rows, left.tolist(), strict=True)):
-            paid, done, terminated, truncated = [], [], False, False
+            paid = []
+            done = []
+            terminated = False
+            truncated = False
             for action, values in zip(actions[row, :limit], played.values[row], strict=False):
                 reward, terminated, truncated, success = environment.step(action, values, len(paid) + 1 == limit)
                 paid.append(reward)
@@ -114,7 +117,9 @@ class EnvironmentRows:
             length = len(paid)
             if length and not every:
                 self._image(environment, row, played)
-            played.reward[row, :length], played.success[row, :length], played.length[row] = paid, done, length
+            played.reward[row, :length] = paid
+            played.success[row, :length] = done
+            played.length[row] = length
             played.terminated[row], played.truncated[row] = terminated, truncated
         return replace(played, notes=tuple(note for row in self._rows for note in row.take_notes()))
 
@@ -287,7 +292,9 @@ class Pool:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._connections, self._processes, self._lost = [], [], None
+        self._connections = []
+        self._processes = []
+        self._lost = None
 
     def _split(self, index: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
         """Return, by worker, the places in `index` that are its rows, and its own numbers for them (None: no row)."""

@@ -55,8 +55,13 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
     readings: qpos and qvel [..., 8], activation [..., 2], goal [..., 4] -> `observation.state` [..., 6],
     `observation.environment_state` [..., 30], m, m/s and rad/s.
     """
-    pusher, velocity, goals = readings.qpos[..., 6:8], readings.qvel, readings.goal
-    red, blue, left, right = readings.qpos[..., 0:2], readings.qpos[..., 3:5], goals[..., 0:2], goals[..., 2:4]
+    pusher = readings.qpos[..., 6:8]
+    velocity = readings.qvel
+    goals = readings.goal
+    red = readings.qpos[..., 0:2]
+    blue = readings.qpos[..., 3:5]
+    left = goals[..., 0:2]
+    right = goals[..., 2:4]
     environment = []
     for cube, first in ((red, 0), (blue, 3)):
         yaw = readings.qpos[..., first + 2 : first + 3]

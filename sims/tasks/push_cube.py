@@ -58,7 +58,9 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
     readings: qpos and qvel [..., 5], activation and goal [..., 2] -> `observation.state` [..., 6],
     `observation.environment_state` [..., 13], m, m/s and rad/s.
     """
-    cube, yaw, pusher = readings.qpos[..., 0:2], readings.qpos[..., 2:3], readings.qpos[..., 3:5]
+    cube = readings.qpos[..., 0:2]
+    yaw = readings.qpos[..., 2:3]
+    pusher = readings.qpos[..., 3:5]
     state = [pusher, readings.qvel[..., 3:5], readings.activation - pusher]
     environment = [
         cube,

@@ -63,7 +63,9 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
     readings: qpos and qvel [..., 5], activation [..., 2], goal [..., 3] -> `observation.state` [..., 6],
     `observation.environment_state` [..., 13], m, m/s and rad/s.
     """
-    block, yaw, pusher = readings.qpos[..., 0:2], readings.qpos[..., 2:3], readings.qpos[..., 3:5]
+    block = readings.qpos[..., 0:2]
+    yaw = readings.qpos[..., 2:3]
+    pusher = readings.qpos[..., 3:5]
     turn = readings.goal[..., 2:3] - yaw
     state = [pusher, readings.qvel[..., 3:5], readings.activation - pusher]
     environment = [
@@ -125,7 +127,9 @@ def candidate_pushes() -> tuple[np.ndarray, np.ndarray]:
     Positions are metres; directions are of length 1: straight into the edge and 14 degrees to either side of that.
     """
     # The bar's centre lies 6/7 of a unit above the centre of mass, the stem's 8/7 below (areas 4 and 3, 2 units apart).
-    top, low, end = (6 / 7 + 0.5) * UNIT, (6 / 7 - 0.5) * UNIT, (-8 / 7 - 1.5) * UNIT
+    top = (6 / 7 + 0.5) * UNIT
+    low = (6 / 7 - 0.5) * UNIT
+    end = (-8 / 7 - 1.5) * UNIT
     bar, stem = 2 * UNIT, 0.5 * UNIT
     # Points x, y on the block's edge and the outward normal there, a little inside of corners.
     points: list[tuple[float, float, float, float]] = []
@@ -186,7 +190,9 @@ class PushTExpert:
         error = np.concatenate([rotate(environment[:, TO_GOAL], cosine, -sine), RADIUS * turn[:, None]], axis=1)
         pusher = environment[:, PUSHER_IN_BLOCK] + rotate(state[:, TARGET], cosine, -sine)
         chosen = self._choose(error, pusher)
-        point, direction, motion = self._points[chosen], self._directions[chosen], self._motion[chosen]
+        point = self._points[chosen]
+        direction = self._directions[chosen]
+        motion = self._motion[chosen]
         # Where the pusher is, along the push and beside it (metres, 0 at contact); `left` is how far to push until the
         # error along this contact's motion is gone.
         along = ((pusher - point) * direction).sum(axis=1, keepdims=True)

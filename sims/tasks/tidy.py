@@ -19,7 +19,9 @@ from sims.task import Arrays, Readings, Start, Task, elements, flat_quaternion, 
 
 CUBES, TRAYS = ("red", "green", "blue"), ("white", "black")
 PLACES = (*(f"{tray} tray" for tray in TRAYS), "drawer")
-STACK, OPEN, CLOSE = "stack the red cube on the blue cube", "open the drawer", "close the drawer"
+STACK = "stack the red cube on the blue cube"
+OPEN = "open the drawer"
+CLOSE = "close the drawer"
 INSTRUCTIONS = (*(f"put the {cube} cube in the {place}" for cube in CUBES for place in PLACES), STACK, OPEN, CLOSE)
 _THING = (0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 3, 3)
 _PLACE = (0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5)
@@ -130,7 +132,9 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
     readings: qpos [..., 32], qvel [..., 29], control [..., 6] -> `observation.state` [..., 19],
     `observation.environment_state` [..., 69].
     """
-    qpos, qvel, tip = readings.qpos, readings.qvel, arm.tip_position(readings.qpos)
+    qpos = readings.qpos
+    qvel = readings.qvel
+    tip = arm.tip_position(readings.qpos)
     environment = []
     for index in range(len(CUBES)):
         pose, velocity = qpos[..., 11 + 7 * index :][..., :7], qvel[..., 11 + 6 * index :][..., :6]
@@ -235,7 +239,10 @@ def succeeded(observation: Arrays) -> np.ndarray:
 class TidyExpert:
     """Reads the instruction and looks only at the present, so it recovers from any disturbance."""
 
-    carry_height, travel_height, precision = 0.088, 0.075, 0.006  # m, of the tip, of the tip, horizontally
+    # m, of the tip, of the tip, horizontally
+    carry_height = 0.088
+    travel_height = 0.075
+    precision = 0.006
     opening = 0.579  # gripper action: wide enough for a cube, too narrow to touch the next one
 
     def reset(self, rows: Rows = None) -> None:
@@ -245,7 +252,9 @@ class TidyExpert:
         """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
         seen = {STATE: newest(observation, STATE), ENVIRONMENT_STATE: newest(observation, ENVIRONMENT_STATE)}
         scene, hand = instructed({**seen, TASK: observation[TASK]}), arm.parts(seen[STATE])
-        tip, to_thing, to_goal = hand["tip"], scene.to_thing, scene.to_goal
+        tip = hand["tip"]
+        to_thing = scene.to_thing
+        to_goal = scene.to_goal
         between = (
             (np.abs(to_thing[:, 0]) < 0.015)
             & (to_thing[:, 1] > -0.014)

@@ -74,7 +74,9 @@ class StepHeads(Standardised):
 
         batch: state, action, next_state, reward of steps; success_state [N, S] and success_label [N] of others.
         """
-        state, action, after = batch["state"], batch["action"], batch["next_state"]
+        state = batch["state"]
+        action = batch["action"]
+        after = batch["next_state"]
         reward = self.standard("reward", batch["reward"][:, None])[:, 0]
         predicted = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
         reached = self.standard("state", batch["success_state"])

@@ -89,7 +89,9 @@ class PartStage(nn.Module):
 
     def __init__(self, part: nn.Module, make: Batches, losses: Losses):
         super().__init__()
-        self.part, self._make, self._losses = part, make, losses
+        self.part = part
+        self._make = make
+        self._losses = losses
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield training batches for ever."""

@@ -187,7 +187,9 @@ class FrameReader(Judged):
         called with actions [n, A] in the world's units. Raises DataError where rewards or final frames are missing.
         """
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
-        steps, read, found = order[:CALIBRATION_STEPS].sort().values, [], []
+        steps = order[:CALIBRATION_STEPS].sort().values
+        read = []
+        found = []
         assert episodes.step_success is not None
         for part in steps.split(PART):
             latent = initial(context_at(episodes, part, history), part.numpy())
@@ -226,10 +228,14 @@ class FrameReader(Judged):
         frames: [B, 3, height, width, 3], the last of them new; state: [B, V] before; action: [B, A]. Both are in the
         world's units.
         """
-        readout, given, taken = self.readout, self.standard("state", state), self.standard("action", action)
+        readout = self.readout
+        given = self.standard("state", state)
+        taken = self.standard("action", action)
         past = readout.summary(frames[:, 0], frames[:, 1])
         summary = readout.summary(frames[:, 1], frames[:, 2])
-        after, free, structure = state.clone(), self.structure.free, self.structure
+        after = state.clone()
+        free = self.structure.free
+        structure = self.structure
         after[:, free] += readout.changes(summary, given, taken) * self.change_std[free]
         after = structure.complete(after)
         inputs = readout.heads.inputs(summary, given, self.standard("state", after))

@@ -156,7 +156,9 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the next frames and states, what the heads of reward and success read, and the uncertainty."""
-        frames, state, reader = latent["frames"], latent["state"], self.reader
+        frames = latent["frames"]
+        state = latent["state"]
+        reader = self.reader
         actions = actions.to(state.dtype)
         recent = reader.standard("action", torch.cat([latent["actions"], actions[:, None]], 1))
         if self.config.temperature:

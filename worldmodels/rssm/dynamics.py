@@ -111,7 +111,9 @@ class LatentDynamics(nn.Module):
         uniforms that choose the samples.
         """
         core, frames = self.core, self.core.posterior_frame(embedding).unbind(1)
-        deter, sample, current = core.start(embedding[:, 0]), state[:, 0, :0], state[:, 0]
+        deter = core.start(embedding[:, 0])
+        sample = state[:, 0, :0]
+        current = state[:, 0]
         found = []
         for index, (frame, true) in enumerate(zip(frames, state.unbind(1), strict=True)):
             if index:

@@ -115,12 +115,16 @@ class RssmModel(Described[RssmConfig], Judged):
         every place in them; a share begins with its episode, half of these as contexts do that reach back before it.
         """
         data, config = SequenceData(episodes, tuple(self._spec.observation)), self.config
-        count, past, frames = config.batch_size, config.burn_in - 1, config.burn_in + config.length
+        count = config.batch_size
+        past = config.burn_in - 1
+        frames = config.burn_in + config.length
         early, late = round(config.start_share * count), round(config.success_share * count)
         padded = early // 2
         assert episodes.step_success is not None
         won = episodes.step_success.nonzero()[:, 0]
-        starts, lengths, size = episodes.starts, episodes.lengths, (count, frames + 4)
+        starts = episodes.starts
+        lengths = episodes.lengths
+        size = (count, frames + 4)
         while True:
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
             steps = (draws[:, 0] * len(data)).long()
@@ -146,7 +150,9 @@ class RssmModel(Described[RssmConfig], Judged):
         errors, summed over pixels; "dynamics", "representation": nats; "reward", "success": cross-entropies, where the
         frame before was seen. Frames outside of the episode do not count.
         """
-        subsequence, seen, config = batch["subsequence"], batch["seen"], self.config
+        subsequence = batch["subsequence"]
+        seen = batch["seen"]
+        config = self.config
         rows, length = subsequence.valid.shape
         known = torch.cat([subsequence.valid[:, :1], subsequence.valid], 1).float()
         state = self.vector(subsequence.frames)
@@ -250,7 +256,9 @@ class RssmModel(Described[RssmConfig], Judged):
         """Return the latent after the context's frames: deter [R, D], sample [R, S] class indices, state [R, V] in the
         world's units, the episode's seed and the number of the next step.
         """
-        device, rows, context = self.spread.device, len(seeds), context.connected()
+        device = self.spread.device
+        rows = len(seeds)
+        context = context.connected()
         arrays = {key: np.ascontiguousarray(context.observation[key]) for key in self._spec.observation}
         frames = {key: torch.from_numpy(value).to(device) for key, value in arrays.items()}
         latent = {

@@ -73,7 +73,9 @@ class RecurrentCore(nn.Module):
         super().__init__()
         if deter % blocks:
             raise ConfigError(f"{deter} deterministic units do not make {blocks} equal blocks.")
-        self.blocks, self.stochastic, self.unimix = blocks, stochastic, unimix
+        self.blocks = blocks
+        self.stochastic = stochastic
+        self.unimix = unimix
         flat, width = stochastic * classes, deter // blocks
         self.begin = perceptron(inputs, hidden, 1, deter)
         self.read_state, self.read_sample = dense(deter, hidden), dense(flat, hidden)

@@ -231,7 +231,9 @@ class VideoModel(ImageModel[VideoConfig]):
         states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which reads
         some of the frames, so that the others are not encoded.
         """
-        device, length, chunk = self.change_std.device, self.config.history_span, self.config.chunk
+        device = self.change_std.device
+        length = self.config.history_span
+        chunk = self.config.chunk
         place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
         used = torch.tensor(self._slots, device=device) if brief else place.unique()
         flat = rearrange(frames[:, 1:][:, used], "r l h w c -> (r l) h w c")
@@ -239,7 +241,9 @@ class VideoModel(ImageModel[VideoConfig]):
         latents = encoded.new_zeros(len(frames), length, *self.latent)
         latents[:, used] = encoded
         latents = latents if brief else latents[:, place]
-        states, actions, places = states.to(device), actions.to(device), counters(seeds, device)
+        states = states.to(device)
+        actions = actions.to(device)
+        places = counters(seeds, device)
         return {
             "latents": latents,
             "states": states,
@@ -294,7 +298,10 @@ class VideoModel(ImageModel[VideoConfig]):
         and errors do not accumulate within a chunk. Rows that reach the end of their chunks begin new ones.
         """
         count, begin = actions.shape[1], int(latent["phase"][0])
-        moves, since, state, found = latent["moves"].clone(), latent["since"].clone(), latent["state"], []
+        moves = latent["moves"].clone()
+        since = latent["since"].clone()
+        state = latent["state"]
+        found = []
         moves[:, begin : begin + count] = actions
         latents = self._predict(latent, moves[:, : begin + count])
         frames, decoded = self._shown(latent, latents[:, begin:])
@@ -333,7 +340,9 @@ class VideoModel(ImageModel[VideoConfig]):
         reference of that comparison [B, height, width, 3]: the colour decoded when each pixel last changed.
         """
         decoded = self._decode(latents.flatten(0, 1)).unflatten(0, latents.shape[:2])
-        frame, reference, frames = latent["frames"][:, -1], latent["decoded"], []
+        frame = latent["frames"][:, -1]
+        reference = latent["decoded"]
+        frames = []
         for new in decoded.unbind(1):
             moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.change_threshold
             frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)

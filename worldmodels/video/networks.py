@@ -236,7 +236,9 @@ class VideoTransformer(nn.Module):
             raise ConfigError(f"Latents of {height} x {width} do not divide into patches of {sizes.patch}.")
         if sizes.width % sizes.heads:
             raise ConfigError(f"width {sizes.width} is not a multiple of heads {sizes.heads}: choose one that is.")
-        self.history, self.chunk, self.precision = history, chunk, precision
+        self.history = history
+        self.chunk = chunk
+        self.precision = precision
         self.patch, self.grid = sizes.patch, (height // sizes.patch, width // sizes.patch)
         area, wide = channels * sizes.patch**2, sizes.width
         self.past, self.future = nn.Linear(area, wide), nn.Linear(sizes.maps * sizes.patch**2, wide)

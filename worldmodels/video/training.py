@@ -101,7 +101,9 @@ class DynamicsStage(nn.Module):
         encode: Callable[[Episodes], LatentVideo],
     ):
         super().__init__()
-        self.transformer, self.config, self._encode = transformer, config, encode
+        self.transformer = transformer
+        self.config = config
+        self._encode = encode
         self._change_std, self._still = change_std, torch.zeros(1, 1)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", torch.zeros(0))

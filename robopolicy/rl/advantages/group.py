@@ -261,7 +261,9 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
     for number in range(groups.count):
         start = str(int(starts[number]))
         visits, old_mean, old_std = past.get(start, [0.0, 0.0, 0.0])
-        new_mean, new_std, times = float(mean[number]), float(std[number]), visits + 1
+        new_mean = float(mean[number])
+        new_std = float(std[number])
+        times = visits + 1
         # Means and variances of groups are pooled with equal weights, as in the authors' code.
         variance = (visits * old_std**2 + new_std**2 + visits / times * (new_mean - old_mean) ** 2) / times
         past[start] = [times, (visits * old_mean + new_mean) / times, variance**0.5]

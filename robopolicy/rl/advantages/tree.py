@@ -71,7 +71,9 @@ def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
     owner, (parent, branch) = owners(rollouts), lineage(rollouts)
     edge = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0)
     edge = beta * (edge.flatten(1) if in_sampling_steps(rollouts) else edge.sum(-1))
-    row, value, end = torch.arange(len(parent), device=parent.device), rollouts.row_return, owner.shape[1]
+    row = torch.arange(len(parent), device=parent.device)
+    value = rollouts.row_return
+    end = owner.shape[1]
     values = value[:, None].repeat(1, end)
     for split in sorted(set(integers(branch[parent >= 0])), reverse=True):
         values[:, split:end], end = value[:, None], split
@@ -93,7 +95,9 @@ def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
     """
     if not bool((rollouts.parent >= 0).any()):
         return advantage
-    owner, shape, steps = owners(rollouts), rollouts.mask.shape, rollouts.mask.shape[-1]
+    owner = owners(rollouts)
+    shape = rollouts.mask.shape
+    steps = rollouts.mask.shape[-1]
     if in_sampling_steps(rollouts) or advantage.dim() == 3:
         advantage = advantage if advantage.dim() == 3 else advantage[..., None].expand(shape)
         owner = owner if owner.shape[1] == shape[1] * steps else owner.repeat_interleave(steps, 1)

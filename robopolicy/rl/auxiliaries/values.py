@@ -82,7 +82,9 @@ def step_preferences(
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
-    model, policy, draws = inputs.action_values, inputs.policy, inputs.context.generator
+    model = inputs.action_values
+    policy = inputs.policy
+    draws = inputs.context.generator
     assert isinstance(policy, FinishesChain)  # which Need.FINISHES asks for
     count, steps = inputs.mask.shape
     rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]

@@ -40,7 +40,9 @@ def clip_cov(scored: Scored, *, share: float = 0.0002, limit: float = 5.0) -> Co
     to words. limit: as in decoupled_ppo.
     """
     c, stats = decoupled_ppo(scored, limit=limit)
-    mask, logp, advantage = scored.mask, scored.logp, scored.advantage
+    mask = scored.mask
+    logp = scored.logp
+    advantage = scored.advantage
     product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
     covariance = torch.where(mask, product, -torch.inf)
     count = int(share * int(mask.sum()))
@@ -73,7 +75,9 @@ def rec(
     r >= 1 + far_high with A <= 0, and drops the ring between; importance: w is the ratio, else 1. Raises ConfigError
     for another region.
     """
-    ratio, good, bad = scored.ratio, scored.advantage >= 0, scored.advantage <= 0
+    ratio = scored.ratio
+    good = scored.advantage >= 0
+    bad = scored.advantage <= 0
     inside = (ratio >= 1 - low) & (ratio <= 1 + high)
     one_side = torch.where(good, ratio <= 1 + high, ratio >= 1 - low)
     astray = (good & (ratio <= 1 - far_low)) | (bad & (ratio >= 1 + far_high))

@@ -40,7 +40,10 @@ class Interface:
         history: int = 1,
         bounds: tuple[Tensor, Tensor] | None = None,
     ):
-        self.fields, self.action, self.chunk, self.history = dict(observation), action, chunk, history
+        self.fields = dict(observation)
+        self.action = action
+        self.chunk = chunk
+        self.history = history
         self.vector, self.instructions = StateVector.learned(observation), tuple(instructions)
         self.features, self.feature_size = features, feature_size
         self.low, self.high = bounds or _range(action)

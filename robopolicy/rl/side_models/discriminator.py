@@ -21,7 +21,9 @@ class Discriminator(SidePerceptron):
     def __init__(self, tools: Tools, *, rate: float = 1e-3, epochs: int = 4, minibatch: int = 1024, width: int = 256):
         spec = tools.policy.spec
         super().__init__(StatePerceptron(tools, spec.chunk * spec.action.size, 1, width).to(device_of(tools)), rate)
-        self.tools, self.epochs, self.minibatch = tools, epochs, minibatch
+        self.tools = tools
+        self.epochs = epochs
+        self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Ask the teacher what it would do in every state, learn, then add the preferences."""

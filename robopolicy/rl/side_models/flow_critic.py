@@ -37,7 +37,9 @@ class FlowCritic(SidePerceptron):
         spec, self.policy = tools.policy.spec, tools.policy
         self.shape, device = (spec.chunk, spec.action.size), device_of(tools)
         super().__init__(StatePerceptron(tools, spec.chunk * spec.action.size + 1, 1, width).to(device), rate)
-        self.epochs, self.minibatch, self.scale = epochs, minibatch, ReturnScale().to(device)
+        self.epochs = epochs
+        self.minibatch = minibatch
+        self.scale = ReturnScale().to(device)
 
     def values(self, observation: Mapping[str, Any], noisy: Tensor, time: Tensor) -> Tensor:
         """Return V [N] of observations [N, H, ...], noisy actions [N, C, A] and times [N]."""

@@ -22,7 +22,10 @@ class _ImplicitReward(SideNetwork[Trainable]):
     def __init__(self, tools: Tools, beta: float, rate: float, epochs: int, minibatch: int):
         phi = copied(tools.policy)
         super().__init__(phi, rate)
-        self.tools, self.beta, self.epochs, self.minibatch = tools, beta, epochs, minibatch
+        self.tools = tools
+        self.beta = beta
+        self.epochs = epochs
+        self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Learn from the outcomes, then add the rewards of the model as it is now (PRIME's order).

@@ -27,7 +27,9 @@ class Progress(SidePerceptron):
     ):  # fmt: skip
         features = StateFeatures(tools.fields, tools.history, tools.instructions).features
         super().__init__(StatePerceptron(tools, features, 1, width).to(device_of(tools)), rate)
-        self.alpha, self.epochs, self.minibatch = alpha, epochs, minibatch
+        self.alpha = alpha
+        self.epochs = epochs
+        self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
         """Learn, then replace the rewards."""

@@ -91,8 +91,13 @@ class QEnsemble(SideNetwork[ValueModel]):
         if target not in ("td", "monte_carlo"):
             raise unknown_option("q_ensemble.target", target, ("td", "monte_carlo"))
         self.slow = copy.deepcopy(self.network).requires_grad_(False)
-        self.by_outcome, self.epochs, self.minibatch, self.tau = target == "monte_carlo", epochs, minibatch, tau
-        self.tools, self.capacity, self.replayed = tools, capacity, replayed
+        self.by_outcome = target == "monte_carlo"
+        self.epochs = epochs
+        self.minibatch = minibatch
+        self.tau = tau
+        self.tools = tools
+        self.capacity = capacity
+        self.replayed = replayed
         self.kept: dict[str, Any] = {}
 
     def values(self, observation: Mapping[str, Any]) -> Tensor:

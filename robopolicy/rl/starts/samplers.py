@@ -136,7 +136,9 @@ class SecSampler(_Beliefs):
 
     def __init__(self, *, categories: int = 4, rate: float = 0.3, temperature: float = 0.3):
         super().__init__(prior=1.0, decay=1.0)
-        self.categories, self.rate, self.temperature = categories, rate, temperature
+        self.categories = categories
+        self.rate = rate
+        self.temperature = temperature
         self.values = np.zeros(categories)
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
@@ -175,8 +177,13 @@ class ReplaySampler(_Beliefs):
 
     def __init__(self, *, share: float = 0.5, near: float = 0.3, cooldown: int = 3, limit: int = 5):
         super().__init__(prior=1.0, decay=0.0)
-        self.share, self.near, self.cooldown, self.limit = share, near, cooldown, limit
-        self.round, self.last, self.used = 0, {}, {}
+        self.share = share
+        self.near = near
+        self.cooldown = cooldown
+        self.limit = limit
+        self.round = 0
+        self.last = {}
+        self.used = {}
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return starts [n], replayed ones first, then those used least."""

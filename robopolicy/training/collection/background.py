@@ -26,7 +26,9 @@ class CopyCollector(ABC):
     """A `Collector` on top of `collector`, which acts with `actor`, a copy of `policy`, the one that learns."""
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable):
-        self.collector, self.policy, self.actor = collector, policy, actor
+        self.collector = collector
+        self.policy = policy
+        self.actor = actor
 
     @abstractmethod
     def collect(self, iteration: int) -> Rollouts:
@@ -121,7 +123,9 @@ class BackgroundCollector(CopyCollector):
                         self._changed.wait()
                     if self._stopping:
                         return
-                    batch, version, weights = self._submitted, self._version, self._weights
+                    batch = self._submitted
+                    version = self._version
+                    weights = self._weights
                     self._submitted, self._weights = batch + 1, None
                 if weights is not None:
                     load_learned(self.actor, weights)

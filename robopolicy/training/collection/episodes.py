@@ -51,7 +51,10 @@ class EpisodeCollector:
         *,
         images: Keeping = "plain",
     ):
-        self.world, self.policy, self.config, self.seed = world, policy, config, seed
+        self.world = world
+        self.policy = policy
+        self.config = config
+        self.seed = seed
         self.generator, self.demonstrations = generator, demonstrations
         self.sampler = algorithm.sampler()
         self.allocator = algorithm.allocator()

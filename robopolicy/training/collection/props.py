@@ -67,9 +67,14 @@ class PropsCollector(CopyCollector):
         minibatch: int = 2048,
     ):
         super().__init__(collector, policy, actor)
-        self.parts, self.instructions, self.generator = parts, instructions, generator
+        self.parts = parts
+        self.instructions = instructions
+        self.generator = generator
         self.past: deque[Rollouts] = deque(maxlen=past)
-        self.rate, self.epochs, self.epsilon, self.minibatch = rate, epochs, epsilon, minibatch
+        self.rate = rate
+        self.epochs = epochs
+        self.epsilon = epsilon
+        self.minibatch = minibatch
         self.kl_weight, self.kl_stop = kl_weight, kl_stop
 
     def collect(self, iteration: int) -> Rollouts:

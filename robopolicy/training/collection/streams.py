@@ -32,7 +32,10 @@ class StreamCollector:
         *,
         images: Keeping = "plain",
     ):
-        self.world, self.policy, self.rollout_length, self.seed = world, policy, rollout_length, seed
+        self.world = world
+        self.policy = policy
+        self.rollout_length = rollout_length
+        self.seed = seed
         self.acts: Policy = policy if acts is None else acts
         self.generator = generator
         self.images: Keeping = images

@@ -75,7 +75,9 @@ class AgentPolicy(nn.Module):
 
     def __init__(self, agent: OfflineAgent, interface: Interface, fps: float):
         super().__init__()
-        self.agent, self.interface, self.fps = agent, interface, fps
+        self.agent = agent
+        self.interface = interface
+        self.fps = fps
 
     @property
     def spec(self) -> PolicySpec:

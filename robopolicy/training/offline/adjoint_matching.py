@@ -49,7 +49,10 @@ class AdjointMatching:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Regress on the lean adjoints of drawn chains; see `Improver`."""
-        flow, base, config, data = require_flow(policy), self.base, self.config, lesson.data
+        flow = require_flow(policy)
+        base = self.base
+        config = self.config
+        data = lesson.data
         assert base is not None
         keys, pulls = list(policy.spec.observation), list[Tensor]()
 

@@ -34,7 +34,9 @@ class DiffusionQl:
         """Imitate recorded decisions and climb the critic; see `Improver`."""
         assert isinstance(policy, DecidesFromNoise)
         actor: DecidesFromNoise = policy
-        config, data, found = self.config, lesson.data, list[Tensor]()
+        config = self.config
+        data = lesson.data
+        found = list[Tensor]()
         batch = partial(lesson.recorded, spec=policy.spec)
 
         def climb(rows: Tensor, drawn: dict[str, Any]) -> Tensor:

@@ -63,7 +63,9 @@ class Dsrl:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Distil the critic of actions into one of noise, and let the actor climb that; see `Improver`."""
-        steering, config, data = cast(SteeredPolicy, policy), self.config, lesson.data
+        steering = cast(SteeredPolicy, policy)
+        config = self.config
+        data = lesson.data
         agent, view = cast(Sac, steering.agent), steering.interface
         agent.config = replace(agent.config, discount=lesson.critic.discount)
         for optimiser in agent.optimisers.values():

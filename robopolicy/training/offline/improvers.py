@@ -232,7 +232,9 @@ class BestOf:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Decide several times, imitate the best; see `Improver`."""
-        config, data, spec = self.config, lesson.data, policy.spec
+        config = self.config
+        data = lesson.data
+        spec = policy.spec
         draws = generators["observations"]
         index = torch.randperm(len(data), generator=draws, device=draws.device)[: config.decisions]
         frames = data.frame[index.to(lesson.episodes.device)]

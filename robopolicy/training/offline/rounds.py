@@ -76,9 +76,13 @@ def improve_in_rounds(
     improver.prepare(policy)
     place = None if run is None else run.path / "resume" / "rounds"
     saved = None if place is None else load_trainer(place)
-    done, step, records = 0, 1.0, list[dict[str, Any]]()
+    done = 0
+    step = 1.0
+    records = list[dict[str, Any]]()
     if saved is not None:
-        done, step, records = int(saved["round"]), float(saved["step"]), list(saved["records"])
+        done = int(saved["round"])
+        step = float(saved["step"])
+        records = list(saved["records"])
         policy.load_state_dict(saved["policy"])
     if run is not None:
         run.rewind("round", done)

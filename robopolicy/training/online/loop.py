@@ -170,7 +170,10 @@ class Explorer:
     """
 
     def __init__(self, policy: Acts, frozen: Frozen, generators: Generators):
-        self.policy, self.frozen, self.generators, self.share = policy, frozen, generators, 1.0
+        self.policy = policy
+        self.frozen = frozen
+        self.generators = generators
+        self.share = 1.0
 
     def reset(self, rows: Rows = None) -> None:
         """Let the policy forget `rows` [R], all of them for None."""
@@ -208,7 +211,10 @@ class Online:
         evaluate: Evaluate | None,
         run: RunFolder | None,
     ):
-        self.policy, self.agent, self.config, self.begins = policy, policy.agent, config, begins
+        self.policy = policy
+        self.agent = policy.agent
+        self.config = config
+        self.begins = begins
         self.generators, self.recorded = generators, recorded
         self.evaluate, self.run = evaluate, run
         self.explorer = Explorer(policy, frozen, generators)
@@ -257,7 +263,9 @@ class Online:
 
         first: number of the episode in row 0.
         """
-        (state, action), step, device = played.info, played.step, self.generators.device
+        state, action = played.info
+        step = played.step
+        device = self.generators.device
         rows = torch.from_numpy(np.flatnonzero(played.running)).to(device)
         valid = torch.from_numpy(np.asarray(step.valid, dtype=np.float32)).to(device)
         reward = torch.from_numpy(np.asarray(step.reward, dtype=np.float32)).to(device)

@@ -17,7 +17,9 @@ class FetchPushController:
     """
 
     def __init__(self, behind: float = 0.075, above: float = 0.08, gain: float = 0.7):
-        self._behind, self._above, self._gain = behind, above, gain
+        self._behind = behind
+        self._above = above
+        self._gain = gain
 
     def reset(self, rows: Rows = None) -> None:
         """Nothing is remembered. rows: [R] indices, which make no difference."""

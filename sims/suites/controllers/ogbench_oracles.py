@@ -20,8 +20,12 @@ from sims.suites.ogbench_environment import GOAL, goal_entries, named, observed_
 
 CENTRE, LENGTH = np.array([0.425, 0.0, 0.0]), 10.0
 """Positions are observed as LENGTH * (position - CENTRE), in m."""
-OPENING, BUTTON, DRAWER, WINDOW = 3.0, 120.0, 18.0, 15.0
-"""Factors of the observed opening of the gripper (0 to 1) and of slides, m."""
+OPENING = 3.0
+"""Factor of the observed opening of the gripper (0 to 1)."""
+BUTTON = 120.0
+"""Factors of the observed slides, m."""
+DRAWER = 18.0
+WINDOW = 15.0
 FINGER = 0.8
 """Angle of the finger's joint where the gripper is closed, rad."""
 PLAN_NOISE, SMOOTHING = 0.1, 0.5

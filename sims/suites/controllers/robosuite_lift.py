@@ -24,7 +24,9 @@ class RobosuiteLiftController:
     """
 
     def __init__(self, spec: WorldSpec, above: float = 0.06, gain: float = 0.5, closed: float = 0.055):
-        self._above, self._gain, self._closed = above, gain, closed
+        self._above = above
+        self._gain = gain
+        self._closed = closed
         self._dims = spec.action.shape[0]
         self._columns: dict[str, tuple[str, list[int]]] = {}
         for what, (key, entry) in ENTRIES.items():
