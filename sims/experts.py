@@ -69,7 +69,9 @@ class NoisyController:
                 "Noise is a share of the action's range, and this action has no finite bounds: give it low and high, "
                 "or play without noise, noise=[none]."
             )
-        self._seed, self._acted, self._largest = seed, 0, np.zeros(action_field.shape)
+        self._seed = seed
+        self._acted = 0
+        self._largest = np.zeros(action_field.shape)
         self._held = np.zeros((0, *action_field.shape))
         self._episodes = self._step = self._spell = np.zeros(0, dtype=np.int64)
 

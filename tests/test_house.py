@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from code_figures import packed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("robopolicy", "worldmodels", "sims")
@@ -18,6 +19,8 @@ SMALL = {
     "robopolicy/verbs/sources.py",
 }
 """Shorter files that are one whole idea. Those of plugins/ have the names under which LeRobot looks for them."""
+PACKED = {("robopolicy", "policies"), ("robopolicy", "verbs"), ("robopolicy", "building")}
+"""Where three values and more are assigned on one line, still."""
 ROOMS = (
     "robopolicy/core",
     "robopolicy/rl",
@@ -82,6 +85,17 @@ def test_files_are_worth_opening():
         and (lines := path.read_text().count("\n")) < SHORTEST_FILE
     ]
     assert not short, "\n".join(short)
+
+
+def test_a_line_assigns_two_values_at_most():
+    """`self.a, self.b, self.c = x, y, z` is read by counting commas."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in sources()
+        if path.relative_to(ROOT).parts[:2] not in PACKED
+        for line in packed(ast.parse(path.read_text()))
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_no_local_function_calls_itself():
