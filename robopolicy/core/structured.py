@@ -236,6 +236,8 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
         return hint(value)
     if hint is Path and isinstance(value, (str, Path)):
         return Path(value)
+    if hint is Path:
+        raise ConfigError(f"'{where}' is one path, not {in_one_line(value, 60)}.")
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not abs(value) < _LARGEST_FLOAT:
             raise ConfigError(f"{where} is {in_one_line(value, 60)}: it must be a finite number.")

@@ -70,7 +70,7 @@ def _read(
     on_disk = read_information(folder)
     stored = {rename.get(column, column): column for column in on_disk["features"]}
     information = {**on_disk, "features": renamed_features(on_disk["features"], rename, folder)}
-    shown = _chosen_cameras(information, cameras, folder)
+    shown = _chosen_cameras(information, cameras, folder, stored)
     paths = _data_files(folder)
     table = _read_table(folder, information, paths, list(shown.values()), stored)
     chosen = _chosen_episodes(folder, table, episodes)
@@ -210,7 +210,7 @@ def _read_table(
     ]
     wanted = {*numbers, *(key for key in shown if features[key]["dtype"] == "image")}
     if "action" not in wanted:
-        raise DataError(f"{folder} has no 'action' column; it has: {', '.join(features)}.{advice(features)}")
+        raise DataError(f"{folder} has no 'action' column; it has: {', '.join(features)}.{advice(features, stored)}")
     in_file = {key: stored.get(key, key) for key in wanted}
     try:
         found = 0
@@ -286,8 +286,13 @@ def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Se
     return np.unique(np.asarray(episodes, dtype=np.int64))
 
 
-def _chosen_cameras(information: Mapping[str, Any], cameras: Sequence[str] | None, folder: Path) -> dict[str, str]:
-    """Return the columns of the chosen cameras, by our keys. Raises DataError where there is nothing to observe."""
+def _chosen_cameras(
+    information: Mapping[str, Any], cameras: Sequence[str] | None, folder: Path, stored: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the columns of the chosen cameras, by our keys; stored: what the files call a column of another name.
+
+    Raises DataError where there is nothing to observe.
+    """
     features = information["features"]
     columns = camera_columns(features, folder / "meta" / "info.json")
     others = {name: what for name, what in features.items() if name not in _KNOWN and not name.startswith("next.")}
@@ -299,7 +304,7 @@ def _chosen_cameras(information: Mapping[str, Any], cameras: Sequence[str] | Non
         )
         raise DataError(
             f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}."
-            f"{advice(features) or names}"
+            f"{advice(features, stored) or names}"
         )
     if cameras is None:
         return columns
@@ -513,8 +518,8 @@ def _field(folder: Path, key: str, feature: Mapping[str, Any], image_shape: tupl
         return Field(shape)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         warnings.warn(
-            f"{folder}/meta/info.json calls {listed([f"'{name}'" for name in twice], 5)} more than one element of "
-            f"'{key}', whose names are therefore not used: give each element a name of its own there.",
+            f"{folder}/meta/info.json (or rename) calls {listed([f"'{name}'" for name in twice], 5)} more than one "
+            f"element of '{key}', whose names are therefore not used: give each element a name of its own there.",
             RobopolicyWarning,
             stacklevel=4,
         )

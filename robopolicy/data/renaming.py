@@ -50,7 +50,10 @@ def with_names(episodes: Episodes, rename: Mapping[str, str]) -> Episodes:
         return episodes
 
     def named(field: Field) -> Field:
-        return replace(field, names=tuple(rename.get(name, name) for name in field.names))
+        names = tuple(rename.get(name, name) for name in field.names)
+        if twice := [name for name in names if names.count(name) > 1 and name in rename.values()]:
+            raise DataError(f"Two elements would be called '{twice[0]}' once they are renamed: rename both, or none.")
+        return replace(field, names=names)
 
     fields = {key: named(field) for key, field in episodes.observation_fields.items()}
     return replace(episodes, observation_fields=fields, action_field=named(episodes.action_field))
@@ -69,8 +72,11 @@ def _texts(names: Any) -> Iterable[str]:
             yield from _texts(inner)
 
 
-def advice(features: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the setting that gives columns the names under which policies read, " rename={...}", "" for none."""
+def advice(features: Mapping[str, Mapping[str, Any]], stored: Mapping[str, str] | None = None) -> str:
+    """Return the setting that gives columns the names under which policies read, " rename={...}", "" for none.
+
+    stored: what the files call a column of another name.
+    """
     found: dict[str, str] = {}
     for name, feature in features.items():
         kind, shape = str(feature.get("dtype")), feature.get("shape") or ()
@@ -82,4 +88,7 @@ def advice(features: Mapping[str, Mapping[str, Any]]) -> str:
             found[name] = "action"
         elif kind.startswith("float") and len(shape) == 1 and name in _STATES and STATE not in features:
             found[name] = STATE
+    found = {(stored or {}).get(name, name): ours for name, ours in found.items()}
+    if undone := [name for name, ours in found.items() if name == ours]:
+        return f" train.rename takes the name from '{undone[0]}' under which policies read it: leave that out."
     return f" Give them the names under which policies read: {as_setting('train.rename', found)}." if found else ""

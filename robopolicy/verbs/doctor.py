@@ -15,7 +15,7 @@ from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
-from robopolicy.core.episodes import Episodes
+from robopolicy.core.episodes import Episodes, chosen_episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import renaming_of
 from robopolicy.core.policy import Policy
@@ -52,11 +52,14 @@ def run(config: Config) -> int:
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
     require_known(config.doctor.rename, (data,))
-    episodes = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
+    recorded = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
+    chosen = config.doctor.episodes
+    chosen = 0 if isinstance(chosen, int) else chosen
+    episodes = chosen_episodes(recorded, data, "doctor", chosen, config.doctor.without)
     world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
-    findings += [*check_columns(data), *check_statistics(episodes, data)]
+    findings += [*check_columns(data), *check_statistics(recorded, data)]
     if policy is not None:
         findings += check_plan(Path(trained), policy, episodes.to(device))
     if world is not None:
@@ -72,7 +75,8 @@ def replayed_in(config: Config, episodes: Episodes, policy: Policy | None) -> Wo
         return None
     cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
     section = replace(config.world, cameras=tuple(cameras))
-    return build_world(section, batch_size=min(config.doctor.episodes, len(episodes)), seed=config.run.seed)
+    replayed = config.doctor.episodes if isinstance(config.doctor.episodes, int) else len(config.doctor.episodes)
+    return build_world(section, batch_size=min(replayed, len(episodes)), seed=config.run.seed)
 
 
 def judged_success(checkpoint: Path, data: Path) -> float | None:

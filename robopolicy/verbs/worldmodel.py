@@ -21,7 +21,7 @@ from robopolicy.building.worlds import build_noisy_expert, build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS
 from robopolicy.core.delayed import recorded_in
-from robopolicy.core.episodes import Episodes, require_recorded
+from robopolicy.core.episodes import Episodes, chosen_episodes, require_recorded
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import about, remember_origin, remember_renaming
 from robopolicy.core.randomness import Generators, derive, episode_seeds
@@ -116,6 +116,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     require_known(section.rename, paths)
     read = [read_dataset(path, cameras=config.world.cameras, rename=section.rename) for path in paths]
+    read[0] = chosen_episodes(read[0], paths[0], "worldmodel", section.episodes, section.without)
     parts = [recorded_in(config.world.options, each) for each in read]
     for path, part in zip(paths, parts, strict=True):
         shown = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}

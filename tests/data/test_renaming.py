@@ -105,3 +105,14 @@ def test_a_checkpoint_remembers_the_names_it_learned_by(tmp_path):
     assert renaming_of(other) == OURS and renaming_of(None) == {}
     with pytest.raises(CheckpointError, match="'renamed' is"):
         remember_described(other, {"renamed": ["x"]}, "config.json")
+
+
+def test_names_that_a_renaming_takes_away_or_gives_twice_are_said(tmp_path):
+    write_dataset(moving_episodes(), tmp_path / "data")
+    with pytest.raises(DataError, match=r"train.rename takes the name from 'action' .*: leave that out"):
+        read_dataset(tmp_path / "data", rename={"action": "actions"})
+    first, second = read_dataset(tmp_path / "data").action_field.names[:2]
+    with pytest.raises(DataError, match=f"Two elements would be called '{second}' once they are renamed"):
+        read_dataset(tmp_path / "data", rename={first: second})
+    swapped = read_dataset(tmp_path / "data", rename={first: second, second: first})
+    assert swapped.action_field.names[:2] == (second, first)

@@ -45,6 +45,24 @@ def test_its_own_recording_has_no_problem(root, capsys):
     assert "No problem found." in capsys.readouterr().out
 
 
+def test_episodes_that_are_chosen_are_examined_alone(root, monkeypatch):
+    examined, every = [], len(read_dataset(root / "collect" / "reach_planar" / "0" / "dataset"))
+
+    def noticed(episodes, *arguments, **options):
+        examined.append(len(episodes))
+        return []
+
+    monkeypatch.setattr("robopolicy.verbs.doctor.examine", noticed)
+    for settings in (
+        ["doctor.episodes=[0,2,3]"],
+        ["doctor.without=[1]"],
+        ["doctor.episodes=[0,2]", "doctor.without=[2]"],
+    ):
+        assert examine(root, *settings) == (0, {})  # statistics are those of the whole
+    assert examined == [3, every - 1, 1]
+    assert main(["doctor", *SMALL, f"run.root={root}", "doctor.without=[999]"]) == 2
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "check", "text"),

@@ -242,5 +242,7 @@ class DoctorSection:
     """Checkpoint (default: what train wrote under the same name and seed)."""
     rename: dict[str, str] = field(default_factory=dict)
     """Other names for columns and elements of the data, as train.rename (default: the policy's own)."""
-    episodes: Count = 20
-    """How many demonstrations are replayed."""
+    episodes: Count | tuple[Natural, ...] = 20
+    """How many demonstrations are replayed; a list, such as [0,2,5], examines these alone."""
+    without: tuple[Natural, ...] = ()
+    """Episodes of `data` to leave out, by number."""

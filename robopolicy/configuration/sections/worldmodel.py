@@ -28,6 +28,10 @@ class WorldModelSection(Tagged):
     """Folders of LeRobotDatasets (default: what collect wrote under the same name and seed)."""
     rename: dict[str, str] = field(default_factory=dict)
     """Other names for columns and elements of the data, as train.rename."""
+    episodes: Natural | tuple[Natural, ...] = 0
+    """Use these of the first of `data`, [0,2,5], or the first so many, 0 for all."""
+    without: tuple[Natural, ...] = ()
+    """Episodes of the first of `data` to leave out, by number, such as broken ones."""
     policies: tuple[Path, ...] = ()
     """Checkpoints of policies that collect further rollouts."""
     include_base: bool = False
