@@ -411,7 +411,15 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
     shapes = {key: field.shape for key, field in first.observation_fields.items()}
     others = {key: field.shape for key, field in other.observation_fields.items()}
     if shapes != others:
-        raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {others}.")
+        apart = sorted(key for key in {*shapes, *others} if shapes.get(key) != others.get(key))
+        only = next((key for key in apart if key not in shapes or key not in others), None)
+        way_out = (
+            f" A column that some of them lack is left out by taking its name: "
+            f"{as_setting('train.rename', {only: only.removeprefix('observation.')})}."
+            if only is not None
+            else ""
+        )
+        raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {others}.{way_out}")
     if first.action_field.shape != other.action_field.shape:
         raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
     fields, theirs = ({**each.observation_fields, "action": each.action_field} for each in (first, other))

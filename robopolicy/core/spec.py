@@ -249,6 +249,10 @@ RENAMED = (
     "config.json (of LeRobot's, in robopolicy.json beside it) or, before training, "
     "{train.rename}."
 )
+REORDERED = (
+    "The same names stand at other places there: bring the elements, numbers and names, into one order on one "
+    "of the sides."
+)
 CONVERTED = (
     'Convert one of them; where only what is declared is wrong, correct "unit" in the checkpoint\'s config.json or in '
     "the world."
@@ -275,7 +279,10 @@ def require_alike(
         place = misnamed(own.names, other.names)
         if place is not None:
             mine, theirs = own.names[place], other.names[place]
-            way_out = renamed.replace("{train.rename}", as_setting("train.rename", {mine: theirs}))
+            apart = {one: another for one, another in zip(own.names, other.names, strict=False) if one != another}
+            way_out = renamed.replace("{train.rename}", as_setting("train.rename", apart))
+            if not set(apart.values()).isdisjoint(own.names):  # a renaming would say what is not so
+                way_out = REORDERED
             raise error(f"Element {place} of {what} is '{mine}' {sides[0]}, but '{theirs}' {sides[1]}. {way_out}")
         if not same_units(own, other):
             raise error(f"{what} is in '{own.unit}' {sides[0]}, in '{other.unit}' {sides[1]}. {converted}")

@@ -189,6 +189,9 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
     episodes = chosen_episodes(recorded, data, "train", section.episodes, section.without)
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(recorded, keys)  # which counts as the settings do
+    places = [path.resolve() for path in (data, *section.more)]
+    if twice := [path for path in section.more if places.count(path.resolve()) > 1]:
+        warnings.warn(f"{twice[0]} is learned from twice: its episodes weigh double.", RobopolicyWarning, stacklevel=2)
     for path in section.more:
         other = recorded_in(config.world.options, read_dataset(path, rename=renamed))
         try:

@@ -109,3 +109,8 @@ def test_names_that_are_mere_numbers_are_compared_by_count() -> None:
             require_fit(policy(*mine), shown(*theirs))
     with pytest.raises(SpecError, match=r"is 'x' to the policy, but 'y' in .*train.rename=\{x: y\}"):
         require_fit(policy("x", "speed"), shown("y", "speed"))
+    with pytest.raises(SpecError, match=r"train.rename=\{x: right, y: up\}"):
+        require_fit(policy("x", "y"), shown("right", "up"))
+    with pytest.raises(SpecError, match=r"same names stand at other places.*into one order") as caught:
+        require_fit(policy("x", "y"), shown("y", "x"))
+    assert "rename" not in str(caught.value)
