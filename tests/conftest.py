@@ -15,7 +15,7 @@ import torch
 from tiny_runs import made_once, root  # noqa: F401  fixtures
 
 SET_NUM_THREADS = torch.set_num_threads
-LONG_AS_A_WHOLE = re.compile(r"^pytestmark = .*pytest\.mark\.long\b", re.MULTILINE)
+LONG_AS_A_WHOLE = re.compile(r"^pytestmark = .*pytest\.mark\.(long|slow)\b", re.MULTILINE)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

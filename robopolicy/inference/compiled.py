@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch._inductor
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -150,6 +149,8 @@ def program(function: Callable[..., Tensor], inputs: list[Tensor]) -> Program:
     cost more than a small policy's whole decision, and here nothing can change: weights are constants of the code, and
     new weights get new code.
     """
+    import torch._inductor  # seconds, so only where something is compiled
+
     made = cast(Callable[..., Any], torch._inductor.compile(make_fx(function)(*inputs), list[Any](inputs)))
     if not inputs[0].is_cuda:
         return lambda given: _only(made(*given))

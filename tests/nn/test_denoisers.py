@@ -8,7 +8,6 @@ import torch
 from robopolicy.core.errors import ConfigError
 from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.nn.denoisers import Denoiser, make_denoiser
-from robopolicy.nn.unet import UNetDenoiser
 
 P, A, D = 8, 3, 5
 
@@ -73,7 +72,7 @@ def test_impossible_sizes_are_refused():
 
 def test_the_unet_keeps_detail_through_its_skips():
     denoiser = _make(DenoiserKind.UNET)
-    assert isinstance(denoiser, UNetDenoiser)
+    assert type(denoiser).__name__ == "UNetDenoiser"
     weight = denoiser.up[0].conv_in.conv1d.weight
     (gradient,) = torch.autograd.grad(denoiser(*_inputs(4)).square().sum(), weight)
     assert (gradient[:, weight.shape[1] // 2 :].abs().sum((0, 2)) > 0).all()

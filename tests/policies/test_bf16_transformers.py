@@ -25,9 +25,8 @@ from robopolicy.training.finetune import finetune
 from robopolicy.training.memory import plan_memory
 from sims.registry import make_world
 
-pytestmark = pytest.mark.skipif(
-    not bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), reason="this CPU does not multiply bfloat16"
-)
+CANNOT = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+pytestmark = [pytest.mark.long, pytest.mark.skipif(CANNOT, reason="this CPU does not multiply bfloat16")]
 
 
 def repeated(observation: dict, latents: dict, times: int) -> tuple[dict, dict]:

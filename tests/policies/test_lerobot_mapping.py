@@ -19,6 +19,8 @@ from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.testing.policy import Level, PolicyReport
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 CAMERA1 = "observation.images.camera1"
 FRONT, TOP, LONE = "observation.images.front", "observation.images.top", "observation.image"
 

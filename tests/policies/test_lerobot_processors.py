@@ -21,6 +21,8 @@ from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisati
 from robopolicy.policies.lerobot_statistics import check_acting
 from robopolicy.policies.loading import saved_origin
 
+pytestmark = pytest.mark.long
+
 BEFORE, AFTER = PROCESSORS
 
 

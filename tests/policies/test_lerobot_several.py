@@ -11,6 +11,8 @@ from test_lerobot_training import ROWS, language_folders, observed, trained
 from robopolicy.policies.lerobot_training import AtOnce
 from robopolicy.policies.network import EveryStep, steps_of
 
+pytestmark = pytest.mark.long
+
 STEPS = 2
 
 

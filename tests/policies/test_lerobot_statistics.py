@@ -17,6 +17,8 @@ from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTunin
 from robopolicy.policies.lerobot_statistics import fill_in, lacking
 from robopolicy.policies.lerobot_training import FromLeRobot
 
+pytestmark = pytest.mark.long
+
 
 def bare(config: Any, folder: Path, known: dict | None = None) -> Path:
     """Save a policy with processors that know nothing of any data, or no other statistics than `known`."""
