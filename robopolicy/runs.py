@@ -230,7 +230,7 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
     Raises CheckpointError saying which verb makes it, or which key to set.
     """
     path = given if given is not None else run_path(config, verb) / part
-    if not recover_folder(path).exists():
+    if not path.exists() and not recover_folder(path).exists():
         made = f"'robopolicy {verb}' makes it; or set" if given is None else "check"
         raise CheckpointError(f"{path} does not exist: {made} {key}=PATH.")
     return path

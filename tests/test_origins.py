@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,10 @@ SMALL = {
     "evaluate": ["evaluate.episodes=4", "evaluate.videos=0"],
     "rank": ["rank.episodes=4", "rank.noise=[none,random]"],
 }
+
+
+COUNTED = {"recover_folder": "folder", "read_text": "path", "_described_in": "path"}
+"""Functions that read a checkpoint, and which of their arguments is its folder or config.json."""
 
 
 def run(verb, *settings, home):
@@ -89,6 +95,25 @@ def test_what_is_made_of_them_stays_in_their_world(push_t, tmp_path):
     unjudged = [f"train.data={dataset(push_t)}", "train.evaluate_episodes=0", "run.name=unjudged"]
     assert run("train", *unjudged, home=tmp_path) == 0
     assert saved_origin(tmp_path / "train" / "unjudged" / "0" / "checkpoint") == ORIGIN
+
+
+@pytest.mark.parametrize("verb", ["finetune", "evaluate", "train"])
+def test_a_checkpoint_is_opened_once(push_t, tmp_path, verb):
+    """Its world, its kind, its weights' hash, and policy and base in it: all of them ask what was read at first."""
+    made = Path(shutil.copytree(checkpoint(push_t), tmp_path / "given"))  # which this process has not opened yet
+    opened = Counter()
+
+    def count(frame, event, _):
+        if event == "call" and (argument := COUNTED.get(frame.f_code.co_name)) is not None:
+            opened[frame.f_code.co_name] += Path(frame.f_locals.get(argument, "")) in (made, made / "config.json")
+
+    begins = [f"train.data={dataset(push_t)}"] if verb == "train" else []
+    sys.setprofile(count)
+    try:
+        assert run(verb, f"{verb}.policy={made}", *begins, home=tmp_path) == 0
+    finally:
+        sys.setprofile(None)
+    assert opened == {"recover_folder": 1, "read_text": 1, "_described_in": 1}
 
 
 def test_the_doctor_examines_data_in_their_own_world(push_t, capsys):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from robopolicy.core.checkpoints import (
+    Checkpoint,
     load_weights,
-    read_description,
     read_weights,
     require_format,
     restoring,
@@ -21,7 +21,6 @@ from robopolicy.core.checkpoints import (
 from robopolicy.core.errors import CheckpointError, did_you_mean
 from robopolicy.core.origin import described_origin, remember_described
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.storage import recover_folder
 from worldmodels.protocol import LearnedModel
 from worldmodels.registry import WORLD_MODELS
 
@@ -37,12 +36,12 @@ def save_world_model(model: LearnedModel, folder: Path) -> None:
 
 def kind_of(folder: Path) -> str:
     """Return the kind of the world model in `folder`, or raise CheckpointError if there is none."""
-    return _described(recover_folder(folder))[0]
+    return _kind_in(Checkpoint.open(folder))
 
 
 def holds_world_model(folder: Path) -> bool:
     """Return whether `folder` holds a world model; CheckpointError where it holds nothing."""
-    return _name_in(read_description(recover_folder(folder))) is not None
+    return _name_in(Checkpoint.open(folder).description) is not None
 
 
 def _name_in(description: Mapping[str, Any]) -> str | None:
@@ -52,20 +51,19 @@ def _name_in(description: Mapping[str, Any]) -> str | None:
     return name if kind.startswith(PREFIX) and (name in WORLD_MODELS or ":" in name) else None
 
 
-def _described(folder: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return kind and description of the world model in `folder`."""
-    description = read_description(folder)
-    name = _name_in(description)
+def _kind_in(checkpoint: Checkpoint) -> str:
+    """Return the kind of the world model that a checkpoint holds, or raise CheckpointError where it holds none."""
+    name = _name_in(checkpoint.description)
     if name is None:
-        kind, known = str(description.get("kind")), [PREFIX + each for each in WORLD_MODELS.names()]
-        raise CheckpointError(f"{folder} holds '{kind}', not a world model.{did_you_mean(kind, known)}")
-    return name, description
+        kind, known = str(checkpoint.description.get("kind")), [PREFIX + each for each in WORLD_MODELS.names()]
+        raise CheckpointError(f"{checkpoint.folder} holds '{kind}', not a world model.{did_you_mean(kind, known)}")
+    return name
 
 
 def load_world_model(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
     """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
-    folder = recover_folder(folder)
-    name, description = _described(folder)
+    checkpoint = Checkpoint.open(folder)
+    folder, description, name = checkpoint.folder, checkpoint.description, _kind_in(checkpoint)
     require_format(folder, description)
     made = WORLD_MODELS.saved(name, folder)
     weights = load_weights(folder, device)

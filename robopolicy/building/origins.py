@@ -41,7 +41,8 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     """
     if SERVER in sources.values():
         return _as_served(config)
-    paths = [path for key, default in sources.items() for path in _places(config, key, default) if path.exists()]
+    places = [path for key, default in sources.items() for path in _places(config, key, default)]
+    paths = [path for path in places if path.exists() or recover_folder(path).exists()]
     found = {path: _origin(path) for path in paths}
     known = {path: origin for path, origin in found.items() if origin is not None}
     if UNASSUMED in sources.values():
@@ -155,11 +156,11 @@ def _places(config: Config, key: str, default: str) -> list[Path]:
     section, name = key.split(".")
     given = getattr(getattr(config, section), name)
     if given and isinstance(given, list | tuple):
-        return [recover_folder(Path(path)) for path in given]
+        return [Path(path) for path in given]
     if given:
-        return [recover_folder(Path(given))]
+        return [Path(given)]
     verb, _, part = default.partition("/")
-    return [recover_folder(run_path(config, verb) / part)] if part else []
+    return [run_path(config, verb) / part] if part else []
 
 
 def _described(origin: WorldOrigin) -> str:

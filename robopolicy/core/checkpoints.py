@@ -5,6 +5,7 @@ Policies and world models are written and read here; which class a checkpoint ne
 
 import json
 import math
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,7 +21,7 @@ from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, in_one_line
 from robopolicy.core.modules import Module, Weights
 from robopolicy.core.spec import LONGEST_HISTORY
-from robopolicy.core.storage import read_text, storage_errors, write_folder_atomic, write_json
+from robopolicy.core.storage import read_text, recover_folder, storage_errors, write_folder_atomic, write_json
 from robopolicy.core.tensors import file_hash, load_tensors, require_hash
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ HASH = "sha256"
 """The key of config.json under which the hash of the weights file stands; older checkpoints lack it."""
 LARGEST_DESCRIPTION = 2**22
 """Bytes of config.json: bounds of ten thousand elements fill a tenth of it."""
+YOUNG = 50_000_000
+"""Nanoseconds: a file that changes again so soon may keep its time of change, which file systems round."""
 LARGEST_COUNT = 2**31
 """Of elements of a field, and of steps."""
 LONGEST_NAME = 200
@@ -94,18 +97,69 @@ def write_checkpoint(
     write_folder_atomic(Path(folder), fill)
 
 
-def read_description(folder: Path) -> Mapping[str, Any]:
-    """Return what config.json in `folder` says, {} where it is no JSON object.
+class Checkpoint:
+    """A checkpoint that has been opened: its folder, and what its config.json says, read when it is first asked for.
 
-    Raises CheckpointError on what is no JSON, where its kind is no text, or its spec holds what no world has.
+    A command asks where a policy comes from, whose it is, what it is made of and what its weights hash to. Each opens
+    the checkpoint, and `open` gives all of them the same one.
     """
-    path = Path(folder) / "config.json"
-    return _description(read_text(path, limit=LARGEST_DESCRIPTION), path)
+
+    def __init__(self, folder: Path):
+        self.folder = recover_folder(folder)
+        self._description: Mapping[str, Any] | None = None
+        self._file: tuple[int, ...] | None = None
+
+    @staticmethod
+    def open(folder: "Path | str | Checkpoint") -> "Checkpoint":
+        """Return the checkpoint in `folder`, put back where a crash left it aside: the one that was opened before, as
+        long as its config.json is the same file.
+        """
+        if isinstance(folder, Checkpoint):
+            return folder
+        path = Path(folder)
+        known = _opened.get(path)
+        if known is None or known._file is None or known._file != _identity(known.folder / "config.json"):
+            _opened.pop(path, None)
+            while len(_opened) >= MOST_OPEN:
+                _opened.pop(next(iter(_opened)))
+            known = _opened[path] = Checkpoint(path)
+        return known
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What config.json says, {} where it is no JSON object.
+
+        Raises CheckpointError on what is no JSON, where its kind is no text, or its spec holds what no world has.
+        """
+        if self._description is None:
+            path = self.folder / "config.json"
+            file = _identity(path)
+            self._description = _described_in(read_text(path, limit=LARGEST_DESCRIPTION), path)
+            self._file = file if file is not None and time.time_ns() - file[-1] > YOUNG else None
+        return self._description
 
 
-@lru_cache(maxsize=8)
-def _description(text: str, path: Path) -> Mapping[str, Any]:
-    """Return what the `text` of config.json at `path` says; one command asks for it several times."""
+MOST_OPEN = 8
+_opened: dict[Path, Checkpoint] = {}
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what tells a file from another one in its place, the time of its last change last; None for none."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_description(folder: Path) -> Mapping[str, Any]:
+    """Return what config.json in `folder` says; see `Checkpoint.description`, which raises CheckpointError."""
+    return Checkpoint.open(folder).description
+
+
+@lru_cache(maxsize=MOST_OPEN)
+def _described_in(text: str, path: Path) -> Mapping[str, Any]:
+    """Return what the `text` of config.json at `path` says."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

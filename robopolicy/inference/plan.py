@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from robopolicy.core.checkpoints import WEIGHTS
+from robopolicy.core.checkpoints import WEIGHTS, Checkpoint
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
-from robopolicy.core.storage import read_object, recover_folder, write_json
+from robopolicy.core.storage import read_object, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.tensors import file_hash
 from robopolicy.inference.caching import CachePlan
@@ -102,7 +102,7 @@ class InferencePlan:
 
 def weights_hash(folder: Path) -> str:
     """Return the hash of a checkpoint's weights file; raises CheckpointError where there is none."""
-    path = recover_folder(folder) / WEIGHTS
+    path = Checkpoint.open(folder).folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: this is no checkpoint that a plan can be kept beside.")
     return file_hash(path)
@@ -126,7 +126,7 @@ def load_plan(folder: Path) -> InferencePlan | None:
     Raises CheckpointError where it cannot be read, or names code that the user has not named: files do not choose what
     is imported.
     """
-    path = recover_folder(folder) / FILE
+    path = Checkpoint.open(folder).folder / FILE
     if not os.path.lexists(path):
         return None
     try:

@@ -12,14 +12,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from robopolicy.core.checkpoints import read_description, read_weights, require_format, restoring
+from robopolicy.core.checkpoints import Checkpoint, read_weights, require_format, restoring
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 from robopolicy.core.origin import WORLD, WorldOrigin, remember_described
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.registry import asked_for, is_dotted
 from robopolicy.core.spec import WorldSpec
-from robopolicy.core.storage import read_object, recover_folder
+from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain
 from robopolicy.policies import lerobot_reading
 from robopolicy.policies.checkpoint import saved_fields
@@ -30,14 +30,14 @@ PLUGIN, EXPORTED = "robopolicy", "checkpoint"
 """LeRobot's type of a checkpoint of ours that was exported for its commands, and where the checkpoint lies in there."""
 
 
-def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
+def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "cpu") -> Policy:
     """Load any policy checkpoint; what it decides is bitwise what the saved one decided.
 
     Raises CheckpointError when the folder is missing, corrupt, of a newer format, or holds what is no policy or a kind
     that neither ships with us nor is installed nor was named by the user.
     """
-    folder = checkpoint_in(folder)
-    description = read_description(folder)
+    checkpoint = open_checkpoint(folder)
+    folder, description = checkpoint.folder, checkpoint.description
     if _of_lerobot(description):
         from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
 
@@ -58,16 +58,22 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     return policy
 
 
-def is_lerobot(folder: Path | str) -> bool:
+def is_lerobot(folder: Path | str | Checkpoint) -> bool:
     """Tell whether LeRobot saved the policy in `folder`; raises CheckpointError where there is none."""
-    return _of_lerobot(read_description(checkpoint_in(folder)))
+    return _of_lerobot(open_checkpoint(folder).description)
+
+
+def open_checkpoint(folder: Path | str | Checkpoint) -> Checkpoint:
+    """Open the checkpoint that `folder` is, or of ours the one within what was exported for LeRobot's commands."""
+    checkpoint = Checkpoint.open(folder)
+    inside = checkpoint.folder / EXPORTED
+    exported = inside.is_dir() and checkpoint.description.get("type") == PLUGIN
+    return Checkpoint.open(inside) if exported else checkpoint
 
 
 def checkpoint_in(folder: Path | str) -> Path:
-    """Return the checkpoint that `folder` is, or of ours the one within what was exported for LeRobot's commands."""
-    folder = recover_folder(Path(folder))
-    inside = folder / EXPORTED
-    return inside if inside.is_dir() and read_description(folder).get("type") == PLUGIN else folder
+    """Return the folder of the checkpoint that `folder` is or holds; see `open_checkpoint`."""
+    return open_checkpoint(folder).folder
 
 
 def weights_bytes(folder: Path) -> int:
@@ -89,14 +95,14 @@ def no_rate(folder: Path) -> str:
     )
 
 
-def saved_origin(folder: Path) -> WorldOrigin | None:
+def saved_origin(folder: Path | Checkpoint) -> WorldOrigin | None:
     """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
 
     Reads config.json alone (of a LeRobot policy robopolicy.json). Raises CheckpointError where that is missing or
     damaged.
     """
-    folder = checkpoint_in(folder)
-    description, file = read_description(folder), "config.json"
+    checkpoint = open_checkpoint(folder)
+    folder, description, file = checkpoint.folder, checkpoint.description, "config.json"
     if _of_lerobot(description):
         file = SETTINGS_FILE
         description = read_object(folder / file) if os.path.lexists(folder / file) else {}
@@ -108,10 +114,10 @@ def untrusted_kind(folder: Path) -> str:
 
     Reads config.json alone, and none where there is none (a dataset); raises CheckpointError where it is damaged.
     """
-    folder = checkpoint_in(folder)
-    if not (folder / "config.json").is_file():
+    checkpoint = open_checkpoint(folder)
+    if not (checkpoint.folder / "config.json").is_file():
         return ""
-    kind = str(read_description(folder).get("kind")).rpartition("/")[2]
+    kind = str(checkpoint.description.get("kind")).rpartition("/")[2]
     return kind if is_dotted(kind) and not asked_for(kind) else ""
 
 

@@ -4,26 +4,26 @@ from pathlib import Path
 
 import torch
 
+from robopolicy.core.checkpoints import Checkpoint
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Policy
-from robopolicy.core.storage import read_object, recover_folder
+from robopolicy.core.storage import recover_folder
 from robopolicy.policies import load_policy
-from robopolicy.policies.loading import checkpoint_in
+from robopolicy.policies.loading import open_checkpoint
 from worldmodels import load_world_model
 from worldmodels.encoding import ENCODER, EncodedPolicy
 from worldmodels.protocol import DecoderFree
 
 
-def load_with_encoder(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
+def load_with_encoder(folder: Path | str | Checkpoint, device: torch.device | str = "cpu") -> Policy:
     """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
 
     Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing.
     """
-    folder = checkpoint_in(folder)
-    policy = load_policy(folder, device)
-    description = read_object(folder / "config.json")
-    if "kind" not in description or ENCODER not in description:
+    checkpoint = open_checkpoint(folder)
+    policy, folder = load_policy(checkpoint, device), checkpoint.folder
+    if "kind" not in checkpoint.description or ENCODER not in checkpoint.description:
         return policy
     place = folder / ENCODER
     if not recover_folder(place).exists():

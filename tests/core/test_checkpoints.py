@@ -1,7 +1,9 @@
 """What is kept of modules on disk: damage is seen and named, older files load, hashes cost little."""
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from robopolicy.core.checkpoints import (
     HASH,
     LARGEST_DESCRIPTION,
     WEIGHTS,
+    Checkpoint,
     read_description,
     read_weights,
     restoring,
@@ -133,6 +136,24 @@ def test_descriptions_that_are_none_are_refused_in_a_line(folder: Path, text: st
     with pytest.raises(CheckpointError, match=complaint) as caught:
         read_description(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_that_was_written_anew_is_opened_anew(folder: Path):
+    stamp = time.time_ns() - 10**9
+    os.utime(folder / "config.json", ns=(stamp, stamp))
+    first = Checkpoint.open(folder)
+    assert first.description["kind"] == "line" and Checkpoint.open(str(folder)) is Checkpoint.open(first) is first
+    for change in (lambda: write_checkpoint(folder, {"kind": "other"}, nn.Linear(3, 2)), lambda: rename_kind(folder)):
+        before = read_description(folder)["kind"]
+        change()
+        assert Checkpoint.open(folder) is not first and read_description(folder)["kind"] != before
+    os.rename(folder, folder.with_name(".checkpoint.robopolicy-old"))
+    assert Checkpoint.open(folder).description["kind"] == "third" and folder.is_dir(), "it is put back"
+
+
+def rename_kind(folder: Path) -> None:
+    """Write config.json again in its place, as long as before."""
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("other", "third"))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float64, torch.int64, torch.bool])
