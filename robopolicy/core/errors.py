@@ -137,10 +137,14 @@ def as_setting(name: str, pairs: Mapping[str, str]) -> str:
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or raise a `ConfigError` that names the extra which brings it."""
+    """Import an optional dependency, or raise a `ConfigError` that names the extra which brings it and what it needs."""
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        if not missing or error.name is None or not (module + ".").startswith(error.name + "."):
+            raise ConfigError(
+                f"'{module}' is installed, but cannot be imported ({in_one_line(error, 120)}). Install it with what it "
+                f"needs: pip install 'robopolicy[{extra}]'"
+            ) from error
         raise ConfigError(f"'{module}' is not installed. Install it with: pip install 'robopolicy[{extra}]'") from error

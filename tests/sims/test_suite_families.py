@@ -11,7 +11,7 @@ from gymnasium import spaces
 from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from suite_toys import PointEnvironment
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.spec import STATE
 from robopolicy.testing.world import check_world
 from sims.registry import make_world, require_trusted
@@ -82,6 +82,16 @@ def test_a_family_without_its_package_names_the_extra_and_is_no_foreign_code(mon
         with pytest.raises(ConfigError, match=rf"pip install 'robopolicy\[{extra}\]'"):
             make_world(f"gymnasium:{env_id}", 1)
         require_trusted(f"gymnasium:{env_id}", "a checkpoint", "")  # no error: its module is named here
+
+
+@pytest.mark.parametrize("content", ["import a_library_of_it", "from os import what_it_had"])
+def test_a_package_that_is_there_and_does_not_work_is_named(content, tmp_path, monkeypatch):
+    (tmp_path / "half_installed.py").write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"'half_installed' is installed, but cannot be imported \(.*robopolicy\[it\]"
+    ):
+        require_extra("half_installed", "it")
 
 
 @pytest.mark.parametrize("success", ["return >= 5", "return so far >= 5"])
