@@ -137,7 +137,7 @@ def as_setting(name: str, pairs: Mapping[str, str]) -> str:
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or raise a `ConfigError` that names the extra which brings it and what it needs."""
+    """Import an optional dependency; where that fails, raise a `ConfigError` that names the extra which brings it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
