@@ -90,7 +90,9 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
         policy = load_policy(place / "checkpoint", device)
         world = build_world(chosen.world, policy, episodes=EPISODES, device=device)
         acting = policy if late else with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
-        meter = SmoothnessMeter(acting.seams if isinstance(acting, HasSeams) else (0,), 0 if late else steps)
+        meter = SmoothnessMeter(
+            acting.seams if isinstance(acting, HasSeams) else (0,), 0 if late else steps, policy.spec.action
+        )
         seeds = episode_seeds(seed, "evaluate", EPISODES)
         result = evaluate_policy(
             world, acting, seeds, deterministic=True, generator_seed=seed, device=device, watch=meter

@@ -12,6 +12,8 @@ import numpy as np
 
 from robopolicy.core.arrays import Array
 from robopolicy.core.player import PlayedStep
+from robopolicy.core.spec import Field
+from robopolicy.core.turns import turns_of
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,13 @@ class SmoothnessMeter:
     """Watches episodes being played (`evaluation.waves.play_wave`) and measures them.
 
     seams: places in each chunk where another plan takes over; start: control steps at the beginning of an episode whose
-    jumps belong to neither kind, since the robot starts to move.
+    jumps belong to neither kind, since the robot starts to move; action: what is executed, whose elements that go
+    round (see `core.turns`) differ by the short way; None: none does.
     """
 
-    def __init__(self, seams: tuple[int, ...] = (0,), start: int = 0):
+    def __init__(self, seams: tuple[int, ...] = (0,), start: int = 0, action: Field | None = None):
         self.seams, self.start = seams, start
+        self._turns = None if action is None else turns_of(action)
         self._parts: list[tuple[Array, Array, Array]] = []
         self._sums = {name: [0.0, 0] for name in ("second_difference", "jerk", "border_jump", "inner_jump")}
 
@@ -85,11 +89,15 @@ class SmoothnessMeter:
         )
         self._parts = []
         actions = actions.reshape(*actions.shape[:2], -1)
+        jumps = np.diff(actions, axis=1)
+        if self._turns is not None:
+            jumps = self._turns.shortest(jumps.reshape(*jumps.shape[:2], *self._turns.period.shape)).reshape(
+                jumps.shape
+            )
         for order, name in ((2, "second_difference"), (3, "jerk")):
             # Steps are executed one after another, so a difference counts where its last step was.
-            self._add(name, np.diff(actions, order, axis=1), valid[:, order:])
+            self._add(name, np.diff(jumps, order - 1, axis=1), valid[:, order:])
         counted = np.arange(1, len(border)) > self.start
-        jumps = np.diff(actions, axis=1)
         self._add("border_jump", jumps, valid[:, 1:] & border[1:] & counted)
         self._add("inner_jump", jumps, valid[:, 1:] & ~border[1:] & counted)
 

@@ -105,7 +105,7 @@ def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[
     if section.chunking == SYNCHRONOUS and not section.latency_steps:
         return acting, None
     seams = acting.seams if isinstance(acting, HasSeams) else (0,)
-    return acting, lambda: SmoothnessMeter(seams, section.latency_steps)
+    return acting, lambda: SmoothnessMeter(seams, section.latency_steps, policy.spec.action)
 
 
 def print_controls(controls: Mapping[str, Mapping[str, Control]]) -> None:

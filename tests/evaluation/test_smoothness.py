@@ -7,6 +7,7 @@ import pytest
 from evaluation_toys import LineWorld
 
 from robopolicy.core.player import PlayedStep
+from robopolicy.core.spec import Field
 from robopolicy.core.world import Step
 from robopolicy.evaluation.smoothness import SmoothnessMeter
 from robopolicy.evaluation.success import evaluate_policy
@@ -60,3 +61,14 @@ def test_an_evaluation_is_watched():
     found = meter.measured()
     assert found.borders == result.steps - len(result.seeds)
     assert found.border_jump == pytest.approx(0.1) and found.second_difference == pytest.approx(0.2)
+
+
+def test_an_angle_that_goes_round_is_no_jump():
+    turn = [[170.0, 178.0, -174.0, -166.0, -158.0]]
+    yaw = Field((1,), low=-180.0, high=180.0, unit="deg", names=("yaw",))
+    for action, jump, bend in ((yaw, 8.0, 0.0), (None, (8 + 352 + 8 + 8) / 4, (360 + 360 + 0) / 3)):
+        meter = SmoothnessMeter(seams=(), action=action)
+        meter(None)
+        meter(played(turn, [[True] * 5], [True]))
+        found = meter.measured()
+        assert (found.inner_jump, found.second_difference) == pytest.approx((jump, bend))
