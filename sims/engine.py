@@ -90,7 +90,7 @@ class MujocoWorld:
     batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
     cameras: whose images are part of the observation; image_size: of them, see `core.spec.image_sizes`; threads: native
     threads, default one per usable core; terminate_on_success: False lets an episode run on to its time limit; style: 0
-    for the scene's own look, other numbers for other materials and lights (see `styles`), with the same physics;
+    for the scene's own look, other numbers for other materials and lights (see `render`), with the same physics;
     instructions, phrasing: which of the task's instructions it gives, and in which words (see `wording`).
     `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
     [R], indices of the spec's instructions, -1 for the one that the seed gives.
