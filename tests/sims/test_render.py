@@ -73,6 +73,7 @@ def test_graphics_that_there_are_not_end_in_a_sentence(chosen, said):
         make_world("push_cube", 1)
         """
     environment = {**os.environ, "MUJOCO_GL": chosen}
+    environment.pop("PYOPENGL_PLATFORM", None)  # which MuJoCo sets where it has rendered in this process
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert f"MUJOCO_GL={chosen}: " in last and said in last
