@@ -63,7 +63,9 @@ def _kind_in(checkpoint: Checkpoint) -> str:
 def load_world_model(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
     """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
     checkpoint = Checkpoint.open(folder)
-    folder, description, name = checkpoint.folder, checkpoint.description, _kind_in(checkpoint)
+    folder = checkpoint.folder
+    description = checkpoint.description
+    name = _kind_in(checkpoint)
     require_format(folder, description)
     made = WORLD_MODELS.saved(name, folder)
     weights = load_weights(folder, device)
