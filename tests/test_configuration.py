@@ -13,7 +13,7 @@ from robopolicy.cli import main
 from robopolicy.configuration import Config, compose, described, groups
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import from_plain, to_plain
-from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.policies.configuration import JointConfig
 from robopolicy.verbs.verb import VERBS, declaration
 from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 

@@ -15,8 +15,8 @@ from robopolicy.core import registry
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.plan import InferencePlan, save_plan, weights_hash
+from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import JointModel
-from robopolicy.policies.joint_configuration import JointConfig
 from sims.registry import make_world
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig

@@ -14,8 +14,8 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.randomness import Generators, derive, episode_seeds
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import evaluate_policy
+from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import JointModel
-from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.bench import Benchmark, Table

@@ -35,8 +35,7 @@ from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_families import FAMILIES
 from robopolicy.policies.lerobot_training import LeRobotNetwork
-from robopolicy.policies.network import Steps
-from robopolicy.policies.prefixed import PrefixedSteps
+from robopolicy.policies.network import PrefixedSteps, Steps
 
 OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."
 """What to do about a policy that cannot be looked into any more."""

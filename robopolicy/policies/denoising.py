@@ -9,22 +9,24 @@ batch norm, no averaged copy, so that `act` and `log_prob` always run the same f
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObservation, is_condition
 from robopolicy.core.spec import Field, PolicySpec, validate_observation
+from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.precision import as_kept, multiplied
 from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
-from robopolicy.policies.chunks import check_predicted, in_range, register_range
+from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
-from robopolicy.policies.fields import select_fields
+from robopolicy.policies.interface import check_predicted, in_range, register_range, select_fields
 from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents, step_errors
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
@@ -39,16 +41,40 @@ from robopolicy.policies.network import (
     check_condition,
     check_network,
     denoise_in_loss,
+    describe_network,
     freeze,
     frozen_base,
     learns_noise,
     repeat_rows,
+    restore_network,
     rows_in,
     steps_of,
 )
-from robopolicy.policies.sampler import Chain, Draws, Kept, choices, draw, finish_chain, sample_chain, trajectory
-from robopolicy.policies.schedule import how_to_explore, make_schedule
+from robopolicy.policies.sampler import (
+    Chain,
+    Draws,
+    Kept,
+    choices,
+    draw,
+    finish_chain,
+    how_to_explore,
+    make_schedule,
+    sample_chain,
+    trajectory,
+)
 from robopolicy.policies.steps import denoising_steps
+
+DENOISING_POLICY = "denoising_policy"
+"""What checkpoints call it."""
+
+
+@runtime_checkable
+class WritesCheckpoint(Protocol):
+    """Optional: a network whose policies are kept in another format than ours."""
+
+    def write_checkpoint(self, policy: "DenoisingPolicy", folder: Path) -> None:
+        """Write the policy whose network this is to `folder`, atomically."""
+        ...
 
 
 class DenoisingPolicy(nn.Module):
@@ -218,7 +244,9 @@ class DenoisingPolicy(nn.Module):
 
     def describe_steps(self) -> dict[str, Any]:
         """See `core.steps.DescribesSteps`."""
-        return denoising_steps(self)
+        meant = self._own[0].to_actions if self._own else self.action_normalizer.inverse
+        parts = self.config, self.schedule, self.network, self.first_step
+        return denoising_steps(*parts, self.part, self.latent_size, meant)
 
     @property
     def scored_by_matching(self) -> bool:
@@ -369,16 +397,26 @@ class DenoisingPolicy(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write config.json and model.safetensors, normalisers and base copy included, atomically."""
-        from robopolicy.policies.denoising_checkpoint import save_denoising_policy
-
-        save_denoising_policy(self, folder)
+        if isinstance(self.network, WritesCheckpoint):
+            self.network.write_checkpoint(self, folder)
+            return
+        network = describe_network(self.network)
+        own: dict[str, Any] = {} if network is None else {"network": network}
+        save_policy(self, folder, kind=DENOISING_POLICY, finetuning=self.finetuning, **own)
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
-        from robopolicy.policies.denoising_checkpoint import load_denoising_policy
-
-        return cast(Self, load_denoising_policy(folder, description, device))
+        require_format(folder, description)
+        with restoring(folder, "a policy"):
+            observation, action, known = saved_fields(description)
+            config = from_plain(DenoisingPolicyConfig, description["config"], "config")
+            network = restore_network(description.get("network"), folder)
+            policy = cls(config, observation, action, network=network, **known)
+            finetuning = description["finetuning"]
+            if finetuning is not None:
+                policy.prepare_finetuning(finetuning["steps"], train_encoder=finetuning["train_encoder"])
+        return read_weights(policy, folder, device)
 
     def _act(
         self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None

@@ -34,7 +34,7 @@ from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.blocks import TimeEmbedding
-from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.policies.configuration import JointConfig
 
 SAVED_KIND = "joint"
 STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"

@@ -25,7 +25,7 @@ from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import Normal
-from robopolicy.policies.chunks import check_chunks, in_range, register_range
+from robopolicy.policies.interface import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_configuration import LEAST_STD, LeRobotTuning
 from robopolicy.policies.lerobot_module import LeRobotModule

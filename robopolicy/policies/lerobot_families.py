@@ -20,7 +20,7 @@ from robopolicy.policies.lerobot_configuration import LeRobotTuning
 from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS, Batch, Family, Squared, flow_chain
 from robopolicy.policies.lerobot_xvla import ACTION_MODES, XVLA
 from robopolicy.policies.network import Condition
-from robopolicy.policies.schedule import make_schedule
+from robopolicy.policies.sampler import make_schedule
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy

@@ -26,7 +26,7 @@ from robopolicy.core.spec import PolicySpec
 from robopolicy.core.world import Rows
 from robopolicy.nn.precision import as_kept, lowering, to_keep
 from robopolicy.nn.pretrained import quiet
-from robopolicy.policies.chunks import check_chunks, in_range, register_range
+from robopolicy.policies.interface import check_chunks, in_range, register_range
 from robopolicy.policies.lerobot import LeRobotPolicy
 from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS
 from robopolicy.policies.lerobot_module import LeRobotModule

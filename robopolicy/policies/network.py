@@ -24,10 +24,10 @@ from robopolicy.nn.denoisers import Denoiser, make_denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.precision import is_lowered, multiplied
-from robopolicy.nn.prefix import PrefixDenoiser
+from robopolicy.nn.prefix import PrefixDenoiser, with_prefix
 from robopolicy.nn.text import Modulation, WordEncoder
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
-from robopolicy.policies.instructions import given_instructions
+from robopolicy.policies.interface import given_instructions
 
 Condition = Mapping[str, Tensor]
 """What a network made of N observations: tensors [N, ...] by name, each name "condition" or "condition.<what>".
@@ -263,6 +263,21 @@ class EveryStep:
         times = (self.times if chosen is None else self.times[chosen]).expand(rows, count)
         found = self.network.denoise(x.flatten(0, 1), times.flatten(), repeat_rows(self.condition, count))
         return found.unflatten(0, (rows, count))
+
+
+class PrefixedSteps:
+    """`Steps` of a network that is given the first count[b] [B] steps of `clean` [B, P, A], normalised actions."""
+
+    def __init__(self, steps: Steps, clean: Tensor, count: Tensor):
+        self.steps, self.clean, self.count = steps, clean, count
+
+    def one(self, x: Tensor, step: int) -> Tensor:
+        """Predict [B, P, A] of latents x [B, P, A] about to take `step`, whose given steps are not looked at."""
+        return self.steps.one(with_prefix(x, self.clean, self.count), step)
+
+    def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
+        """Predict [B, k, P, A] as the network does when it is given nothing: what is scored."""
+        return self.steps.several(x, chosen)
 
 
 class _Lowered:

@@ -60,7 +60,7 @@ POLICIES = PolicyKinds(
         "diffusion": "robopolicy.policies.configuration:DenoisingPolicyConfig",
         "flow": "robopolicy.policies.configuration:DenoisingPolicyConfig",
         "token": "robopolicy.policies.token.configuration:TokenPolicyConfig",
-        "joint": "robopolicy.policies.joint_configuration:JointConfig",
+        "joint": "robopolicy.policies.configuration:JointConfig",
         "lerobot": "robopolicy.policies.lerobot_configuration:LeRobotStart",
     },
 )

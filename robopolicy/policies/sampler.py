@@ -1,4 +1,4 @@
-"""The loop that turns noise into an action chunk: one function, with what may disturb it as small named parts.
+"""The loop that turns noise into an action chunk, and its noise schedule: one function and small named parts.
 
 A chain has K steps. A frozen base takes the first K - K', the network that is fine-tuned takes the last K', and only
 those are scored (DPPO, arXiv:2409.00588: the first steps decide little, and every step that is trained costs a pass).
@@ -8,13 +8,46 @@ the chain. Axes: B row, K step, K' scored step, P predicted step, A action dimen
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.randomness import normal, uniform
-from robopolicy.nn.schedules import NoiseSchedule, Normal, truncated_noise
+from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, Normal, truncated_noise
+from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
+from robopolicy.policies.latents import Explores
 from robopolicy.policies.network import Steps
+
+
+def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionSchedule | FlowSchedule:
+    """Build the noise schedule that the configuration describes; diffusion: what it does not say of a diffusion's."""
+    if config.kind is PolicyKind.FLOW:
+        return FlowSchedule(
+            config.sampling_steps,
+            noise=config.flow_noise,
+            level=config.flow_noise_level,
+            bounds=config.flow_noise_bounds,
+            min_std=config.min_sampling_std,
+            clip=config.clip,
+        )
+    return DiffusionSchedule(
+        config.denoising_steps,
+        config.sampling_steps,
+        config.prediction,
+        eta=config.eta,
+        min_std=config.min_sampling_std,
+        clip=config.clip,
+        spacing=config.spacing,
+        **diffusion,
+    )
+
+
+def how_to_explore(network: object) -> str:
+    """Return what gives steps noise where none has any, to go on from "fine-tune more steps, or "."""
+    if isinstance(network, Explores):
+        return network.how_to_explore
+    return "set flow_noise=constant, or raise eta or min_sampling_std"
 
 
 @dataclass(frozen=True)

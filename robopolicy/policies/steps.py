@@ -4,17 +4,15 @@ Axes: K scored step, P predicted step, L latent element, A action dimension.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, Schedule
-from robopolicy.policies.latents import OwnLatents
-from robopolicy.policies.network import learns_noise
-
-if TYPE_CHECKING:
-    from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood
+from robopolicy.policies.latents import Executed
+from robopolicy.policies.network import DenoisingNetwork, learns_noise
 
 STOOD_FOR = "actions that the normalised -0.5 and 0.5 stand for"
 PROBES = (-0.5, 0.5)
@@ -28,19 +26,28 @@ def stood_for(to_actions: Callable[[Tensor], Tensor], size: int, device: torch.d
         return {STOOD_FOR: to_actions(probes)}
 
 
-def denoising_steps(policy: "DenoisingPolicy") -> dict[str, Any]:
+def denoising_steps(
+    config: DenoisingPolicyConfig,
+    schedule: Schedule,
+    network: DenoisingNetwork,
+    first: int,
+    part: Executed,
+    latent_size: int,
+    to_actions: Callable[[Tensor], Tensor],
+) -> dict[str, Any]:
     """Return what the scored steps of a denoising policy speak of, by name; see `DescribesSteps`.
 
     How its network predicts (the noise, or the clean action) is no part of a chain: the next latent follows from the
     clean estimate that either comes to. The noise of exploration is one: scores are densities under it.
+    first: the schedule's first scored step; part: what of a latent is executed; latent_size: L; to_actions: returns
+    what latents [2, 1, L] stand for, [2, 1, A].
     """
-    config, schedule, network = policy.config, policy.schedule, policy.network
     kind = {DiffusionSchedule: "diffusion", FlowSchedule: "flow"}.get(type(schedule), type(schedule).__name__)
     said: dict[str, Any] = {"kind": f"{kind}, scored by its {config.likelihood.value}"}
-    if policy.scored_by_matching:
+    if config.likelihood is Likelihood.MATCHING:
         said |= {"training noise levels": _training_levels(schedule), "prediction": _predicted(schedule)}
     else:
-        scored = slice(policy.first_step, None)
+        scored = slice(first, None)
         said |= {
             "noise levels": _levels(schedule)[scored],
             "share of the clean estimate in the next latent": schedule.table[scored, 2],
@@ -53,15 +60,13 @@ def denoising_steps(policy: "DenoisingPolicy") -> dict[str, Any]:
             "bounds of log-probabilities": config.logp_clamp,
             "reduction of log-probabilities": config.logp_reduction.value,
         }
-    part = policy.part
     said |= {
         "predicted steps": config.prediction_steps,
         "executed steps": part.count,
         "first executed step": part.first,
-        "size of a latent": policy.latent_size,
+        "size of a latent": latent_size,
     }
-    meant = network.to_actions if isinstance(network, OwnLatents) else policy.action_normalizer.inverse
-    return said | stood_for(meant, policy.latent_size, schedule.table.device)
+    return said | stood_for(to_actions, latent_size, schedule.table.device)
 
 
 def _levels(schedule: Schedule) -> Tensor:

@@ -27,7 +27,7 @@ from robopolicy.core.spec import TASK
 from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.few_steps import clean_actions, few_step_student, require_fewer_steps
-from robopolicy.policies.prefixed import PrefixedSteps
+from robopolicy.policies.network import PrefixedSteps
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.experience import require_lowering
 from robopolicy.training.fit import FitResult, fit

@@ -18,8 +18,7 @@ from robopolicy.data.record import record, record_corrected
 from robopolicy.evaluation.deployment import MixedPolicy
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies import DenoisingPolicyConfig, TokenConfig, TokenPolicyConfig
-from robopolicy.policies.configuration import Likelihood, PolicyKind
-from robopolicy.policies.joint_configuration import JointConfig
+from robopolicy.policies.configuration import JointConfig, Likelihood, PolicyKind
 from robopolicy.policies.lerobot import load_lerobot_policy
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES

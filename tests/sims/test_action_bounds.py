@@ -88,7 +88,7 @@ def test_a_policy_that_learned_from_such_data_may_do_the_same():
     assert (field.low, field.high) == ((-1.0, -1.0), (1.9, 1.0))
     policy = object.__new__(DenoisingPolicy)
     torch.nn.Module.__init__(policy)
-    from robopolicy.policies.chunks import in_range, register_range
+    from robopolicy.policies.interface import in_range, register_range
 
     register_range(policy, field)
     assert in_range(torch.tensor([[[1.9, 1.9]]]), policy.action_low, policy.action_high).tolist() == [

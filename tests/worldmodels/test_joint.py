@@ -14,8 +14,8 @@ from robopolicy.core.returns import returns_to_go
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.nn.configuration import EdmConfig
 from robopolicy.policies import load_policy
+from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import ACTION, FUTURE, VALUE, JointModel
-from robopolicy.policies.joint_configuration import JointConfig
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit

@@ -24,8 +24,8 @@ from robopolicy.policies import (
     TokenPolicyConfig,
     load_policy,
 )
+from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import JointModel
-from robopolicy.policies.joint_configuration import JointConfig
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.ensemble import EnsembleModel

@@ -13,14 +13,16 @@ words instead) and the text's logits are never computed.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from robopolicy.core.checkpoints import read_weights, require_format, restoring
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec, validate_observation
+from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
@@ -32,17 +34,29 @@ from robopolicy.nn.language import (
 )
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.observation_tokens import ObservationTokens
-from robopolicy.nn.pretrained import pretrained_backbone, pretrained_config, pretrained_vision_language, sees
+from robopolicy.nn.pretrained import (
+    described_backbone,
+    load_pretrained_tokenizer,
+    load_processor,
+    pretrained_backbone,
+    pretrained_config,
+    pretrained_vision_language,
+    sees,
+)
 from robopolicy.nn.vision_language import VisionLanguageProcessor, describe_prompt, images_of_rows
-from robopolicy.policies.chunks import check_chunks, in_range, register_range
-from robopolicy.policies.fields import select_fields
-from robopolicy.policies.instructions import given_instructions
+from robopolicy.policies.checkpoint import save_policy, saved_fields
+from robopolicy.policies.interface import check_chunks, given_instructions, in_range, register_range, select_fields
 from robopolicy.policies.steps import stood_for
-from robopolicy.policies.token.configuration import TokenPolicyConfig, TokenVision
+from robopolicy.policies.token.configuration import TokenConfig, TokenPolicyConfig, TokenVision
 from robopolicy.policies.token.decoding import ActionLanguage, MaskedDecoding, Prompt, make_decoding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+TOKEN_POLICY = "token_policy"
+"""What checkpoints call it."""
+TOKENIZER, PROCESSOR = "tokenizer", "processor"
+"""Folders in a checkpoint."""
 
 
 class TokenPolicy(nn.Module):
@@ -311,17 +325,44 @@ class TokenPolicy(nn.Module):
         """Nothing is remembered between decisions, of whatever rows [R]."""
 
     def save(self, folder: Path) -> None:
-        """Write config.json, model.safetensors and the tokenizer's files, atomically; the base checkpoint is inside."""
-        from robopolicy.policies.token.checkpoint import save_token_policy
+        """Write config.json, model.safetensors and the tokenizer's files, atomically.
 
-        save_token_policy(self, folder)
+        All weights are inside, so the Hugging Face checkpoint that it began with is not needed to load it.
+        """
+
+        def reader(temporary: Path) -> None:
+            if self.processor is not None:
+                self.processor.save(temporary / PROCESSOR)
+            elif self.config.token.model:
+                self.text_tokens.save(temporary / TOKENIZER)
+
+        save_policy(
+            self,
+            folder,
+            reader,
+            kind=TOKEN_POLICY,
+            sees=self.processor is not None,
+            backbone=self.language.backbone.config.to_dict(),
+            adapters=self.adapters,
+            finetuning=self.finetuning,
+        )
 
     @classmethod
-    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "TokenPolicy":
+    def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
         """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
-        from robopolicy.policies.token.checkpoint import load_token_policy
-
-        return load_token_policy(folder, description, device)
+        require_format(folder, description)
+        with restoring(folder, "a policy"):
+            observation, action, known = saved_fields(description)
+            config = from_plain(TokenPolicyConfig, description["config"], "config")
+            reader = _saved_reader(folder, description, config.token, known["instructions"])
+            with torch.random.fork_rng(devices=[]):
+                backbone = described_backbone(description["backbone"])
+            policy = cls(config, observation, action, language=(backbone, reader), **known)
+            if description["adapters"] is not None:
+                policy.add_lora(description["adapters"]["rank"], description["adapters"]["alpha"])
+            if description["finetuning"] is not None:
+                policy.prepare_finetuning(**description["finetuning"])
+        return read_weights(policy, folder, device)
 
     @property
     def _action_language(self) -> ActionLanguage:
@@ -374,3 +415,12 @@ def _language(
         return pretrained_backbone(token.model)
     words = WordTokenizer(instructions)
     return small_backbone(words.size, token.width, token.depth, token.heads, token.feed_forward), words
+
+
+def _saved_reader(
+    folder: Path, description: Mapping[str, Any], token: TokenConfig, instructions: tuple[str, ...]
+) -> TextTokenizer | VisionLanguageProcessor:
+    """Return what reads prompts; older checkpoints, without prompts of images, say nothing about them."""
+    if description.get("sees") is True:
+        return load_processor(folder / PROCESSOR, token.prompt, split_images=token.split_images)
+    return load_pretrained_tokenizer(folder / TOKENIZER) if token.model else WordTokenizer(instructions)

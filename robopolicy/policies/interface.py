@@ -1,13 +1,52 @@
-"""Action chunks as policies learn and return them: what a batch must hold, and the range that a world takes."""
+"""What policies of ours read and return: fields of a world, instructions, action chunks within the world's range.
 
-from collections.abc import Mapping
+Axes: N row, P predicted step, C executed step, A action dimension.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from robopolicy.core.errors import SpecError
-from robopolicy.core.spec import Field, check_finite
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.finite_values import listed
+from robopolicy.core.policy import TensorObservation
+from robopolicy.core.spec import TASK, Field, check_finite
+
+_NAMED = 8
+"""Instructions that an error lists at most."""
+
+
+def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
+    """Return the fields that `keys` name, all but the instruction for (); raises ConfigError for unknown ones."""
+    known = {key: spec for key, spec in observation.items() if key != TASK}
+    for key in keys:
+        if key not in known:
+            raise ConfigError(
+                f"observation_keys names '{key}', which is no field of the world.{did_you_mean(key, known)}"
+            )
+    return {key: known[key] for key in (keys or known)}
+
+
+def given_instructions(observation: TensorObservation, rows: int, known: Sequence[str]) -> list[str]:
+    """Return the instruction of each of `rows` observations; what is missing or empty is the only one of `known`.
+
+    Raises SpecError where one is missing and several are known, or where there is another number of them than of rows.
+    """
+    given = observation.get(TASK)
+    texts = [""] * rows if given is None else [str(text) for text in given]
+    if len(texts) != rows:
+        raise SpecError(f"'{TASK}' has {len(texts)} texts for {rows} rows.")
+    if all(texts):
+        return texts
+    if len(known) != 1 and "" not in known:
+        names = listed([f"'{text}'" for text in known], _NAMED)
+        state = f"has no '{TASK}'" if given is None else f"has an empty '{TASK}' in row {texts.index('')}"
+        raise SpecError(
+            f"The observation {state}, and the policy was trained on {len(known)} instructions: {names}. Say which."
+        )
+    return [text or ("" if "" in known else known[0]) for text in texts]
 
 
 def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tensor, Tensor]:
