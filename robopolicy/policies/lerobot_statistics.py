@@ -35,9 +35,10 @@ def lacking(policy: LeRobotPolicy) -> tuple[str, ...]:
 def require_statistics(policy: LeRobotPolicy) -> None:
     """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise.
 
-    CheckpointError where they are of other sizes than what is normalised.
+    CheckpointError where they are of other sizes than what is normalised, or as `check_acting`.
     """
     _require_sizes(policy)
+    _require_types(policy)
     if missing := lacking(policy):
         raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
 
@@ -46,9 +47,10 @@ def check_acting(policy: LeRobotPolicy) -> None:
     """Warn where a policy that shall act has no statistics, as LeRobot then normalises nothing.
 
     Raises ConfigError where it has others than its way of normalising needs, which LeRobot refuses, CheckpointError
-    where they are of other sizes than what is normalised.
+    where they are of other sizes than what is normalised, or processors hand over numbers that no weight takes.
     """
     _require_sizes(policy)
+    _require_types(policy)
     if not (missing := lacking(policy)):
         return
     if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing):
@@ -59,6 +61,31 @@ def check_acting(policy: LeRobotPolicy) -> None:
         RobopolicyWarning,
         stacklevel=2,
     )
+
+
+def _require_types(policy: LeRobotPolicy) -> None:
+    """Raise CheckpointError where what is observed is cast to a type that no weight has; warn of actions cast likewise.
+
+    LeRobot would fail inside its network: "mat1 and mat2 must have the same dtype".
+    """
+    weights = sorted({str(each.dtype).removeprefix("torch.") for each in policy.policy.parameters()})
+    names = {"half": "float16", "float": "float32", "double": "float64"}
+    before, after = (
+        [names.get(cast, cast) for step in part.steps if (cast := getattr(step, "float_dtype", None))]
+        for part in (policy.preprocess, policy.postprocess)
+    )
+    if before and before[-1] not in weights:
+        raise CheckpointError(
+            f"{policy.folder}: policy_preprocessor.json casts what is observed to {before[-1]} (float_dtype of its "
+            f"device_processor), and the weights are {', '.join(weights)}: set float_dtype there to null."
+        )
+    if coarse := [cast for cast in after if cast in ("bfloat16", "float16")]:
+        warnings.warn(
+            f"{policy.folder}: policy_postprocessor.json rounds actions to {coarse[0]}, two or three digits ("
+            "float_dtype of its device_processor): null there keeps them as they are.",
+            RobopolicyWarning,
+            stacklevel=3,
+        )
 
 
 def _require_sizes(policy: LeRobotPolicy) -> None:

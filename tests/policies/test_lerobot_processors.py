@@ -16,7 +16,7 @@ from test_lerobot_policies import act_config, save
 
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import STATE
-from robopolicy.policies.lerobot import load_lerobot_policy
+from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation
 from robopolicy.policies.lerobot_statistics import check_acting
 from robopolicy.policies.loading import saved_origin
@@ -232,3 +232,22 @@ def test_a_tokenizers_files_are_looked_at_before_they_are_read(whole: Path, tmp_
     text = "is a pipe or device" if odd == "pipe" else "has more than 134217728 bytes"
     with pytest.raises(CheckpointError, match=rf"asks for tokenizer_name=.*tokenizer\.json {text}"):
         load_lerobot_policy(edited(whole, tmp_path / "asking", BEFORE, asks))
+
+
+def cast(folder: Path, whole: Path, name: str, kind: str) -> LeRobotPolicy:
+    def change(data: dict[str, Any]) -> None:
+        (step,) = [step for step in data["steps"] if step["registry_name"] == "device_processor"]
+        step["config"]["float_dtype"] = kind
+
+    return load_lerobot_policy(edited(whole, folder, name, change))
+
+
+def test_numbers_that_no_weight_takes_are_refused_and_rounded_actions_said(whole: Path, tmp_path: Path) -> None:
+    for kind in ("bfloat16", "half", "float64"):
+        policy = cast(tmp_path / kind, whole, BEFORE, kind)
+        said = "float16" if kind == "half" else kind
+        with pytest.raises(CheckpointError, match=rf"observed to {said} .*weights are float32: set float_"):
+            check_acting(policy)
+    check_acting(cast(tmp_path / "same", whole, BEFORE, "float32"))
+    with pytest.warns(RobopolicyWarning, match="rounds actions to bfloat16"):
+        check_acting(cast(tmp_path / "after", whole, AFTER, "bfloat16"))
