@@ -103,7 +103,7 @@ def test_those_of_another_robot_are_none(tmp_path):
     known["action"] = {name: torch.ones(7) for name in known["action"]}
     folder = bare(config, tmp_path / "act", known)
     policy = load_lerobot_policy(folder)
-    said = r"normalise 'action' by statistics of 7 elements \(mean\), and its config.json says 2"
+    said = r"normalise 'action' by statistics of shape \[7\] \(mean\), and its config.json says \[2\]"
     with pytest.raises(CheckpointError, match=said):
         policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
     with pytest.raises(CheckpointError, match=said):
