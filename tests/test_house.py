@@ -15,7 +15,6 @@ SMALL = {
     *("robopolicy/__main__.py", "robopolicy/verbs/report.py"),  # a command is a file, however little it has to do
     *(f"robopolicy/core/{name}.py" for name in ("arrays", "examples", "progress", "regression")),  # shared by many
     "robopolicy/data/configuration.py",  # help reads it without torch
-    "robopolicy/verbs/sources.py",
 }
 """Shorter files that are one whole idea. Those of plugins/ have the names under which LeRobot looks for them."""
 PACKED = {("robopolicy", "policies"), ("robopolicy", "verbs"), ("robopolicy", "building")}

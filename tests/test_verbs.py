@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,9 @@ from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.run import RunFolder
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies.registry import POLICIES
+from robopolicy.rl.configuration import AlgorithmConfig
+from robopolicy.rl.presets import PRESETS
+from robopolicy.rl.registry import Slot
 from robopolicy.training import imagined
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs import serve
@@ -405,6 +409,22 @@ def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
     assert all(entry["line"] for entry in listed["mechanisms"])
     assert main(["algorithms", "denoising_discount"]) == 0
     assert "finetune.options.denoising_discount.gamma=0.9" in capsys.readouterr().out
+    assert main(["algorithms", "ngrpo", f"json={figures}"]) == 0
+    assert "robopolicy/rl/advantages/group.py" in capsys.readouterr().out
+    parts = {entry["slot"]: entry for entry in json.loads(figures.read_text())["resolved"]}
+    assert [slot.value for slot in Slot] == list(parts)
+    ppo = {"dual_clip": None, "low": 0.16, "high": 0.24}
+    assert parts["coefficient"] == {
+        "slot": "coefficient",
+        "part": "ppo",
+        "options": ppo,
+        "file": "robopolicy/rl/coefficients/ppo.py",
+    }
+    assert parts["sampler"]["part"] == "uniform" and parts["hint"]["part"] == ""
+    root = Path(__file__).parents[1]
+    for name in PRESETS:
+        files = [part.file for parts in AlgorithmConfig(name).resolved().slots.values() for part in parts]
+        assert len(files) >= 5 and all((root / file).is_file() for file in files), name
     assert main(["algorithms", "grop"]) == 2
     assert "grpo" in capsys.readouterr().err
 

@@ -20,7 +20,6 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
-from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.runs import is_complete, output
 from robopolicy.training.configuration import FinetuneConfig
@@ -251,7 +250,7 @@ def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> tuple
     policy = require_trainable(load_policy(base, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     world = build_world(config.world, policy, batch_size=section.num_envs, device=device)
-    values = Need.CRITIC in build_algorithm(learning).needs
+    values = Need.CRITIC in learning.resolved().needs
     critic = build_critic(world, section, seed).to(device) if values else None
     run, started = RunFolder(folder), (time.perf_counter(), time.process_time())
     learn(policy, critic, world, learning, run, seed=seed)

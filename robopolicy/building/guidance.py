@@ -10,17 +10,14 @@ from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
 from robopolicy.core.errors import ConfigError, RobopolicyWarning
 from robopolicy.core.policy import Policy, Trainable, require_trainable
-from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import read_pairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path
 from robopolicy.training.collection import start_pool
-from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations, demonstrate
 from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
 
@@ -33,9 +30,10 @@ def guidance_of(
     imagined: the world model's checkpoint in which `world` plays, None for another world; policy: which is tuned.
     """
     section, device = config.finetune, choose_device(config.run)
-    needed = section.expert_rows or Need.EXPERTS in build_algorithm(narrowed(FinetuneConfig, section)).needs
+    needs = section.resolved().needs
+    needed = section.expert_rows or Need.EXPERTS in needs
     experts = experts_of(config, world) if needed else None
-    teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy)
+    teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy, needs)
     acting = planned_acting(config.plan, world, imagined, device)
     pairs = None if section.pairs is None else read_pairs(section.pairs)
     return Guidance(teacher, demonstrated(config, world), experts, acting, pairs)
@@ -50,13 +48,13 @@ def experts_of(config: Config, world: World) -> Episodes:
     return experts if experts.success is None else experts.select(experts.success)
 
 
-def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None) -> Policy:
+def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None, needs: frozenset[Need]) -> Policy:
     """Load a teacher of `policy`; where it shall score that one's steps, it is made ready to, as the policy was.
 
     Raises as `load_policy` does, and ConfigError where one of LeRobot's has no log-probabilities here.
     """
     teacher = as_seen_in(world, load_policy(folder, choose_device(config.run)))
-    if not build_algorithm(narrowed(FinetuneConfig, config.finetune)).needs & OF_THE_SAME_STEPS:
+    if not needs & OF_THE_SAME_STEPS:
         return teacher  # it is asked what it would do, as it is
     if isinstance(teacher, LeRobotPolicy):
         teacher = require_trainable(teacher.tuned_by(config.lerobot))

@@ -102,7 +102,8 @@ def saved_origin(folder: Path | Checkpoint) -> WorldOrigin | None:
     damaged.
     """
     checkpoint = open_checkpoint(folder)
-    folder, description, file = checkpoint.folder, checkpoint.description, "config.json"
+    folder, description = checkpoint.folder, checkpoint.description
+    file = "config.json"
     if _of_lerobot(description):
         file = SETTINGS_FILE
         description = read_object(folder / file) if os.path.lexists(folder / file) else {}

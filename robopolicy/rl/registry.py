@@ -221,6 +221,15 @@ class Mechanism:
         found = _functions.get(self.path)
         return load_dotted(self.path, "Mechanism") if found is None else found
 
+    def require_options(self, options: Iterable[str]) -> None:
+        """Raise ConfigError, with the nearest name, where it has no such option."""
+        for option in options:
+            if option not in self.options:
+                raise ConfigError(
+                    f"options.{self.name}.{option}: '{self.name}' has no such option."
+                    f"{did_you_mean(option, self.options)}"
+                )
+
     @property
     def line(self) -> str:
         """The first sentence of its docstring."""
@@ -284,12 +293,7 @@ def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> C
     Raises ConfigError for an unknown name or option.
     """
     entry = find(slot, name)
-    for option in options or {}:
-        if option not in entry.options:
-            raise ConfigError(
-                f"options.{entry.name}.{option}: '{entry.name}' has no such option."
-                f"{did_you_mean(option, entry.options)}"
-            )
+    entry.require_options(options or {})
     return partial(entry.function, **(options or {}))
 
 

@@ -162,7 +162,7 @@ class _Finetuning:
         self.evaluate, self.confirm = judged
         self.algorithm = build_algorithm(config)
         guidance.check_teacher(policy, self.algorithm.needs)
-        self.algorithm.check(counted_on(policy, critic, world, config, guidance))
+        self.algorithm.resolved.check(counted_on(policy, critic, world, config, guidance))
         if Need.MEANS in self.algorithm.needs and isinstance(policy, RecordsMeans):
             policy.record_means = True
         self.critic = critic.eval() if critic is not None and Need.CRITIC in self.algorithm.needs else None

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from robopolicy.configuration.sections.learn import FinetuneSection
-from robopolicy.core.structured import narrowed
 from robopolicy.evaluation.intervals import Paired
 from robopolicy.evaluation.success import Verdict, compare
-from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.registry import Need
 from robopolicy.runs import output
 from robopolicy.training.configuration import FinetuneConfig
@@ -222,7 +220,7 @@ def print_advice(
         return
     failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
     causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` looks for other causes."
-    critic = Need.CRITIC in build_algorithm(narrowed(FinetuneConfig, section)).needs
+    critic = Need.CRITIC in section.resolved().needs
     unpaid = "" if seen is None else nothing_paid(seen, section, world)
     if not unpaid and critic and iterations is not None and iterations <= section.critic_warmup:
         output.print(

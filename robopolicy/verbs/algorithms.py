@@ -1,7 +1,8 @@
 """Lists what fine-tuning can be composed of: presets, and the mechanisms of every slot with a line and a source each.
 
-`robopolicy algorithms grpo` explains one entry and its options. Choose with finetune.algorithm=NAME and replace single
-slots with finetune.advantage=NAME, finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
+`robopolicy algorithms grpo` explains one entry and its options; a preset's parts are shown slot by slot, each with the
+file where it lies. Choose with finetune.algorithm=NAME and replace single slots with finetune.advantage=NAME,
+finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
 `robopolicy algorithms papers` lists every paper that this suite was asked for: what carries it, which test checks its
 mathematics, whether all of it works, and what `robopolicy bench mechanisms` measured; a paper's name, such as BAPO or
 RL-100, shows its row alone.
@@ -16,6 +17,7 @@ from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, nearest
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.structured import to_plain
+from robopolicy.rl.configuration import AlgorithmConfig, Resolved
 from robopolicy.rl.papers import HEADER, TITLES, Paper, cells, counted, effect, papers, papers_of, published
 from robopolicy.rl.presets import PRESETS
 from robopolicy.rl.registry import Mechanism, Slot, declared_at, mechanisms, written
@@ -51,6 +53,9 @@ def run(config: Config) -> int:
         return 0
     if presets:
         show_presets(presets)
+    resolved = AlgorithmConfig(name).resolved() if name in PRESETS else None
+    if resolved is not None:
+        show_resolved(resolved)
     for slot in Slot:
         if entries := [entry for entry in chosen if entry.slot is slot]:
             show_slot(slot, entries)
@@ -59,10 +64,11 @@ def run(config: Config) -> int:
             explain(entry)
             if is_dotted(name):
                 output.print(f"  finetune.{written(entry.slot, name)}\n", markup=False)
-    publish(
-        config,
-        {"presets": {key: to_plain(value) for key, value in presets.items()}, "mechanisms": list(map(row, chosen))},
-    )
+    figures: dict[str, Any] = {
+        "presets": {key: to_plain(value) for key, value in presets.items()},
+        "mechanisms": list(map(row, chosen)),
+    }
+    publish(config, figures if resolved is None else {**figures, "resolved": resolved_rows(resolved)})
     return 0
 
 
@@ -85,6 +91,40 @@ def show_presets(presets: dict[str, dict[str, Any]]) -> None:
     for name, preset in presets.items():
         table.add_row(name, escape(", ".join(f"{slot}={_text(value)}" for slot, value in to_plain(preset).items())))
     output.print(table, "")
+
+
+def show_resolved(resolved: Resolved) -> None:
+    """Print what a preset puts into every slot, defaults included, and the file in which each part lies."""
+    title = f"What {resolved.name} resolves to (ratio_level={resolved.ratio_level.value})"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for column in ("slot", "part", "options", "file"):
+        table.add_column(column, style="bold" if column == "part" else "", overflow="fold")
+    for row in resolved_rows(resolved):
+        options = ", ".join(f"{option}={value}" for option, value in row["options"].items())
+        table.add_row(row["slot"], row["part"] or "[dim]none[/]", escape(options), row["file"])
+    output.print(table, "")
+
+
+def resolved_rows(resolved: Resolved) -> list[dict[str, Any]]:
+    """Return the parts by slot in the order in which an iteration comes to them, with the options as they are used.
+
+    part and file are "" where a slot is empty.
+    """
+    rows: list[dict[str, Any]] = []
+    for slot in Slot:
+        parts = resolved.slots[slot]
+        rows += [
+            {
+                "slot": slot.value,
+                "part": part.entry.name,
+                "options": to_plain({**part.entry.options, **part.options}),
+                "file": part.file,
+            }
+            for part in parts
+        ]
+        if not parts:
+            rows.append({"slot": slot.value, "part": "", "options": {}, "file": ""})
+    return rows
 
 
 def show_slot(slot: Slot, entries: list[Mechanism]) -> None:

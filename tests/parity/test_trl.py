@@ -113,7 +113,7 @@ def test_the_presets_are_made_of_these_parts(name: str):
     algorithm = build_algorithm(AlgorithmConfig(algorithm=name))
     _, _, level, _ = CASES[name]
     assert algorithm.ratio_level is level
-    names = {entry.slot.value: entry.name for entry in algorithm.entries}
+    names = {entry.slot.value: entry.name for entry in algorithm.resolved.entries}
     assert names["coefficient"] == "ppo"
     assert names["weight"] == {"grpo": "episode_mean", "gspo": "episode_mean", "dr_grpo": "constant"}.get(
         name, "step_mean"

@@ -100,10 +100,10 @@ def test_formulas_of_single_steps_refuse_shared_ratios(coefficient: str):
     for level in RatioLevel:
         algorithm = build_algorithm(AlgorithmConfig(coefficient=coefficient, ratio_level=level))
         if level is RatioLevel.STEP:
-            algorithm.check(frozenset(Need))
+            algorithm.resolved.check(frozenset(Need))
         else:
             with pytest.raises(ConfigError, match=f"coefficient={coefficient} needs a ratio of every step.*=step"):
-                algorithm.check(frozenset(Need))
+                algorithm.resolved.check(frozenset(Need))
 
 
 def test_steps_are_cut_where_ratios_are():
