@@ -17,7 +17,7 @@ SMALL = {
     "robopolicy/data/configuration.py",  # help reads it without torch
 }
 """Shorter files that are one whole idea. Those of plugins/ have the names under which LeRobot looks for them."""
-PACKED = {("robopolicy", "policies"), ("robopolicy", "verbs"), ("robopolicy", "building")}
+PACKED = {("robopolicy", "policies")}
 """Where three values and more are assigned on one line, still."""
 ROOMS = (
     "robopolicy/core",

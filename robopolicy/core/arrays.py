@@ -7,14 +7,14 @@ what was declared.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
     from typing_extensions import TypeIs
 
-
-Array = NDArray[Any]
+    Array = NDArray[Any]
+else:  # settings are read, and help is shown, without numpy
+    Array = Any
 """A numpy array of any shape and element type; docstrings say its shape."""
 
 

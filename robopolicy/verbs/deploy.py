@@ -33,7 +33,8 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Get to know the base, play the deployment and the replacement, and report both."""
-    section, device, seed = config.deploy, choose_device(config.run), config.run.seed
+    section, seed = config.deploy, config.run.seed
+    device = choose_device(config.run)
     paths = {
         "policy": default_path(config, "finetune", "checkpoint", section.policy, "deploy.policy"),
         "base": default_path(config, "train", "checkpoint", section.base, "deploy.base"),

@@ -52,7 +52,8 @@ def run(config: Config) -> int:
     job = Job.open(config, "distill", VERB.sections)
     if job is None:
         return 0
-    section, folder, device = config.distill, job.folder, job.device
+    section = config.distill
+    folder, device = job.folder, job.device
     path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
     teacher = load_policy(path, device)
     settings = narrowed(DistillConfig, section)

@@ -197,7 +197,8 @@ def learn(
 
     model: the checkpoint in which they imagine.
     """
-    section, chosen, device = config.finetune, config.imagine, choose_device(config.run)
+    section, chosen = config.finetune, config.imagine
+    device = choose_device(config.run)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
     watch = TwoWorlds(
         worlds.imagined,

@@ -67,7 +67,8 @@ def run(config: Config) -> int:
     job = Job.open(config, "offline", VERB.sections)
     if job is None:
         return 0
-    section, folder, device = config.offline, job.folder, job.device
+    section = config.offline
+    folder, device = job.folder, job.device
     path = default_path(config, "train", "checkpoint", section.policy, "offline.policy")
     base, policy = load_policy(path, device), require_trainable(load_policy(path, device))
     improver: Improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
@@ -150,7 +151,8 @@ def learn_critic(
 
 def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: torch.device) -> Episodes:
     """Return what the critic learns from, as offline.data names it; says how much is whose, unless all is recorded."""
-    section, seed, parts = config.offline, config.run.seed, dict[str, Episodes]()
+    section, seed = config.offline, config.run.seed
+    parts: dict[str, Episodes] = {}
     if "recorded" in section.data:
         parts["recorded"] = recorded
     if "imagined" in section.data:

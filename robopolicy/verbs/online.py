@@ -80,7 +80,8 @@ def run(config: Config) -> int:
     job = Job.open(config, "online", VERB.sections)
     if job is None:
         return 0
-    section, folder, device = config.online, job.folder, job.device
+    section = config.online
+    folder, device = job.folder, job.device
     path = policy_path(config)
     given = None if path is None else load_policy(path, device)
     world = build_world(config.world, given, batch_size=section.num_envs, device=device)

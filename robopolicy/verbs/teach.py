@@ -53,7 +53,8 @@ def run(config: Config) -> int:
     job = Job.open(config, "teach", VERB.sections, "is already taught; run.overwrite=true teaches anew.")
     if job is None:
         return 0
-    section, folder, device = config.teach, job.folder, job.device
+    section = config.teach
+    folder, device = job.folder, job.device
     seed = config.run.seed
     policy = None if section.teacher == EXPERT else load_acting(InferenceSection(), teacher_path(config), device)
     reach = reach_of(config.policy.config)
@@ -101,7 +102,8 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     elsewhere = isinstance(start, LeRobotStart) or (isinstance(start, TokenPolicyConfig) and start.token.model)
     if not (elsewhere or config.teach.keep_conditions or config.teach.auxiliary_keys):
         return
-    seeds, draws, section = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device), config.teach
+    section = config.teach
+    seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)
     played = record(world, teacher.plays(0), seeds, generator=draws)
     student = new_policy(config, played, device)
     say_model(student, section)
@@ -150,14 +152,14 @@ def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) 
 
     The student is filmed on the first of them.
     """
-    config, section, seed = job.config, job.config.teach, job.config.run.seed
+    config, section = job.config, job.config.teach
     seeds = evaluation_seeds(config, section.evaluate_episodes)
     both: dict[str, Policy] = {"student": student}
     if not isinstance(teacher, Foresight) and is_policy(teacher):
         both = {"teacher": teacher, **both}
     verdicts = {}
     for name, each in both.items():
-        world = build_world(config.world, each, episodes=len(seeds), seed=seed, device=job.device)
+        world = build_world(config.world, each, episodes=len(seeds), seed=config.run.seed, device=job.device)
         verdicts |= job.judge(world, {name: each}, len(seeds))
         if each is student:
             film_alone(world, student, seeds[: section.videos], job.folder, name, job.device)

@@ -26,7 +26,8 @@ class Unfinished:
     """The episodes of a run that have ended, part by part; folder: the run's."""
 
     def __init__(self, config: Config, folder: Path):
-        self.config, self.folder, self.played_later = config, folder / FOLDER, 0
+        self.config, self.folder = config, folder / FOLDER
+        self.played_later = 0
 
     @cached_property
     def _own(self) -> Path:

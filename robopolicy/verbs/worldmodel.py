@@ -65,7 +65,8 @@ def run(config: Config) -> int:
     job = Job.open(config, "worldmodel", VERB.sections, "is already trained; run.overwrite=true trains anew.")
     if job is None:
         return 0
-    section, folder, device = config.worldmodel, job.folder, job.device
+    section = config.worldmodel
+    folder, device = job.folder, job.device
     generators = Generators(config.run.seed, device)
     world = build_world(config.world, seed=config.run.seed)
     require_learnable_success(world.spec)
