@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,26 @@ def test_a_benchmark_of_another_package_is_run_by_its_dotted_path(tmp_path, monk
     assert figures["command"] == "robopolicy bench my_claim:BENCHMARK 'bench.seeds=[7,9]'"
     assert figures["threads"] >= 1 and figures["versions"]["packages"]["torch"]
     assert "Is it so?" in (tmp_path / "bench" / "my_claim-BENCHMARK" / "report.html").read_text()
+
+
+def test_a_wheel_leaves_ours_out_says_so_and_runs_those_of_other_packages(tmp_path, monkeypatch, capsys):
+    assert (
+        "robopolicy/benchmarks"
+        in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]["exclude"]
+    )
+    monkeypatch.setitem(sys.modules, "robopolicy.benchmarks", None)  # as if it were not installed
+    monkeypatch.setattr(bench.BENCHMARKS, "_installed", {"theirs": f"{__name__}:THEIRS"})
+    theirs = bench.Benchmark(
+        "Theirs?", (), lambda config, folder: {}, lambda figures: [bench.Table("Theirs", ["a"], [])]
+    )
+    monkeypatch.setattr(sys.modules[__name__], "THEIRS", theirs, raising=False)
+    assert main(["bench", "recipes", f"run.root={tmp_path}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "The benchmark 'recipes' comes with a checkout of robopolicy" in said and "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+    assert run(tmp_path, "bench.name=theirs") == 0 and "Theirs" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"no benchmark 'recipe'.* Did you mean 'recipes'"):
+        run(tmp_path, "bench.name=recipe")
 
 
 def test_other_seeds_are_measured_in_the_same_folder_at_once(tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ bench.name=package.module:BENCHMARK.
 """
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 from collections.abc import Callable, Mapping
@@ -69,11 +70,14 @@ VERB = Verb(
 Figures = Mapping[str, Any]
 """What a benchmark measured, ready for JSON; assets/figures/<benchmark>.json holds what `json=PATH` wrote."""
 
+PACKAGE = "robopolicy.benchmarks"
+"""The package of ours, which pyproject.toml leaves out of wheels, and the entry points of strangers'."""
+
 BENCHMARKS = Registry(
     "benchmark",
-    "robopolicy.benchmarks",
+    PACKAGE,
     {
-        name: f"robopolicy.benchmarks.{name}:BENCHMARK"
+        name: f"{PACKAGE}.{name}:BENCHMARK"
         for name in (
             "sims",
             "recipes",
@@ -141,13 +145,11 @@ def run(config: Config) -> int:
 
     Processes that measure other seeds may share the folder: benchmark.json and the report then show the seeds of the
     one that ended last, and the same command with all seeds shows all. Figures are written before tables are made of
-    them. Raises ConfigError where there is no such benchmark, one does
-    not read a setting that is given, or what it makes of its figures is no `Table`.
+    them. Raises ConfigError as `named` does, and where the benchmark does not read a setting that is given, or what it
+    makes of its figures is no `Table`.
     """
     name = config.bench.name
-    benchmark = BENCHMARKS.load(name)
-    if not isinstance(benchmark, Benchmark):
-        raise ConfigError(f"bench.name={name} is {benchmark!r}: name a `Benchmark`, such as package.module:BENCHMARK.")
+    benchmark = named(name)
     refuse_unread(config, benchmark)
     folder = config.run.root / "bench" / name.replace(":", "-")
     if "seeds" in benchmark.reads:
@@ -171,6 +173,22 @@ def run(config: Config) -> int:
         write_atomic(root / "report.html", render(report))
     output.print(f"Report: {root / 'report.html'}")
     return 0
+
+
+def named(name: str) -> Benchmark:
+    """Return the benchmark of this name or dotted path.
+
+    Raises ConfigError where there is none, or it is one of ours, which only a checkout has: wheels leave them out.
+    """
+    if name in BENCHMARKS.ours and importlib.util.find_spec(PACKAGE) is None:
+        raise ConfigError(
+            f"The benchmark '{name}' comes with a checkout of robopolicy, not with the installed package: clone the "
+            "repository, and run the same command there."
+        )
+    benchmark = BENCHMARKS.load(name)
+    if not isinstance(benchmark, Benchmark):
+        raise ConfigError(f"bench.name={name} is {benchmark!r}: name a `Benchmark`, such as package.module:BENCHMARK.")
+    return benchmark
 
 
 def require_table(name: str, table: object, root: Path) -> None:
