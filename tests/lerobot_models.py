@@ -131,7 +131,7 @@ def without_code() -> Iterator[None]:
     from lerobot.policies.pi0_fast import modeling_pi0_fast
     from lerobot.processor import tokenizer_processor
 
-    from robopolicy.policies.lerobot_tokenizer import FastTokenizer
+    from robopolicy.policies.lerobot.reading import FastTokenizer
 
     with ExitStack() as stack:
         for module in (modeling_pi0_fast, tokenizer_processor):

@@ -29,7 +29,7 @@ from robopolicy.core.storage import read_json, write_json
 from robopolicy.inference.comparison import timed
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.pretrained import quiet
-from robopolicy.policies.lerobot_families import MASK
+from robopolicy.policies.lerobot.families import MASK
 from robopolicy.runs import output
 from robopolicy.verbs import finetune
 from robopolicy.verbs.bench import Benchmark, Table

@@ -29,10 +29,10 @@ from robopolicy.nn.configuration import NormalizationMode
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.pretrained import quiet
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import load_lerobot_policy
-from robopolicy.policies.lerobot_configuration import LeRobotSettings, LeRobotTuning, Tuned
-from robopolicy.policies.lerobot_families import VALUES
-from robopolicy.policies.lerobot_training import LeRobotNetwork, trainable_lerobot
+from robopolicy.policies.lerobot.acting import load_lerobot_policy
+from robopolicy.policies.lerobot.configuration import LeRobotSettings, LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.families import VALUES
+from robopolicy.policies.lerobot.training import LeRobotNetwork, trainable_lerobot
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 

@@ -13,7 +13,7 @@ from robopolicy.core.policy import Policy, Trainable, require_trainable
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.rl.preferences import read_pairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path

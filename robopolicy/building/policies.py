@@ -22,8 +22,8 @@ from robopolicy.core.world import World
 from robopolicy.inference.configuration import SYNCHRONOUS, InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.policies.loading import build_policy, checkpoint_in
 from robopolicy.training.encoders import load_with_encoder
 from worldmodels.encoding import EncodedPolicy

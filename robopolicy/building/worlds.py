@@ -48,7 +48,7 @@ from robopolicy.core.spec import (
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.policies.lerobot_module import lerobots_own
+from robopolicy.policies.lerobot.module import lerobots_own
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level

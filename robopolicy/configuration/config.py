@@ -30,7 +30,7 @@ from robopolicy.configuration.sections.tools import (
     ReportSection,
 )
 from robopolicy.configuration.sections.worldmodel import ImagineSection, PlanSection, RankSection, WorldModelSection
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot.configuration import LeRobotTuning
 
 
 @dataclass(frozen=True)

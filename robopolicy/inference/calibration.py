@@ -19,7 +19,7 @@ from robopolicy.inference.lerobot import lean_lerobot
 from robopolicy.inference.samplers import Sampler, own_sampler, sample
 from robopolicy.nn.branches import Blocks
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
 from robopolicy.policies.sampler import draw
 from worldmodels.protocol import Cacheable, ChunkModel

@@ -26,7 +26,7 @@ from robopolicy.nn.branches import Caching
 from robopolicy.nn.denoisers import Denoiser
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.likelihood import matching_latents
 from robopolicy.policies.network import (
     ChunkNetwork,

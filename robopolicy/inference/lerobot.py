@@ -20,7 +20,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
 from robopolicy.inference.lerobot_networks import Lean, lean_transformer, lean_unet
 from robopolicy.nn.branches import Caching
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
 
 Predict = Callable[[Tensor, int], Tensor]
 """(latents x [B, T, A], evaluation k) -> what the network says of them, [B, T, A]."""

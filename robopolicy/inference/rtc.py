@@ -32,9 +32,9 @@ from robopolicy.nn.prefix import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.latents import OwnLatents
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_families import FAMILIES
-from robopolicy.policies.lerobot_training import LeRobotNetwork
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.lerobot.families import FAMILIES
+from robopolicy.policies.lerobot.training import LeRobotNetwork
 from robopolicy.policies.network import PrefixedSteps, Steps
 
 OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."

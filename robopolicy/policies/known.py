@@ -11,7 +11,7 @@ import torch
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.nn.normalizer import NormalizationMode, Normalizer, ShowsNormalizers
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
 
 DEVIATIONS = 4.0
 """Standard deviations from the mean within which nearly all data lie, of policies that remember no more than these."""

@@ -21,9 +21,9 @@ from robopolicy.core.registry import asked_for, is_dotted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain
-from robopolicy.policies import lerobot_reading
 from robopolicy.policies.checkpoint import saved_fields
-from robopolicy.policies.lerobot_configuration import SETTINGS_FILE
+from robopolicy.policies.lerobot import reading as lerobot_reading
+from robopolicy.policies.lerobot.configuration import SETTINGS_FILE
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 PLUGIN, EXPORTED = "robopolicy", "checkpoint"
@@ -39,7 +39,9 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
     checkpoint = open_checkpoint(folder)
     folder, description = checkpoint.folder, checkpoint.description
     if _of_lerobot(description):
-        from robopolicy.policies.lerobot import load_lerobot_policy  # imports LeRobot's policies, which takes seconds
+        from robopolicy.policies.lerobot.acting import (
+            load_lerobot_policy,  # imports LeRobot's policies, which takes seconds
+        )
 
         return load_lerobot_policy(folder, device)
     kind = str(description.get("kind"))

@@ -6,7 +6,7 @@ from typing import Any
 
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.storage import read_object, reading, recover_folder
-from robopolicy.policies.lerobot_configuration import LeRobotStart, folder_of
+from robopolicy.policies.lerobot.configuration import LeRobotStart, folder_of
 
 
 @dataclass(frozen=True)

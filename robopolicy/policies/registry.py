@@ -61,7 +61,7 @@ POLICIES = PolicyKinds(
         "flow": "robopolicy.policies.configuration:DenoisingPolicyConfig",
         "token": "robopolicy.policies.token.configuration:TokenPolicyConfig",
         "joint": "robopolicy.policies.configuration:JointConfig",
-        "lerobot": "robopolicy.policies.lerobot_configuration:LeRobotStart",
+        "lerobot": "robopolicy.policies.lerobot.configuration:LeRobotStart",
     },
 )
 LEFT_BEHIND = Registry(

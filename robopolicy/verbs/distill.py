@@ -25,7 +25,7 @@ from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
 from robopolicy.inference.comparison import timed
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import DistillConfig

@@ -27,8 +27,8 @@ from robopolicy.evaluation.success import compared, evaluate_policy
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.nn.sharing import share
-from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot_reading import require_memory
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot.reading import require_memory
 from robopolicy.policies.loading import checkpoint_in, is_lerobot, weights_bytes
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm

@@ -39,7 +39,7 @@ from robopolicy.evaluation.tables import instruction_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import finish, finished, open_run, output

@@ -41,7 +41,7 @@ from robopolicy.inference.plan import InferencePlan, device_name, save_plan, wei
 from robopolicy.inference.schedules import plans_to_try
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table

@@ -27,7 +27,7 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
-from robopolicy.policies.lerobot_configuration import LeRobotStart
+from robopolicy.policies.lerobot.configuration import LeRobotStart
 from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.policies.token.configuration import TokenPolicyConfig
 from robopolicy.runs import default_path, output

@@ -19,7 +19,7 @@ from robopolicy.evaluation.deployment import MixedPolicy
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.policies import DenoisingPolicyConfig, TokenConfig, TokenPolicyConfig
 from robopolicy.policies.configuration import JointConfig, Likelihood, PolicyKind
-from robopolicy.policies.lerobot import load_lerobot_policy
+from robopolicy.policies.lerobot.acting import load_lerobot_policy
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES
 from robopolicy.policies.token.configuration import TokenDecoding

@@ -13,7 +13,7 @@ from robopolicy.data.lerobot_format import write_dataset
 from robopolicy.data.record import record
 from robopolicy.evaluation.intervals import wilson
 from robopolicy.evaluation.success import compare, evaluate_policy
-from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
 from sims.registry import make_world
 from sims.tasks import reach_planar
 

@@ -17,7 +17,7 @@ from robopolicy.cli import main
 from robopolicy.core.policy import LowersPrecision, is_condition
 from robopolicy.nn.pieces import in_pieces, scores_of
 from robopolicy.nn.precision import ROUNDING, as_kept, backward_in, learning_in, to_keep, tolerance_in
-from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig

@@ -15,8 +15,8 @@ from robopolicy.cli import main
 from robopolicy.core.errors import CheckpointError
 from robopolicy.core.policy import require_trainable
 from robopolicy.nn import shapes
-from robopolicy.policies.lerobot import load_lerobot_policy
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot.acting import load_lerobot_policy
+from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.training.memory import plan_memory
 
 pytestmark = pytest.mark.long

@@ -17,7 +17,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError, SpecError
 from robopolicy.core.examples import example_batch
 from robopolicy.data.record import record
 from robopolicy.nn.precision import learning_in, tolerance_in
-from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig

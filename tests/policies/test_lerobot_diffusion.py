@@ -26,8 +26,8 @@ from robopolicy.core.examples import example_batch
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.randomness import drawing_from
 from robopolicy.core.spec import TASK
-from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
-from robopolicy.policies.lerobot_families import _history
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.families import _history
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.pretrain import regression_batches

@@ -23,9 +23,9 @@ from robopolicy.core.policy import require_trainable
 from robopolicy.core.spec import TASK
 from robopolicy.nn import shapes
 from robopolicy.nn.precision import tolerance_in
-from robopolicy.policies.lerobot import load_lerobot_policy
-from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
-from robopolicy.policies.lerobot_tokenizer import FastTokenizer
+from robopolicy.policies.lerobot.acting import load_lerobot_policy
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.reading import FastTokenizer
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.memory import plan_memory

@@ -15,7 +15,7 @@ from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import STATE
-from robopolicy.policies.lerobot import load_lerobot_policy
+from robopolicy.policies.lerobot.acting import load_lerobot_policy
 from robopolicy.testing.policy import Level, PolicyReport
 from sims.registry import make_world
 

@@ -16,7 +16,7 @@ from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE, TASK
 from robopolicy.doctor.data import check_rate
 from robopolicy.doctor.findings import Health
-from robopolicy.policies.lerobot import LeRobotSettings, load_lerobot_policy
+from robopolicy.policies.lerobot.acting import LeRobotSettings, load_lerobot_policy
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 

@@ -16,9 +16,9 @@ from test_lerobot_policies import act_config, save
 
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import STATE
-from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation
-from robopolicy.policies.lerobot_statistics import check_acting
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot.checks import PROCESSORS, check_normalisation
+from robopolicy.policies.lerobot.statistics import check_acting
 from robopolicy.policies.loading import saved_origin
 
 pytestmark = pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_lerobot_training import ROWS, language_folders, observed, trained
 
-from robopolicy.policies.lerobot_training import AtOnce
+from robopolicy.policies.lerobot.training import AtOnce
 from robopolicy.policies.network import EveryStep, steps_of
 
 pytestmark = pytest.mark.long

@@ -20,7 +20,7 @@ from robopolicy.core.policy import ScoredPolicy
 from robopolicy.core.structured import narrowed
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.loading import weights_bytes
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune

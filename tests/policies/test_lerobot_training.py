@@ -28,9 +28,9 @@ from robopolicy.core.spec import STATE, TASK, Field, WorldSpec, require_fit
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.policies import lerobot_reading
-from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, Tuned
+from robopolicy.policies.lerobot import reading as lerobot_reading
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, Tuned
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.policies.network import steps_of
 from robopolicy.rl.critic import state_critic
@@ -388,7 +388,7 @@ def edited(folder: Path, copy: Path, **changes: Any) -> Path:
 
 
 def test_a_version_that_breaks_them_is_refused_before_anything_is_read(folders, monkeypatch):
-    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: "5.23.0")
+    monkeypatch.setattr("robopolicy.policies.lerobot.acting.version", lambda name: "5.23.0")
     for kind in KINDS:
         with pytest.raises(ConfigError, match=rf"'{kind}' breaks with transformers 5.23.0.*<5.6"):
             load_policy(folders[kind])
@@ -396,7 +396,7 @@ def test_a_version_that_breaks_them_is_refused_before_anything_is_read(folders, 
 
 def test_every_policy_that_reads_by_transformers_is_checked(tmp_path, monkeypatch):
     """Also those whose only part of it is a text encoder (multi_task_dit) or Florence's vision (xvla)."""
-    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: "5.23.0")
+    monkeypatch.setattr("robopolicy.policies.lerobot.acting.version", lambda name: "5.23.0")
     for kind in ("multi_task_dit", "xvla"):
         folder = tmp_path / kind
         folder.mkdir()
@@ -409,7 +409,7 @@ def test_every_policy_that_reads_by_transformers_is_checked(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("installed", ["5.3.0", "4.57.1"])
 def test_a_version_that_was_never_tried_is_refused_before_anything_is_read(folders, monkeypatch, installed):
-    monkeypatch.setattr("robopolicy.policies.lerobot.version", lambda name: installed)
+    monkeypatch.setattr("robopolicy.policies.lerobot.acting.version", lambda name: installed)
     for kind in KINDS:
         with pytest.raises(ConfigError, match=rf"'{kind}' was not tried with transformers {installed}.*>=5.4,<5.6"):
             load_policy(folders[kind])

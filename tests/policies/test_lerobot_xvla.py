@@ -21,7 +21,7 @@ from robopolicy.core.examples import example_batch
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.precision import tolerance_in
-from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
 from robopolicy.policies.loading import load_policy
 from robopolicy.testing.policy import Level, check_policy
 

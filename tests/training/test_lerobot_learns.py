@@ -23,7 +23,7 @@ from seeing_toys import CAMERA, SIZE, SeeingWorld
 from robopolicy.building.policies import load_trainable
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.policies.lerobot_configuration import LeRobotTuning, Tuned
+from robopolicy.policies.lerobot.configuration import LeRobotTuning, Tuned
 from robopolicy.rl.critic import state_critic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune

@@ -17,7 +17,7 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, 
 from robopolicy.core.storage import write_json
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
-from robopolicy.policies.lerobot_configuration import LeRobotStart
+from robopolicy.policies.lerobot.configuration import LeRobotStart
 from robopolicy.policies.loading import load_policy
 from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.training import teaching

@@ -53,9 +53,9 @@ from robopolicy.core.storage import read_json, reading, recover_folder
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
-from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
-from robopolicy.policies.lerobot_processors import PROCESSORS, check_normalisation, check_numbers, check_processor
-from robopolicy.policies.lerobot_reading import (
+from robopolicy.policies.lerobot.checks import PROCESSORS, check_normalisation, check_numbers, check_processor
+from robopolicy.policies.lerobot.configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
+from robopolicy.policies.lerobot.reading import (
     first_line,
     nothing_downloaded,
     read_config,
@@ -239,7 +239,7 @@ class LeRobotPolicy:
     def _decided(self, observation: TensorObservation, generator: torch.Generator, steps: int) -> Tensor:
         """Return the first `steps` steps of a prediction, [B, steps, A]."""
         if not self._checked:
-            from robopolicy.policies.lerobot_statistics import check_acting
+            from robopolicy.policies.lerobot.statistics import check_acting
 
             check_acting(self)
             self._checked = True
@@ -275,7 +275,7 @@ class LeRobotPolicy:
 
     def to_trainable(self) -> Trainable:
         """Return a policy over the same weights that learns; raises ConfigError where there is none of its type."""
-        from robopolicy.policies.lerobot_training import trainable_lerobot
+        from robopolicy.policies.lerobot.training import trainable_lerobot
 
         return trainable_lerobot(self)
 
@@ -284,7 +284,7 @@ class LeRobotPolicy:
 
         Raises ConfigError as `to_trainable`, and where `tuning` chooses what policies of its type do not read.
         """
-        from robopolicy.policies.lerobot_training import require_read
+        from robopolicy.policies.lerobot.training import require_read
 
         require_read(self, tuning)
         return self.tuned_by(tuning).to_trainable()

@@ -14,8 +14,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.storage import write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
-from robopolicy.policies.lerobot import LeRobotPolicy, executed
-from robopolicy.policies.lerobot_configuration import SETTINGS_FILE, LeRobotSettings, Tuned
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, executed
+from robopolicy.policies.lerobot.configuration import SETTINGS_FILE, LeRobotSettings, Tuned
 
 EXTRA = "vla"
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
-from robopolicy.policies.lerobot_configuration import LeRobotTuning
+from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.policies.network import Condition
 
 TOKENS, TOKEN_MASK = "observation.language.tokens", "observation.language.attention_mask"

@@ -27,9 +27,9 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.precision import as_kept, lowering, to_keep
 from robopolicy.nn.pretrained import quiet
 from robopolicy.policies.interface import check_chunks, in_range, register_range
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_family import TOKEN_MASK, TOKENS
-from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.lerobot.family import TOKEN_MASK, TOKENS
+from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
 

@@ -35,14 +35,14 @@ from robopolicy.nn.schedules import Schedule
 from robopolicy.nn.sharing import copied
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot import LeRobotPolicy, load_lerobot_policy, read_settings
-from robopolicy.policies.lerobot_act import GaussianACT
-from robopolicy.policies.lerobot_configuration import LeRobotStart, LeRobotTuning, folder_of
-from robopolicy.policies.lerobot_families import FAMILIES, WITHOUT_STEPS, why_as_many_steps, why_not_trainable
-from robopolicy.policies.lerobot_family import SeveralAtOnce, Squared
-from robopolicy.policies.lerobot_fast import FastTokens
-from robopolicy.policies.lerobot_module import LeRobotModule
-from robopolicy.policies.lerobot_statistics import fill_in, require_statistics
+from robopolicy.policies.lerobot.act import GaussianACT
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy, read_settings
+from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, folder_of
+from robopolicy.policies.lerobot.families import FAMILIES, WITHOUT_STEPS, why_as_many_steps, why_not_trainable
+from robopolicy.policies.lerobot.family import SeveralAtOnce, Squared
+from robopolicy.policies.lerobot.module import LeRobotModule
+from robopolicy.policies.lerobot.pi0_fast import FastTokens
+from robopolicy.policies.lerobot.statistics import fill_in, require_statistics
 from robopolicy.policies.network import Condition, EveryStep, Steps
 
 READ_BY: Mapping[str, tuple[str, ...]] = {

@@ -15,8 +15,8 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_processors import ASKED
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.lerobot.checks import ASKED
 
 FRAMES = 500
 """Images whose statistics are taken, at most."""

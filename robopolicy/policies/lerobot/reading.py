@@ -1,17 +1,19 @@
 """How a folder that LeRobot saved is read: its configuration, its weights, its processors.
 
 Weights that other projects saved come under LeRobot's names, and tokenizers as data: code that lies beside one is never
-run. Nothing here checks what a folder may ask for: see `lerobot` and `lerobot_processors`.
+run. Nothing here checks what a folder may ask for: see `acting` and `checks`.
 """
 
 import importlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -19,17 +21,18 @@ from torch.overrides import TorchFunctionMode
 from robopolicy.core.checkpoints import WEIGHTS, Allowance, require_dtypes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyError
 from robopolicy.core.machine import free_memory, in_bytes
-from robopolicy.core.storage import read_object
+from robopolicy.core.storage import read_object, reading
 from robopolicy.core.tensors import load_tensors, tensor_dtypes, tensor_elements
 from robopolicy.nn.pretrained import offline, quiet
-from robopolicy.policies.lerobot_processors import ACTION_TOKENIZER, PROCESSORS
-from robopolicy.policies.lerobot_tokenizer import tokenizers_as_data
+from robopolicy.policies.lerobot.checks import ACTION_TOKENIZER, PROCESSORS
 
 if TYPE_CHECKING:
     from lerobot.configs.policies import PreTrainedConfig
     from lerobot.policies.pretrained import PreTrainedPolicy
     from lerobot.processor import PolicyProcessorPipeline
 
+FAST_FILE = "processor_config.json"
+"""Beside FAST's action tokenizer."""
 LONGEST_REASON = 400
 """Characters of what another library says of an error: some list every weight of a model."""
 
@@ -270,3 +273,70 @@ def first_line(error: BaseException) -> str:
     """Return the first line of what an error says, with the one behind it where it ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return shorten(" ".join(lines[: 2 if lines[0].endswith(":") else 1]), LONGEST_REASON)
+
+
+@dataclass(frozen=True)
+class FastTokenizer:
+    """FAST (arXiv:2501.09747): what moves slowly needs few tokens.
+
+    The discrete cosine transform of every action dimension, times `scale` and rounded, is one whole number for each
+    frequency; these, less `min_token`, are the characters of a text, slowest frequency first, all dimensions of it,
+    which byte pair encoding makes tokens of. It has the members that LeRobot's pi0_fast calls, which decodes by itself.
+    """
+
+    bpe_tokenizer: Any
+    scale: float
+    min_token: int
+
+    @classmethod
+    def from_pretrained(cls, name: str, **options: Any) -> Self:
+        """Read a folder, or a name on the hub that was fetched before; raises OSError where there is none.
+
+        options: as LeRobot gives them to transformers; code that the folder brings is not run.
+        """
+        from transformers import PreTrainedTokenizerFast
+        from transformers.utils.hub import cached_file
+
+        del options
+        path: Any = cached_file(name, FAST_FILE)
+        with reading(Path(path), failure=CheckpointError):
+            known = read_object(Path(path))
+            scale, least = float(known["scale"]), int(known["min_token"])
+        return cls(PreTrainedTokenizerFast.from_pretrained(name), scale, least)
+
+    def __call__(self, actions: Any) -> list[Sequence[int]]:
+        """Return the tokens of each row of normalised actions [N, P, A]."""
+        from scipy.fft import dct
+
+        waves: Any = dct(np.asarray(actions), axis=1, norm="ortho")
+        frequencies = np.around(waves * self.scale)
+        characters = np.maximum(frequencies - self.min_token, 0).astype(int)
+        texts = ["".join(map(chr, row.flatten())) for row in characters]
+        return [self.bpe_tokenizer(text)["input_ids"] for text in texts]
+
+
+class _PlainTokenizer:
+    """In the place of transformers' AutoTokenizer: the same, but for code that a tokenizer brings."""
+
+    @staticmethod
+    def from_pretrained(name: str, **options: Any) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name, **{**options, "trust_remote_code": False})
+
+
+@contextmanager
+def tokenizers_as_data(config: Any) -> Iterator[None]:
+    """Let LeRobot make a policy of `config` without running code that its tokenizers bring: that of pi0_fast would."""
+    if config.type != "pi0_fast":
+        yield
+        return
+    from lerobot.policies.pi0_fast import modeling_pi0_fast
+
+    module: Any = modeling_pi0_fast
+    before = module.AutoProcessor, module.AutoTokenizer
+    module.AutoProcessor, module.AutoTokenizer = FastTokenizer, _PlainTokenizer
+    try:
+        yield
+    finally:
+        module.AutoProcessor, module.AutoTokenizer = before

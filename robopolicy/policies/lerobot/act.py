@@ -26,9 +26,9 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import Normal
 from robopolicy.policies.interface import check_chunks, in_range, register_range
-from robopolicy.policies.lerobot import LeRobotPolicy
-from robopolicy.policies.lerobot_configuration import LEAST_STD, LeRobotTuning
-from robopolicy.policies.lerobot_module import LeRobotModule
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.lerobot.configuration import LEAST_STD, LeRobotTuning
+from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
 
