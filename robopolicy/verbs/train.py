@@ -11,7 +11,7 @@ here).
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from robopolicy.core.origin import remember_origin, remember_renaming, renaming_
 from robopolicy.core.policy import PlansInternally, Policy, Trainable, require_trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import PolicySpec
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset, recorded_origin
@@ -45,7 +46,7 @@ from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.encoders import load_encoder
 from robopolicy.training.fit import FitResult, Staged, fit_stages
 from robopolicy.training.pretrain import pretrain
-from robopolicy.training.reading import describe_reading, require_fit_of
+from robopolicy.training.reading import DataRead, describe_reading, require_fit_of
 from robopolicy.verbs.job import Job, began_from, print_verdicts, say_model
 from robopolicy.verbs.verb import Verb
 from worldmodels.encoding import EncodedPolicy, encoded, save_encoder
@@ -81,13 +82,8 @@ def run(config: Config) -> int:
         require_learnable(data, base, episodes)
     say_model(policy, config.train)
     seen = behind(encoder, policy) if encoder is not None else policy
-    places, reads_text = (data, *config.train.more), getattr(policy, "reads_instructions", None)
-    features = {name: what for path in places for name, what in read_information(path, renamed)["features"].items()}
-    named = " and ".join(map(str, places))
-    reading = describe_reading(named, features, recorded_episodes, seen.spec.observation, reads_text)
-    output.print(escape("\n".join(reading.lines())), soft_wrap=True)
-    if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
-        output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
+    reads_text = getattr(policy, "reads_instructions", None)
+    reading = say_reading(config, (data, *config.train.more), renamed, recorded_episodes, seen.spec, reads_text)
     say_targets(episodes, policy)
     count = config.train.evaluate_episodes
     recorded = with_latency_options(recorded_origin(data), config.world.options)
@@ -126,6 +122,26 @@ def run(config: Config) -> int:
         result |= {name: verdict.to_json() for name, verdict in verdicts.items()}
     job.finish(result)
     return 0
+
+
+def say_reading(
+    config: Config,
+    places: Sequence[Path],
+    renamed: Mapping[str, str],
+    episodes: Episodes,
+    spec: PolicySpec,
+    reads_text: bool | None,
+) -> DataRead:
+    """Return what a policy with this spec reads of the datasets in `places`, and print it.
+
+    renamed: other names for their columns; reads_text: whether it sees instructions, None where it does not say.
+    """
+    features = {name: what for path in places for name, what in read_information(path, renamed)["features"].items()}
+    reading = describe_reading(" and ".join(map(str, places)), features, episodes, spec.observation, reads_text)
+    output.print(escape("\n".join(reading.lines())), soft_wrap=True)
+    if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
+        output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
+    return reading
 
 
 def say_targets(episodes: Episodes, policy: Trainable) -> None:
