@@ -10,7 +10,6 @@ from robopolicy.benchmarks import (
     collection,
     imagination,
     language,
-    precision,
     ranking,
     sight,
     test_time_planning,
@@ -183,24 +182,6 @@ def test_recipes_whose_model_knows_the_base_say_so_where_there_is_none(tmp_path)
         compose([f"recipe={name}"]).worldmodel for name in ("push_cube_pixels", "push_t_pixels", "push_cube_video")
     ]
     assert not any(section.include_base for section in images), "a base of states sees no images, nor the other way"
-
-
-def test_precisions_are_judged_after_as_many_iterations_and_take_turns(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(precision, "ITERATIONS", {"reach_planar": 1})
-    given = ["bench.tasks=[reach_planar]", "bench.seeds=[0]", "bench.rounds=2", "bench.only=[fp32,two scored steps]"]
-    assert benchmark(tmp_path, "bench.name=precision", *given) == 0
-    found = json.loads((tmp_path / "bench" / "precision" / "benchmark.json").read_text())
-    assert {way: seeds["0"]["iterations"] for way, seeds in found["tasks"]["reach_planar"].items()} == {
-        "fp32": 1,
-        "two scored steps": 1,
-    }
-    turns = found["seconds"]["reach_planar"]["fp32"]
-    assert len(turns["cpu"]) == 2 and min(turns["wall"]) > 0
-    assert "1 iterations" in " ".join(capsys.readouterr().out.split())
-    twice = {"fp32": {"cpu": [2.0, 6.0, 4.0]}, "bf16": {"cpu": [1.0, 2.0, 3.0]}}
-    assert (
-        precision._ratio(twice, "bf16", "cpu") == "2.00 (2.00)" and precision._ratio(twice, "fp32", "cpu")[:4] == "1.00"
-    )
 
 
 @pytest.mark.parametrize("arms", [("hidden words", "distillation"), pytest.param((), marks=pytest.mark.slow)])

@@ -69,7 +69,17 @@ def test_the_tables_of_a_readme_are_the_figures(path):
 def test_every_published_figure_has_a_place_in_the_results_and_every_benchmark_too():
     places = set(tables.PLACE.findall(tables.READMES[0].read_text()))
     assert places == set(bench.BENCHMARKS.names()) - {"tables"}
-    assert {path.stem for path in resource("assets", "figures").iterdir()} <= places
+    assert {path.stem for path in resource("assets", "figures").iterdir()} <= places | set(bench.CLOSED)
+
+
+@pytest.mark.parametrize("name", bench.CLOSED)
+def test_a_closed_benchmark_keeps_its_figures_its_command_and_where_its_code_is(name, tmp_path):
+    figures, commit = read_json(tables.figures_of(name)), bench.CLOSED[name]
+    assert figures["code"].startswith(commit)
+    text = " ".join(tables.READMES[0].read_text().split())
+    assert f"*Figures: assets/figures/{name}.json, made by `{figures['command']}` at commit {commit}" in text
+    with pytest.raises(ConfigError, match=f"'{name}' is closed: .*commit {commit}"):
+        run(tmp_path, f"bench.name={name}")
 
 
 def pictures() -> list[str]:

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from robopolicy.benchmarks import coplanner, joint, styles, trajectories, video
+from robopolicy.benchmarks import coplanner, joint, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
 from worldmodels.configuration import TrajectoryConfig
 from worldmodels.data.statistics import recorded_transitions
 from worldmodels.images.configuration import ReadoutConfig
-from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
 from worldmodels.video.configuration import VideoConfig
 
 pytestmark = pytest.mark.long
@@ -68,16 +67,6 @@ def test_the_experiments_run():
     figures = coplanner.measure(0, tiny)
     assert set(figures) == {"policy", "planned", "cautious", "curious", "before"}
     assert len(whole(coplanner.tables({"seeds": {"0": figures}}))[0].lines) == 5
-    looks = styles.Scale(
-        episodes=8,
-        held_out=4,
-        looks=1,
-        unseen=1,
-        fit=5,
-        model=PixelDiffusionConfig(size="tiny", readout=ReadoutConfig(batch_size=16, imagined_steps=16)),
-    )
-    seen = styles.measure(0, looks)
-    assert len(whole(styles.tables({"seeds": {"0": seen}}))[0].lines) == 4
     both = joint.measure(0, joint.Scale(episodes=8, noise=(0.2, 1.0), fit=20, candidates=2, judged=8))
     assert len(whole(joint.tables({"seeds": {"0": both}}))[0].lines) == 4
 

@@ -134,7 +134,7 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
             for name, settings in EQUAL_LEAVES.items():
                 quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
                 chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
-                last, _, _ = few_iterations(chosen, base, Path(folder) / f"{turn} {name}", turn)
+                last = few_iterations(chosen, base, Path(folder) / f"{turn} {name}", turn)
                 seconds[name].append((last["seconds_collect"], last["seconds_update"]))
                 advance()
     medians = {name: np.median(np.array(found), axis=0) for name, found in seconds.items()}

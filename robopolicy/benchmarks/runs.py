@@ -3,7 +3,6 @@
 A benchmark that was interrupted goes on where it stopped, and each of its runs can be looked at by itself.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,11 +239,8 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
     return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
 
 
-def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> tuple[Mapping[str, Any], float, float]:
-    """Fine-tune the checkpoint `base` as config says, unjudged; return the last iteration's metrics, wall, CPU seconds.
-
-    The seconds are those of fine-tuning alone, without what is before and after it.
-    """
+def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> Mapping[str, Any]:
+    """Fine-tune the checkpoint `base` as config says, unjudged; return the last iteration's metrics."""
     section, device = config.finetune, choose_device(config.run)
     learning = narrowed(FinetuneConfig, section)
     policy = require_trainable(load_policy(base, device))
@@ -252,11 +248,10 @@ def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> tuple
     world = build_world(config.world, policy, batch_size=section.num_envs, device=device)
     values = Need.CRITIC in learning.resolved().needs
     critic = build_critic(world, section, seed).to(device) if values else None
-    run, started = RunFolder(folder), (time.perf_counter(), time.process_time())
+    run = RunFolder(folder)
     learn(policy, critic, world, learning, run, seed=seed)
-    wall, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
     world.close()
-    return run.metrics()[-1], wall, cpu
+    return run.metrics()[-1]
 
 
 def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,7 +7,6 @@
 - collection: not waiting for the longest episodes, how much faster and as good?
 - mechanisms: ten small experiments, each asking whether a paper's claim shows.
 - inference: milliseconds a decision in every way of computing it, and what success it costs.
-- precision: seconds of an iteration of fine-tuning in bf16 or with fewer scored steps, and what success it leaves.
 - vla: does PPO raise what a tiny SmolVLA and pi0 of LeRobot's own classes learned by imitation?
 - full_size: decisions a second and memory of SmolVLA and pi0 at their own sizes, beside the plan.
 - sight: students with cameras of teachers that see more, beside imitation and PPO on the images.
@@ -22,7 +21,6 @@ Of world models:
 - edge_of_reach: values in a perfect model, and what keeps them bounded.
 - trajectories: are guided ones true, and good to learn from?
 - coplanner: do cautious plans stay true, do curious ones teach more?
-- styles: are unseen looks read better after training on other looks?
 - joint: planning with one model of actions, futures and values.
 - video: images far ahead, with and without memory.
 
@@ -32,6 +30,8 @@ Of recorded data:
 - offline: what a policy learns from its own log, way by way; deployed above a floor; corrected by operators.
 - online: learning in the world within 100,000 steps, by critics or by PPO, and what is lost when it begins.
 - gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
+
+Closed, with their figures and the last commit of their code in robopolicy/benchmarks/README.md: precision, styles.
 
 `tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
 where they were interrupted, and several processes may measure other seeds (bench.seeds) in one folder at once; the same
@@ -84,7 +84,6 @@ BENCHMARKS = Registry(
             "algorithms",
             "collection",
             "mechanisms",
-            "precision",
             "vla",
             "full_size",
             "sight",
@@ -95,7 +94,6 @@ BENCHMARKS = Registry(
             "edge_of_reach",
             "trajectories",
             "coplanner",
-            "styles",
             "joint",
             "video",
             "offline",
@@ -109,6 +107,9 @@ BENCHMARKS = Registry(
     },
 )
 """Name -> where its `Benchmark` is. They stand above the verbs that they run, so they are looked up, not imported."""
+
+CLOSED = dict.fromkeys(("precision", "styles"), "dd104cb")
+"""Benchmarks whose question is answered -> the last commit that has their code; figures and tables stay."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,14 @@ def run(config: Config) -> int:
 def named(name: str) -> Benchmark:
     """Return the benchmark of this name or dotted path.
 
-    Raises ConfigError where there is none, or it is one of ours, which only a checkout has: wheels leave them out.
+    Raises ConfigError where there is none, it is closed, or one of ours, which only a checkout has: wheels leave them
+    out.
     """
+    if name in CLOSED:
+        raise ConfigError(
+            f"The benchmark '{name}' is closed: robopolicy/benchmarks/README.md has its results, and commit "
+            f"{CLOSED[name]} of the repository its code."
+        )
     if name in BENCHMARKS.ours and importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             f"The benchmark '{name}' comes with a checkout of robopolicy, not with the installed package: clone the "
