@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import finish, finished, open_folder, output, run_path
-from robopolicy.verbs import collect, finetune, rank, train, worldmodel
-from robopolicy.verbs.verb import Verb
+from robopolicy.verbs.verb import VERBS, Verb
 
 VERB = Verb(
     summary="The whole job in ten minutes, ending with a report",
@@ -40,17 +38,17 @@ def run(config: Config) -> int:
     stages = stage_config(config, root)
     seconds: dict[str, float] = {}
 
-    def stage(title: str, verb: Callable[[Config], int], changed: Config = stages) -> None:
+    def stage(title: str, verb: str, changed: Config = stages) -> None:
         output.print(Rule(f"[bold]{title}", align="left"))
         began = time.perf_counter()
-        verb(changed)
+        VERBS.load(verb)(changed)
         seconds[title] = time.perf_counter() - began
 
-    stage("1. Demonstrations of a noisy scripted expert", collect.run)
-    stage("2. Pre-training by behaviour cloning", train.run)
-    stage("3. A world model from demonstrations and rollouts", worldmodel.run, with_policies(stages))
-    stage("4. Fine-tuning in the simulator with PPO in the denoising chain", finetune.run)
-    stage("5. Both policies in simulator and world model", rank.run, with_ranking(stages))
+    stage("1. Demonstrations of a noisy scripted expert", "collect")
+    stage("2. Pre-training by behaviour cloning", "train")
+    stage("3. A world model from demonstrations and rollouts", "worldmodel", with_policies(stages))
+    stage("4. Fine-tuning in the simulator with PPO in the denoising chain", "finetune")
+    stage("5. Both policies in simulator and world model", "rank", with_ranking(stages))
     output.print(Rule("[bold]6. Serving the tuned policy to a simulated robot", align="left"))
     began = time.perf_counter()
     driven = serve_and_drive(stages, root)
