@@ -28,8 +28,9 @@ from robopolicy.benchmarks.tiny_vla import pi_processors
 from robopolicy.core.examples import example_observation
 from robopolicy.core.policy import require_trainable
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
-from robopolicy.policies.lerobot.acting import CHUNK_KEYS, LeRobotPolicy, load_lerobot_policy
+from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
 from robopolicy.policies.lerobot.families import FAMILIES, WITHOUT_STEPS
+from robopolicy.policies.lerobot.features import CHUNK_KEYS
 
 VOCABULARY = 240
 """Of the tiny pi0 and pi0_fast: as many words as the latter's tokenizer has, and more than the former's."""

@@ -153,15 +153,15 @@ def test_its_pieces_and_precision_are_those_that_were_asked_for(folders, monkeyp
 def test_what_it_takes_of_memory_is_said_and_refused_before_it_plays(folders, tmp_path, monkeypatch, capsys):
     from robopolicy.cli import main
     from robopolicy.verbs import distill as verb
-    from robopolicy.verbs import train
+    from robopolicy.verbs import job
 
     monkeypatch.setattr(verb, "asked_at", lambda *asked: pytest.fail("it played"))
     scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", f"run.root={tmp_path}"]
-    monkeypatch.setattr(train, "free_memory", lambda device: 3_000_000)
+    monkeypatch.setattr(job, "free_memory", lambda device: 3_000_000)
     assert main(["distill", str(folders["smolvla"]), *scene]) == 2
     assert "activations of 512 decisions at once" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(verb, "asked_at", lambda *asked: (_ for _ in ()).throw(ConfigError("it would play")))
-    monkeypatch.setattr(train, "free_memory", lambda device: None)
+    monkeypatch.setattr(job, "free_memory", lambda device: None)
     assert main(["distill", str(folders["smolvla"]), *scene, "distill.micro_batch=3", "run.name=small"]) == 2
     told = capsys.readouterr()
     assert "activations of 3 decisions" in " ".join(told.out.split()) and "it would play" in told.err

@@ -12,10 +12,9 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.examples import example_observation
 from robopolicy.core.spec import WorldSpec
-from robopolicy.policies.lerobot.acting import load_lerobot_policy
+from robopolicy.policies.lerobot.acting import FromLeRobot, load_lerobot_policy
 from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning
 from robopolicy.policies.lerobot.statistics import fill_in, lacking
-from robopolicy.policies.lerobot.training import FromLeRobot
 
 pytestmark = pytest.mark.long
 

@@ -26,8 +26,8 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.precision import multiplied
 from robopolicy.nn.schedules import Normal
 from robopolicy.policies.interface import check_chunks, in_range, register_range
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.lerobot.configuration import LEAST_STD, LeRobotTuning
+from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
@@ -47,7 +47,7 @@ class GaussianACT(LeRobotModule):
     lowers_precision = True
     reads_instructions = False
 
-    def __init__(self, policy: LeRobotPolicy):
+    def __init__(self, policy: LeRobotReader):
         inner: Any = policy.policy
         reading = ("backbone", "vae_encoder")
         parts = inner.model.named_children()

@@ -75,7 +75,7 @@ class LeRobotTuning:
 class LeRobotStart:
     """A policy that LeRobot trained or made, to be trained further: its network, processors and statistics stay."""
 
-    builds: ClassVar[str] = "robopolicy.policies.lerobot.training:FromLeRobot"
+    builds: ClassVar[str] = "robopolicy.policies.lerobot.acting:FromLeRobot"
 
     path: Path | None = None
     """Its folder, with config.json, model.safetensors and processors."""

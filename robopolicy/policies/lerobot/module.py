@@ -14,8 +14,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.storage import write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
-from robopolicy.policies.lerobot.acting import LeRobotPolicy, executed
 from robopolicy.policies.lerobot.configuration import SETTINGS_FILE, LeRobotSettings, Tuned
+from robopolicy.policies.lerobot.features import LeRobotReader, executed
 
 EXTRA = "vla"
 
@@ -26,7 +26,7 @@ class LeRobotModule(nn.Module):
     acting: its modules that are behind what reads the observation, and not part of it.
     """
 
-    def __init__(self, policy: LeRobotPolicy, acting: Sequence[nn.Module]):
+    def __init__(self, policy: LeRobotReader, acting: Sequence[nn.Module]):
         super().__init__()
         inner: Any = policy.policy
         self.policy: nn.Module = inner.eval()
@@ -130,10 +130,10 @@ def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def lerobots_own(policy: object) -> LeRobotPolicy | None:
+def lerobots_own(policy: object) -> LeRobotReader | None:
     """Return LeRobot's policy that `policy` is, or learns over the weights of; None for others."""
     inner = getattr(policy, "network", policy)
-    return policy if isinstance(policy, LeRobotPolicy) else inner.reader if isinstance(inner, LeRobotModule) else None
+    return policy if isinstance(policy, LeRobotReader) else inner.reader if isinstance(inner, LeRobotModule) else None
 
 
 def _with_adapter(weight: Tensor, layer: Any) -> Tensor:

@@ -27,8 +27,8 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.precision import as_kept, lowering, to_keep
 from robopolicy.nn.pretrained import quiet
 from robopolicy.policies.interface import check_chunks, in_range, register_range
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.lerobot.family import TOKEN_MASK, TOKENS
+from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
@@ -57,7 +57,7 @@ class FastTokens(LeRobotModule):
     lowers_precision = True
     reads_instructions = True
 
-    def __init__(self, policy: LeRobotPolicy):
+    def __init__(self, policy: LeRobotReader):
         inner: Any = policy.policy
         language = inner.model.paligemma_with_expert.paligemma
         super().__init__(policy, [language.model.language_model, language.lm_head])

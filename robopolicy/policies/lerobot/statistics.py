@@ -15,8 +15,8 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.lerobot.checks import ASKED
+from robopolicy.policies.lerobot.features import LeRobotReader
 
 FRAMES = 500
 """Images whose statistics are taken, at most."""
@@ -27,12 +27,12 @@ REMEDY = (
 )
 
 
-def lacking(policy: LeRobotPolicy) -> tuple[str, ...]:
+def lacking(policy: LeRobotReader) -> tuple[str, ...]:
     """Return LeRobot's features that the policy's processors shall normalise and have not all statistics for."""
     return tuple(dict.fromkeys(name for step in _normalisers(policy) for name in _lacking_in(step)))
 
 
-def require_statistics(policy: LeRobotPolicy) -> None:
+def require_statistics(policy: LeRobotReader) -> None:
     """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise.
 
     CheckpointError where they are of other sizes than what is normalised, or as `check_acting`.
@@ -43,7 +43,7 @@ def require_statistics(policy: LeRobotPolicy) -> None:
         raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
 
 
-def check_acting(policy: LeRobotPolicy) -> None:
+def check_acting(policy: LeRobotReader) -> None:
     """Warn where a policy that shall act has no statistics, as LeRobot then normalises nothing.
 
     Raises ConfigError where it has others than its way of normalising needs, which LeRobot refuses, CheckpointError
@@ -63,7 +63,7 @@ def check_acting(policy: LeRobotPolicy) -> None:
     )
 
 
-def _require_types(policy: LeRobotPolicy) -> None:
+def _require_types(policy: LeRobotReader) -> None:
     """Raise CheckpointError where what is observed is cast to a type that no weight has; warn of actions cast likewise.
 
     LeRobot would fail inside its network: "mat1 and mat2 must have the same dtype".
@@ -88,7 +88,7 @@ def _require_types(policy: LeRobotPolicy) -> None:
         )
 
 
-def _require_sizes(policy: LeRobotPolicy) -> None:
+def _require_sizes(policy: LeRobotReader) -> None:
     """Raise CheckpointError where the statistics of a vector have another number of elements than the policy reads."""
     config: Any = policy.policy.config
     features = {**config.input_features, **config.output_features}
@@ -122,7 +122,7 @@ def _require_sense(name: str, asked: dict[str, Tensor]) -> None:
         )
 
 
-def _said(policy: LeRobotPolicy, missing: tuple[str, ...]) -> str:
+def _said(policy: LeRobotReader, missing: tuple[str, ...]) -> str:
     needed = sorted({each for step in _normalisers(policy) for name in missing for each in _asked(step, name)})
     return (
         f"The processors beside this checkpoint have no statistics of {', '.join(missing)} that they normalise by "
@@ -130,7 +130,7 @@ def _said(policy: LeRobotPolicy, missing: tuple[str, ...]) -> str:
     )
 
 
-def fill_in(policy: LeRobotPolicy, episodes: Episodes) -> None:
+def fill_in(policy: LeRobotReader, episodes: Episodes) -> None:
     """Take from `episodes` the statistics that the policy's processors lack, with a warning that names them.
 
     Raises ConfigError where the episodes do not have such a field.
@@ -149,7 +149,7 @@ def fill_in(policy: LeRobotPolicy, episodes: Episodes) -> None:
     )
 
 
-def _normalisers(policy: LeRobotPolicy) -> Iterator[Any]:
+def _normalisers(policy: LeRobotReader) -> Iterator[Any]:
     from lerobot.processor import NormalizerProcessorStep, UnnormalizerProcessorStep
 
     for step in (*policy.preprocess.steps, *policy.postprocess.steps):
@@ -169,7 +169,7 @@ def _asked(step: Any, name: str) -> tuple[str, ...]:
     return () if mode is None else ASKED.get(mode.value, ())
 
 
-def _values(policy: LeRobotPolicy, episodes: Episodes, name: str) -> Tensor:
+def _values(policy: LeRobotReader, episodes: Episodes, name: str) -> Tensor:
     """Return what the episodes hold of LeRobot's feature `name`, [N, *shape], images as it sees them."""
     if name == "action":
         return episodes.actions

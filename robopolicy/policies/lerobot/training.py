@@ -20,13 +20,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import pad
 
-from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, SpecError
+from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning
 from robopolicy.core.origin import described_origin, origin_of, remember_origin, remember_renaming, renaming_of
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import drawing_from
-from robopolicy.core.spec import WorldSpec, require_fit
-from robopolicy.core.storage import recover_folder
 from robopolicy.core.tensors import load_tensors
 from robopolicy.nn.configuration import FlowNoise
 from robopolicy.nn.pieces import recomputed
@@ -36,13 +33,13 @@ from robopolicy.nn.sharing import copied
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot.act import GaussianACT
-from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy, read_settings
-from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTuning, folder_of
+from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.policies.lerobot.families import FAMILIES, WITHOUT_STEPS, why_as_many_steps, why_not_trainable
 from robopolicy.policies.lerobot.family import SeveralAtOnce, Squared
+from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.lerobot.pi0_fast import FastTokens
-from robopolicy.policies.lerobot.statistics import fill_in, require_statistics
+from robopolicy.policies.lerobot.statistics import require_statistics
 from robopolicy.policies.network import Condition, EveryStep, Steps
 
 READ_BY: Mapping[str, tuple[str, ...]] = {
@@ -61,7 +58,7 @@ BASE_FILE = "robopolicy_base.safetensors"
 """Beside the weights, where the first denoising steps are those of a frozen base."""
 
 
-def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trainable:
+def trainable_lerobot(policy: LeRobotReader, levels_per_sample: int = 1) -> Trainable:
     """Return a policy that learns over the weights of `policy`, explored and tuned as its settings' `tuning` says.
 
     levels_per_sample: noise levels of a sample in its loss, see `DenoisingPolicyConfig`.
@@ -106,7 +103,7 @@ def trainable_lerobot(policy: LeRobotPolicy, levels_per_sample: int = 1) -> Trai
     return made.eval()
 
 
-def require_read(policy: LeRobotPolicy, tuning: LeRobotTuning) -> None:
+def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
     """Raise ConfigError where `tuning` chooses what policies like `policy` do not read, so that it would do nothing."""
     inner: Any = policy.policy
     if why_not_trainable(inner):
@@ -137,44 +134,10 @@ def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, A
     return {"min_sampling_std": least, "min_logprob_std": least, "logp_clamp": clamp}
 
 
-class FromLeRobot:
-    """Makes policies of kind lerobot; see `POLICIES`."""
-
-    @staticmethod
-    def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> Trainable:
-        """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn.
-
-        Nothing is fitted either, but statistics that its processors lack.
-
-        Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
-        """
-        folder = recover_folder(folder_of(config))
-        known = read_settings(folder)
-        if known.base is not None:
-            warnings.warn(
-                f"{folder} was fine-tuned over a frozen base, which takes its first denoising steps: it is left "
-                "behind, and one network learns to take them all.",
-                RobopolicyWarning,
-                stacklevel=2,
-            )
-            known = replace(known, base=None)
-        tuning = replace(known.tuning, tuned=config.tuned)
-        settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
-        policy = load_lerobot_policy(folder, settings=settings)
-        try:
-            require_fit(replace(policy.spec, fps=known.fps), spec)
-        except SpecError as error:
-            advice = policy.mapping_for(spec)
-            raise SpecError(f"The data is not what {folder} reads. {error} {advice}".strip()) from error
-        policy = policy.named_as_in(spec)
-        fill_in(policy, episodes)
-        return trainable_lerobot(policy, config.levels_per_sample)
-
-
 class LeRobotNetwork(LeRobotModule):
     """A LeRobot policy as the network of a `DenoisingPolicy`: a `DenoisingNetwork` with `latents.OwnLatents`."""
 
-    def __init__(self, policy: LeRobotPolicy):
+    def __init__(self, policy: LeRobotReader):
         inner: Any = policy.policy
         family = FAMILIES[inner.config.type](inner)
         super().__init__(policy, family.denoising_modules())
