@@ -119,6 +119,38 @@ def test_a_policy_is_trained_tuned_judged_and_named_by_its_checkpoint(tmp_path, 
     assert robopolicy("check", str(checkpoint), root=tmp_path) == 0
 
 
+@pytest.fixture
+def another_librarys(tmp_path):
+    """Return a checkpoint of somebody else's library, as that saves it, meant for one of our worlds."""
+    world = make_world("reach_planar", 1)
+    sizes = {key: field.size for key, field in world.spec.observation.items() if field.dtype == "float32"}
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps({"library": "linear-control", "reads": sizes, "rate": world.spec.fps})
+    )
+    gains = np.random.default_rng(0).normal(size=(world.spec.action.size, sum(sizes.values())))
+    np.savez(folder / "gains.npz", gains=gains)
+    (folder / "robopolicy.json").write_text(json.dumps({"world": {"name": "reach_planar", "options": {}}}))
+    return folder
+
+
+def test_a_checkpoint_of_another_library_is_opened_by_every_verb(another_librarys, tmp_path):
+    """Its format is one class under an entry point: the world that it is meant for is read beside it."""
+    assert robopolicy("evaluate", str(another_librarys), root=tmp_path) == 0
+    assert result(tmp_path, "evaluate", "reach_planar")["policy"]["deterministic"]["episodes"] == 4
+    assert robopolicy("check", str(another_librarys), root=tmp_path) == 0
+    assert robopolicy("collect", f"collect.policy={another_librarys}", "collect.episodes=4", root=tmp_path) == 0
+
+
+def test_a_checkpoint_of_another_library_that_cannot_learn_says_so(another_librarys, tmp_path, capsys):
+    assert robopolicy("finetune", str(another_librarys), root=tmp_path) == 2
+    assert "LinearPolicy acts but cannot be trained" in " ".join(capsys.readouterr().err.split())
+    assert robopolicy("collect", "world=reach_planar", "collect.episodes=4", root=tmp_path) == 0
+    assert robopolicy("train", "world=reach_planar", f"train.policy={another_librarys}", root=tmp_path) == 2
+    assert "is linear-control's: fine-tune it instead" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("kind", [f"{PACKAGE}.model:LatentModel", "latent_mlp"])
 def test_a_world_model_without_a_decoder(tmp_path, kind):
     assert robopolicy("collect", "world=reach_planar", "collect.episodes=8", root=tmp_path) == 0

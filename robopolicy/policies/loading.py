@@ -1,4 +1,4 @@
-"""Opens policy checkpoints, ours and LeRobot's, and builds fresh policies of every kind.
+"""Opens policy checkpoints, ours and those of other libraries (`foreign`), and builds fresh policies of every kind.
 
 config.json names the kind of policy that it needs. Built-in and installed kinds are found by that name; others only
 where the user has named them too, so that a downloaded folder cannot choose what is imported.
@@ -22,8 +22,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain
 from robopolicy.policies.checkpoint import saved_fields
-from robopolicy.policies.lerobot import reading as lerobot_reading
-from robopolicy.policies.lerobot.configuration import SETTINGS_FILE
+from robopolicy.policies.foreign import SETTINGS_FILE, ForeignFormat, format_of
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 PLUGIN, EXPORTED = "robopolicy", "checkpoint"
@@ -38,12 +37,11 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
     """
     checkpoint = open_checkpoint(folder)
     folder, description = checkpoint.folder, checkpoint.description
-    if _of_lerobot(description):
-        from robopolicy.policies.lerobot.acting import (
-            load_lerobot_policy,  # imports LeRobot's policies, which takes seconds
-        )
-
-        return load_lerobot_policy(folder, device)
+    foreign = format_of(checkpoint)
+    if foreign is not None:
+        opened = foreign.load(folder, device)
+        remember_described(opened, _said_beside(folder), folder / SETTINGS_FILE)
+        return opened
     kind = str(description.get("kind"))
     name = SAVED_AS.get(kind, kind)
     if name not in POLICIES and name not in LEFT_BEHIND and ":" not in name:
@@ -60,9 +58,12 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
     return policy
 
 
-def is_lerobot(folder: Path | str | Checkpoint) -> bool:
-    """Tell whether LeRobot saved the policy in `folder`; raises CheckpointError where there is none."""
-    return _of_lerobot(open_checkpoint(folder).description)
+def foreign_format(folder: Path | str | Checkpoint) -> ForeignFormat | None:
+    """Return the format of what another library saved in `folder`, None for a checkpoint of ours.
+
+    Raises CheckpointError where there is no checkpoint.
+    """
+    return format_of(open_checkpoint(folder))
 
 
 def open_checkpoint(folder: Path | str | Checkpoint) -> Checkpoint:
@@ -80,13 +81,13 @@ def checkpoint_in(folder: Path | str) -> Path:
 
 def weights_bytes(folder: Path) -> int:
     """Return how much memory the weights of the checkpoint in `folder` take, all that it holds; see `checkpoint_in`."""
-    if is_lerobot(folder):
-        return lerobot_reading.weights_bytes(folder)
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    return (foreign_format(folder) or ForeignFormat()).weights_bytes(folder)
 
 
-def _of_lerobot(description: Mapping[str, Any]) -> bool:
-    return "kind" not in description and "type" in description
+def _said_beside(folder: Path) -> Mapping[str, Any]:
+    """Return what robopolicy.json says beside the checkpoint of another library, {} without one."""
+    path = folder / SETTINGS_FILE
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def no_rate(folder: Path) -> str:
@@ -100,16 +101,13 @@ def no_rate(folder: Path) -> str:
 def saved_origin(folder: Path | Checkpoint) -> WorldOrigin | None:
     """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
 
-    Reads config.json alone (of a LeRobot policy robopolicy.json). Raises CheckpointError where that is missing or
-    damaged.
+    Reads config.json, of another library's policy robopolicy.json beside it. Raises CheckpointError where that is
+    missing or damaged.
     """
     checkpoint = open_checkpoint(folder)
-    folder, description = checkpoint.folder, checkpoint.description
-    file = "config.json"
-    if _of_lerobot(description):
-        file = SETTINGS_FILE
-        description = read_object(folder / file) if os.path.lexists(folder / file) else {}
-    return WorldOrigin.from_json(description.get(WORLD), folder / file)
+    foreign = format_of(checkpoint) is not None
+    said = _said_beside(checkpoint.folder) if foreign else checkpoint.description
+    return WorldOrigin.from_json(said.get(WORLD), checkpoint.folder / (SETTINGS_FILE if foreign else "config.json"))
 
 
 def untrusted_kind(folder: Path) -> str:

@@ -27,9 +27,8 @@ from robopolicy.evaluation.success import compared, evaluate_policy
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.nn.sharing import share
-from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
-from robopolicy.policies.lerobot.reading import require_memory
-from robopolicy.policies.loading import checkpoint_in, is_lerobot, weights_bytes
+from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.loading import checkpoint_in, foreign_format, weights_bytes
 from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs
@@ -67,8 +66,9 @@ def tune(config: Config) -> int:
         return 0
     section, device = config.finetune, job.device
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    if is_lerobot(path):
-        require_memory(checkpoint_in(path), device, copies=2)
+    foreign = foreign_format(path)
+    if foreign is not None:
+        foreign.require_memory(checkpoint_in(path), device, copies=2)
     base = load_policy(path, device)
     if isinstance(base, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
@@ -131,12 +131,14 @@ def dry_run(config: Config) -> int:
 
 
 def planned(config: Config) -> MemoryBudget:
-    """Return what fine-tuning would take, from the shapes of its tensors where the policy is one of LeRobot's."""
+    """Return what fine-tuning would take, from the shapes of its tensors where its format can do without weights."""
     section = config.finetune
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    lerobots = is_lerobot(path)
-    with shapes_only() if lerobots else nullcontext():
-        base, other = ((load_lerobot_policy(path, weights=False) if lerobots else load_policy(path)) for _ in range(2))
+    foreign = foreign_format(path)
+    light = foreign if foreign is not None and foreign.from_shapes else None
+    folder = checkpoint_in(path)
+    with shapes_only() if light else nullcontext():
+        base, other = (foreign.load(folder, weights=False) if light else load_policy(path) for _ in range(2))
         world = build_world(config.world, base, batch_size=section.num_envs)
         policy = trainable(other, config.lerobot)
         policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
@@ -154,7 +156,7 @@ def say_memory(config: Config, policy: Trainable, base: Policy, world: World) ->
     """
     teacher = config.finetune.teacher
     large = isinstance(base, LeRobotPolicy) or (isinstance(base, TokenPolicy) and base.config.token.model)
-    if not large and (teacher is None or not is_lerobot(teacher)):
+    if not large and (teacher is None or foreign_format(teacher) is None):
         return
     device = next(policy.parameters()).device
     budget = memory_of(config, policy, base, world, device)

@@ -40,7 +40,7 @@ from robopolicy.doctor.policy import check_normalizers
 from robopolicy.evaluation.report import UNPLANNED
 from robopolicy.policies.configuration import TextEncoder
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.loading import is_lerobot
+from robopolicy.policies.loading import foreign_format
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.encoders import load_encoder
@@ -158,12 +158,13 @@ def say_targets(episodes: Episodes, policy: Trainable) -> None:
 def continued(config: Config, path: Path, device: torch.device | str = "cpu") -> Trainable:
     """Return the policy in the checkpoint `path`, to be trained further; says what of it stays.
 
-    Raises ConfigError where it is one of LeRobot's, or one that reads a world model's latent.
+    Raises ConfigError where it is another library's, or one that reads a world model's latent.
     """
     if config.train.encoder is not None:
         raise ConfigError("train.encoder makes a new policy: leave it out, or leave out train.policy.")
-    if is_lerobot(path):
-        raise ConfigError(f"{path} is LeRobot's: write policy.kind=lerobot policy.path={path} instead of train.policy.")
+    foreign = foreign_format(path)
+    if foreign is not None:
+        raise ConfigError(f"{path} is {foreign.library}'s: {foreign.how_to_train(path)}")
     policy = load_policy(path, device)
     if isinstance(policy, EncodedPolicy):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")

@@ -34,9 +34,9 @@ from robopolicy.core.spec import WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
+from robopolicy.policies.foreign import SETTINGS_FILE
 from robopolicy.policies.lerobot.checks import PROCESSORS, check_normalisation, check_numbers, check_processor
 from robopolicy.policies.lerobot.configuration import (
-    SETTINGS_FILE,
     LeRobotSettings,
     LeRobotStart,
     LeRobotTuning,

@@ -10,10 +10,6 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, NonNegative, Pixels, Positive
 from robopolicy.nn.configuration import FlowNoise
 
-SETTINGS_FILE = "robopolicy.json"
-"""What lies beside the config.json of a LeRobot checkpoint, and says what its format does not."""
-
-
 LEAST_STD = 1e-3
 """However much an act learns, exploration keeps this standard deviation, in normalised actions."""
 

@@ -30,8 +30,9 @@ from robopolicy.core.spec import (
 )
 from robopolicy.core.storage import read_json, reading
 from robopolicy.core.structured import from_plain
+from robopolicy.policies.foreign import SETTINGS_FILE
 from robopolicy.policies.lerobot.checks import PROCESSORS
-from robopolicy.policies.lerobot.configuration import SETTINGS_FILE, LeRobotSettings, LeRobotTuning
+from robopolicy.policies.lerobot.configuration import LeRobotSettings, LeRobotTuning
 
 if TYPE_CHECKING:
     from lerobot.policies.pretrained import PreTrainedPolicy

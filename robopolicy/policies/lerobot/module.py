@@ -14,7 +14,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from robopolicy.core.errors import ConfigError, require_extra
 from robopolicy.core.storage import write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
-from robopolicy.policies.lerobot.configuration import SETTINGS_FILE, LeRobotSettings, Tuned
+from robopolicy.policies.foreign import SETTINGS_FILE
+from robopolicy.policies.lerobot.configuration import LeRobotSettings, Tuned
 from robopolicy.policies.lerobot.features import LeRobotReader, executed
 
 EXTRA = "vla"
