@@ -254,9 +254,7 @@ def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
     stages = result["stages"]
     judged = {name: told["policy"] for name, told in stages.items() if "policy" in told}
     rates = [
-        Rate(name, found["success_rate"], found["low"], found["high"])
-        for name, verdict in judged.items()
-        if (found := verdict["deterministic"])["reports_success"]
+        _rate(name, found) for name, verdict in judged.items() if (found := verdict["deterministic"])["reports_success"]
     ]
     report.cards = [Card(rate.label, f"{rate.value:.1%}", f"{rate.low:.1%} to {rate.high:.1%}") for rate in rates]
     faster = [told["times_faster"] for told in stages.values() if "times_faster" in told]
@@ -361,11 +359,18 @@ def film(path: Path) -> list[Section]:
 
 def _rates(result: Mapping[str, Any]) -> list[Rate]:
     """Return the success rates of every policy that was judged, both modes."""
-    return [
-        Rate(label, judged["success_rate"], judged["low"], judged["high"])
-        for label, judged in _judged(result)
-        if judged.get("reports_success", True)
-    ]
+    return [_rate(label, judged) for label, judged in _judged(result) if judged.get("reports_success", True)]
+
+
+def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
+    """Return a judged success rate; raises DataError where it or its interval is no share: somebody wrote over it."""
+    rate = Rate(label, judged["success_rate"], judged["low"], judged["high"])
+    if not all(0 <= each <= 1 for each in (rate.value, rate.low, rate.high)):
+        raise DataError(
+            f"result.json says that '{label}' succeeds in {rate.value} of its episodes, with an interval from "
+            f"{rate.low} to {rate.high}: these are shares between 0 and 1. Make the run anew."
+        )
+    return rate
 
 
 def _return_cards(result: Mapping[str, Any]) -> list[Card]:

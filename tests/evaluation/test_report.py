@@ -96,6 +96,15 @@ def test_a_runs_report_agrees_with_its_figures(tmp_path):
     assert not Balanced(text).open
 
 
+@pytest.mark.parametrize("changed", [{"success_rate": 7}, {"low": -0.1}, {"high": float("nan")}])
+def test_a_rate_that_is_no_share_is_not_drawn(tmp_path, changed):
+    verdict = {"success_rate": 0.75, "low": 0.6, "high": 0.85, "episodes": 40, "successes": 30, **changed}
+    (tmp_path / "result.json").write_text(json.dumps({"policy": {"deterministic": verdict, "stochastic": verdict}}))
+    with pytest.raises(DataError, match=r"shares between 0 and 1|NaN"):
+        report_for_run(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_a_folder_without_a_run_is_told(tmp_path):
     with pytest.raises(DataError, match="holds no run"):
         report_for_run(tmp_path / "nothing")
