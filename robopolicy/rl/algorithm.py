@@ -15,8 +15,7 @@ from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.registry import Need, Slot
 from robopolicy.rl.replay import Replay
 from robopolicy.rl.starts.allocation import Allocator
-from robopolicy.rl.starts.hints import Hints
-from robopolicy.rl.starts.samplers import TaskSampler
+from robopolicy.rl.starts.samplers import Hints, TaskSampler
 
 
 @dataclass(frozen=True)

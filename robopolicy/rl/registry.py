@@ -25,6 +25,8 @@ from robopolicy.core.registry import is_dotted, load_dotted
 DECORATOR = "mechanism"
 ROOT = Path(__file__).resolve().parent
 """Where ours are."""
+EXPERIMENTAL = "robopolicy.rl.experimental."
+"""Where those of ours are whose effect was not measured."""
 GROUP = "robopolicy.mechanisms"
 """Entry points of installed packages, each a module with mechanisms."""
 _functions: dict[str, Callable[..., Any]] = {}
@@ -229,6 +231,11 @@ class Mechanism:
                     f"options.{self.name}.{option}: '{self.name}' has no such option."
                     f"{did_you_mean(option, self.options)}"
                 )
+
+    @property
+    def measured(self) -> bool:
+        """Whether a recipe or a benchmark uses it, or it is not ours; the others lie in rl/experimental."""
+        return not self.path.startswith(EXPERIMENTAL)
 
     @property
     def line(self) -> str:

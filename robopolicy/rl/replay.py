@@ -110,7 +110,7 @@ class Spear(Buffer):
             part = part.take((advantage > 0).nonzero().squeeze(-1))
             if len(part.group):
                 gain = (part.row_return - middle) / spread
-                replayed.append(_with_advantage(part, self._grown(context) * gain))
+                replayed.append(with_advantage(part, self._grown(context) * gain))
         if not replayed:
             return rollouts
         older = joined(replayed[0], replayed[1:])
@@ -140,95 +140,7 @@ class Spear(Buffer):
                 self.kept.pop(0)
 
 
-@mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
-class ReMix(Buffer):
-    """Mix episodes of the last `keep` iterations into each batch, then reincarnate: go on from there, on-policy.
-
-    The paper's three parts: older rows with the advantages they had, `share` per row of today, and more updates to data
-    (finetune.epochs); a mix of the KL penalties to the base and to the policy before the update,
-    auxiliaries=[kl_convex]; and at `until` of the run the base becomes the policy as it is (reincarnate), from where
-    only today's rows are used. coefficient=decoupled_ppo weighs older rows by the probabilities they were drawn with,
-    capped (the paper clips each row around its own ratio to them). Shares and weights are ours: the abstract has none.
-    """
-
-    def __init__(self, *, keep: int = 2, share: float = 0.5, until: float = 0.7, reincarnate: bool = True):
-        super().__init__()
-        self.keep = keep
-        self.share = share
-        self.until = until
-        self.reincarnate = reincarnate
-
-    def reincarnates(self, context: Context) -> bool:
-        """Return whether this is the first iteration on-policy."""
-        before = (context.iteration - 1) / max(1, context.iterations)
-        return self.reincarnate and before < self.until <= context.share
-
-    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Return today's rows and older ones."""
-        past = [part for _, part in self.kept]
-        self.kept = [*self.kept, (context.iteration, rollouts)][-self.keep :]
-        if not past or context.share >= self.until:
-            return rollouts
-        wanted = max(1, round(self.share * len(rollouts.group) / len(past)))
-        older: list[Rollouts] = []
-        for part in past:
-            order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
-            older.append(part.take(order[:wanted].sort().values))
-        return joined(rollouts, older)
-
-
-@mechanism(Slot.REPLAY, "aggregate", source="DAgger, arXiv:1011.0686; DAgger for agents, arXiv:2605.12913", needs=())
-class Aggregate(Buffer):
-    """Dataset aggregation: beside each batch come rows of every iteration so far, for losses that label states anew.
-
-    With auxiliaries=[dagger] the teacher labels them, whoever acted; coefficient=none leaves the rest of the loss out.
-    share: older rows per row of today. capacity: rows that are kept, at any time a uniform sample without replacement
-    of all there were. Older rows have advantage 0: nothing but auxiliary losses learns from them.
-    """
-
-    def __init__(self, *, capacity: int = 4096, share: float = 1.0):
-        super().__init__()
-        self.capacity, self.share = capacity, share
-        self.keys: list[Tensor] = []
-
-    def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Return today's rows and older ones."""
-        draws, count = context.generator, len(rollouts.group)
-        past = [part for _, part in self.kept]
-        wanted = torch.randperm(sum(len(part.group) for part in past), generator=draws, device=draws.device)
-        wanted = wanted[: round(self.share * count)]
-        self.kept = [*self.kept, (context.iteration, rollouts.without(following=True))]
-        # the rows with the largest of keys drawn once are a uniform sample of all rows that ever came (a reservoir)
-        self.keys = [*self.keys, torch.rand(count, generator=draws, device=draws.device)]
-        self._bound()
-        older: list[Rollouts] = []
-        for part in past:
-            here, wanted = wanted[wanted < len(part.group)], wanted[wanted >= len(part.group)] - len(part.group)
-            older.append(_with_advantage(part.take(here), torch.zeros(len(here), device=here.device)))
-        return joined(rollouts, older)
-
-    def _bound(self) -> None:
-        """Keep the `capacity` rows with the largest keys."""
-        every = torch.cat(self.keys)
-        if len(every) <= self.capacity:
-            return
-        least = every.topk(self.capacity).values[-1]
-        stays = [(keys >= least).nonzero().squeeze(1) for keys in self.keys]
-        rest = [(place, index) for place, index in enumerate(stays) if len(index)]
-        self.kept = [(self.kept[place][0], self.kept[place][1].take(index).compact()) for place, index in rest]
-        self.keys = [self.keys[place][index] for place, index in rest]
-
-    def tree(self) -> dict[str, Any]:
-        """Return all tensors."""
-        return {**super().tree(), "keys": {str(place): keys for place, keys in enumerate(self.keys)}}
-
-    def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from all tensors."""
-        super().restore(tree)
-        self.keys = [tree["keys"][str(place)] for place in range(len(tree["keys"]))]
-
-
-def _with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
+def with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
     """Give every scored step of a row its advantage [B]."""
     scored = rollouts.mask & rollouts.alive[..., None]
     return rollouts.with_extras(advantage=torch.where(scored, per_row[:, None, None].float(), 0.0))

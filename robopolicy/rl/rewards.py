@@ -41,88 +41,11 @@ def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] 
     return replace(rollouts, rewards={"success": reward, **kept})
 
 
-@mechanism(Slot.REWARD, "partial_credit", source="MLE-RL (partial credit), arXiv:2509.01684")
-def partial_credit(
-    rollouts: Rollouts,
-    context: Context,
-    *,
-    milestones: tuple[float, ...] = (1.0, 2.0, 4.0),
-    credit: float = 0.5,
-    keep: tuple[str, ...] = ("uncertainty",),
-) -> Rollouts:
-    """Pay an episode that fails for the milestones it reached, at most `credit` in all, and one that succeeds 1.
-
-    Milestones are amounts that the world's own rewards, success apart, sum to from an episode's start. Each pays an
-    equal part of `credit`, once, at the control step that reaches it, and success pays what is then missing to 1. In
-    the paper a program's instrumented code prints its milestones; a robot's are those of the task's progress. Of the
-    rewards only `keep` stays besides.
-    """
-    own = [value for name, value in rollouts.rewards.items() if name not in ("success", *keep)]
-    gained = torch.where(rollouts.valid, torch.stack(own).sum(0), 0.0) if own else torch.zeros(rollouts.valid.shape)
-    levels = torch.tensor(milestones, device=rollouts.valid.device)
-    reached = torch.zeros_like(rollouts.group)
-    sum_before, won = torch.zeros_like(gained[:, 0, 0]), torch.zeros_like(rollouts.success[:, 0])
-    columns: list[torch.Tensor] = []
-    for column in range(rollouts.shape[1]):
-        total = sum_before[:, None] + gained[:, column].cumsum(-1)
-        passed = (total[..., None] >= levels).sum(-1)
-        passed = torch.maximum(passed.cummax(-1).values, reached[:, None])
-        fresh = torch.cat([reached[:, None], passed], 1).diff(dim=1)
-        pay = torch.where(rollouts.valid[:, column] & ~won[:, None], fresh * (credit / len(milestones)), 0.0)
-        first = rollouts.success[:, column] & ~won & rollouts.alive[:, column]
-        missing = torch.where(first, 1 - credit * passed[:, -1] / len(milestones), 0.0)
-        last = (rollouts.duration[:, column] - 1).clamp(min=0)
-        columns.append(pay.scatter_add(-1, last[:, None], missing[:, None]))
-        over = rollouts.ended[:, column]
-        won = (won | first) & ~over
-        reached, sum_before = torch.where(over, 0, passed[:, -1]), torch.where(over, 0.0, total[:, -1])
-    paid = torch.stack(columns, 1)
-    kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
-    return replace(rollouts, rewards={"success": paid, **kept})
-
-
-@mechanism(Slot.REWARD, "hurry", source="length shaping, cf. PALU and DRPO")
-def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollouts:
-    """Charge `cost` a control step, but only in episodes that succeed: a slow success stays better than a failure."""
-    charged = (rollouts.success.any(1) if rollouts.whole else torch.ones_like(rollouts.group, dtype=torch.bool))[
-        :, None
-    ]
-    time = torch.where(rollouts.valid & charged[..., None], -cost, 0.0)
-    return replace(rollouts, rewards={**rollouts.rewards, "time": time})
-
-
-@mechanism(Slot.REWARD, "smooth", source="action-rate penalty of robot learning")
-def smooth(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
-    """Charge `cost` times the squared change of the action from one control step of a decision to the next."""
-    change = (rollouts.actions[:, :, 1:] - rollouts.actions[:, :, :-1]).square().mean(-1)
-    change = torch.cat([change.new_zeros((*change.shape[:2], 1)), change], 2)  # nothing comes before the first step
-    charged = torch.where(rollouts.valid, -cost * change, 0.0)
-    return replace(rollouts, rewards={**rollouts.rewards, "smooth": charged})
-
-
 @mechanism(Slot.REWARD, "effort", source="control cost of robot learning")
 def effort(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
     """Charge `cost` times the mean squared action of every control step."""
     charged = torch.where(rollouts.valid, -cost * rollouts.actions.square().mean(-1), 0.0)
     return replace(rollouts, rewards={**rollouts.rewards, "effort": charged})
-
-
-@mechanism(Slot.REWARD, "pav", source="PAV, arXiv:2410.08146", needs=(Need.VALUES,))
-def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float = 0.5, tries: int = 4) -> Rollouts:
-    """Add alpha times the advantage of each decision under a prover: the best of `tries` attempts of the policy.
-
-    With success probabilities Q and V of the model q_ensemble (target=monte_carlo), the prover's are 1 - (1 - Q)^tries.
-    """
-
-    def prover(value: torch.Tensor) -> torch.Tensor:
-        return 1 - (1 - value.clamp(0, 1)) ** tries
-
-    gain = torch.where(rollouts.alive, prover(rollouts.extras["q"]) - prover(rollouts.extras["v"]), 0.0)
-    reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
-    last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
-    return replace(
-        rollouts, rewards={**rollouts.rewards, "prover": reward.scatter(-1, last[..., None], alpha * gain[..., None])}
-    )
 
 
 @mechanism(

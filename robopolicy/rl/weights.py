@@ -57,13 +57,3 @@ def weigh_constantly(mask: Tensor, rollouts: Rollouts, *, length: float = 0.0) -
     """
     longest = length or float(mask[0].numel())
     return constant_denominator(mask, mask.shape[0] * longest)
-
-
-@mechanism(Slot.WEIGHT, "duration", source="MLE-RL (duration-aware gradients), arXiv:2509.01684")
-def weigh_by_duration(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """A decision counts by the control steps it took, so that asynchronous collection does not favour quick ones.
-
-    Takes a mask [b, t, K] and returns weights of that shape, which sum to 1.
-    """
-    weight = mask.float() * rollouts.duration[..., None]
-    return weight / weight.sum().clamp(min=1e-12)

@@ -27,8 +27,7 @@ from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.pieces import rows_at_once, scores_of
 from robopolicy.nn.precision import require_precision
-from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
-from robopolicy.rl.advantages.learned import finished_returns
+from robopolicy.rl.advantages.gae import chunk_rewards, finished_returns, gae, next_values
 from robopolicy.rl.context import for_another_policy
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import effective_sample_size

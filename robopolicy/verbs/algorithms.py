@@ -1,5 +1,7 @@
 """Lists what fine-tuning can be composed of: presets, and the mechanisms of every slot with a line and a source each.
 
+Those that no recipe and no benchmark uses are listed after the others, as built and tested, effect not measured.
+
 `robopolicy algorithms grpo` explains one entry and its options; a preset's parts are shown slot by slot, each with the
 file where it lies. Choose with finetune.algorithm=NAME and replace single slots with finetune.advantage=NAME,
 finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
@@ -32,6 +34,9 @@ VERB = Verb(
 )
 
 
+UNMEASURED = "Built and tested, effect not measured"
+"""What stands above mechanisms that no recipe and no benchmark uses, and presets that are made of some."""
+
 PAPERS = "papers"
 """The word that asks for all papers in the place of a name."""
 
@@ -51,14 +56,19 @@ def run(config: Config) -> int:
         show_papers(named)
         publish(config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in named]})
         return 0
-    if presets:
-        show_presets(presets)
     resolved = AlgorithmConfig(name).resolved() if name in PRESETS else None
-    if resolved is not None:
-        show_resolved(resolved)
-    for slot in Slot:
-        if entries := [entry for entry in chosen if entry.slot is slot]:
-            show_slot(slot, entries)
+    for measured in (True, False):
+        listed = {key: preset for key, preset in presets.items() if is_measured(key) is measured}
+        entries = [entry for entry in chosen if entry.measured is measured]
+        if not measured and (listed or entries):
+            output.print(f"[bold]{UNMEASURED}[/]\n")
+        if listed:
+            show_presets(listed)
+        if listed and resolved is not None:
+            show_resolved(resolved)
+        for slot in Slot:
+            if here := [entry for entry in entries if entry.slot is slot]:
+                show_slot(slot, here)
     if name:
         for entry in chosen:
             explain(entry)
@@ -70,6 +80,11 @@ def run(config: Config) -> int:
     }
     publish(config, figures if resolved is None else {**figures, "resolved": resolved_rows(resolved)})
     return 0
+
+
+def is_measured(preset: str) -> bool:
+    """Whether recipes or benchmarks use every mechanism that a preset resolves to."""
+    return all(entry.measured for entry in AlgorithmConfig(preset).resolved().entries)
 
 
 def entries_at(path: str) -> list[Mechanism]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
 
-from robopolicy.rl.advantages.group import w_reinforce
 from robopolicy.rl.coefficients.ppo import clipped
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental.advantages import w_reinforce
 from robopolicy.rl.objective import policy_loss
 
 CHOICES, RIGHT, RATE = 64, 6, 0.5

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from robopolicy.rl.advantages.gae import denoising_discount
 from robopolicy.rl.coefficients.ppo import clip_schedule, ppo
-from robopolicy.rl.credit import denoising_discount
 from robopolicy.rl.objective import (
     approximate_kl,
     clip_fraction,

@@ -10,9 +10,10 @@ from made_rollouts import make_rollouts
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Scores
 from robopolicy.core.spec import STATE
-from robopolicy.rl import credit, rewards
-from robopolicy.rl.auxiliaries import regularisation
+from robopolicy.rl import rewards
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental import auxiliaries, credit
+from robopolicy.rl.experimental import rewards as experimental_rewards
 
 CONTEXT = Context(torch.Generator(), iteration=5, iterations=10)
 
@@ -90,7 +91,7 @@ def test_success_alone_is_paid_once():
 
 @pytest.mark.checks("rewards/hurry")
 def test_only_successes_are_hurried():
-    charged = rewards.hurry(make_rollouts([3, 2], [0, 0], [2.0, -1.0]), CONTEXT, cost=0.1)
+    charged = experimental_rewards.hurry(make_rollouts([3, 2], [0, 0], [2.0, -1.0]), CONTEXT, cost=0.1)
     assert charged.row_return.tolist() == pytest.approx([2.0 - 0.6, -1.0])
 
 
@@ -105,22 +106,22 @@ def test_the_kl_to_the_base_has_its_minimum_at_the_base(estimator):
         mask=torch.tensor([[True, True]]),
         scores=Scores(logp, torch.zeros_like(base)),
     )
-    loss = regularisation.stay_near_base(inputs, weight=1.0, estimator=estimator)
+    loss = auxiliaries.stay_near_base(inputs, weight=1.0, estimator=estimator)
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert logp.grad is not None
     assert not logp.grad.any()
     inputs.scores = Scores(base + 0.5, torch.zeros_like(base))
-    assert float(regularisation.stay_near_base(inputs, weight=1.0, estimator=estimator)) > 0.1
+    assert float(auxiliaries.stay_near_base(inputs, weight=1.0, estimator=estimator)) > 0.1
 
 
 def test_an_entropy_bonus_pays_for_entropy():
     entropy = torch.tensor([[0.5, 9.0]], requires_grad=True)
     inputs = SimpleNamespace(mask=torch.tensor([[True, False]]), scores=Scores(torch.zeros(1, 2), entropy))
-    assert float(regularisation.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
+    assert float(auxiliaries.entropy_bonus(inputs, weight=0.1).detach()) == pytest.approx(-0.05)
     inputs.scores = Scores(torch.zeros(1, 2), entropy.detach())
     with pytest.raises(ConfigError, match="noise is fixed"):
-        regularisation.entropy_bonus(inputs)
+        auxiliaries.entropy_bonus(inputs)
 
 
 def test_a_chunk_of_one_step_is_smooth():
@@ -131,5 +132,5 @@ def test_a_chunk_of_one_step_is_smooth():
         valid=rollouts.valid[:, :, :1],
         rewards={"reward": rollouts.rewards["reward"][:, :, 1:]},
     )
-    paid = rewards.smooth(single, CONTEXT, cost=1.0)
+    paid = experimental_rewards.smooth(single, CONTEXT, cost=1.0)
     assert paid.rewards["smooth"].tolist() == [[[0.0], [0.0]], [[0.0], [0.0]]]

@@ -11,15 +11,17 @@ from scipy import stats
 
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.spec import STATE
-from robopolicy.rl import credit, selection
-from robopolicy.rl.advantages import group, step
+from robopolicy.rl.advantages import group
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.auxiliaries.values import step_preference_loss
-from robopolicy.rl.coefficients import off_policy, trust_region
+from robopolicy.rl.coefficients import trust_region
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental import advantages, coefficients, credit, selection
+from robopolicy.rl.experimental import advantages as experimental_advantages
+from robopolicy.rl.experimental import coefficients as experimental_coefficients
+from robopolicy.rl.experimental.auxiliaries import step_preference_loss
+from robopolicy.rl.experimental.starts import ReplaySampler
 from robopolicy.rl.objective import policy_loss
-from robopolicy.rl.starts.samplers import ReplaySampler
 
 CONTEXT = Context(torch.Generator(), discount=1.0)
 
@@ -35,12 +37,12 @@ def scored_at(ratios: list[float], advantages: list[float]):
 @pytest.mark.checks("coefficient/rec")
 def test_the_ring_of_rec_drops_what_lies_between_near_and_far_astray():
     good = scored_at([0.3, 0.41, 0.7, 0.81, 1.19, 1.3, 4.0], [1.0] * 7)
-    kept = off_policy.rec(good, region="ring", importance=False)[0].flatten()
+    kept = coefficients.rec(good, region="ring", importance=False)[0].flatten()
     assert kept.tolist() == [1, 0, 0, 1, 1, 0, 0]
     bad = scored_at([0.3, 0.79, 0.81, 1.19, 1.5, 2.9, 3.1], [-1.0] * 7)
-    kept = off_policy.rec(bad, region="ring", importance=False)[0].flatten()
+    kept = coefficients.rec(bad, region="ring", importance=False)[0].flatten()
     assert kept.tolist() == [0, 0, -1, -1, 0, 0, -1]
-    wider = off_policy.rec(good, region="ring", importance=False, far_low=0.5)[0].flatten()
+    wider = coefficients.rec(good, region="ring", importance=False, far_low=0.5)[0].flatten()
     assert wider.tolist() == [1, 1, 0, 1, 1, 0, 0]
 
 
@@ -49,7 +51,7 @@ def test_the_prefix_of_min_pro_may_exceed_one():
     rollouts = make_rollouts([3, 2], [0, 0], steps=1)
     ratio = torch.tensor([[1.35, 1.35, 1.35], [0.5, 2.0, 9.9]], dtype=torch.float64)[..., None]
     scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), torch.ones_like(ratio))
-    weight = off_policy.min_pro(scored)[0].squeeze(-1)
+    weight = coefficients.min_pro(scored)[0].squeeze(-1)
     expected = torch.tensor([[1.35, 1.35**2, 1.35**2], [0.5, 1.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(weight, expected)
 
@@ -120,7 +122,7 @@ def test_vppo_keeps_the_same_share_of_every_episode():
 def test_hgpo_skips_levels_that_say_nothing():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], [1.0, 0.0, 0.0], steps=1)
     keys = torch.tensor([[0, 7], [0, 8], [0, 8]])
-    found = step.hgpo(rollouts.with_extras(state_key=keys), CONTEXT, context_length=1)
+    found = advantages.hgpo(rollouts.with_extras(state_key=keys), CONTEXT, context_length=1)
     first = 2**0.5  # of returns 1, 0, 0: (1 - 1/3) / std, with std = sqrt(2) / 3
     # The second decision of the first episode is alone at both levels; those of the others have equal returns.
     expected = torch.tensor([[first, 0.0], [-first / 2, 0.0], [-first / 2, 0.0]])
@@ -132,7 +134,9 @@ def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
     returns = [1.0, 0.0, 2.0, 0.0, 3.0, 1.0, 4.0]  # groups of 2, 2 and 3; the first two make a bundle of 3 and 0
     rollouts = make_rollouts([1] * 7, [4, 4, 6, 6, 9, 9, 9], returns, steps=1)
     context = replace(CONTEXT, memory={"risk_po": [1.0, 3.0]})
-    found = group.risk_po(rollouts, context, bundle=2, low=0.2, high=0.8, tail=1.5, rate=0.1, scale=False)[:, 0]
+    found = experimental_advantages.risk_po(
+        rollouts, context, bundle=2, low=0.2, high=0.8, tail=1.5, rate=0.1, scale=False
+    )[:, 0]
 
     def by_hand(score: float) -> float:
         middle = (max(score - 1.0, 0.0) - max(score - 3.0, 0.0) + 1.0 - 3.0) / 0.6
@@ -144,19 +148,19 @@ def test_risk_po_scores_bundles_against_quantiles_that_it_tracks():
     # Sums are 3, 0 | 3, 1, 4: one of five below 1, two below 3.
     assert context.memory["risk_po"] == pytest.approx([1.0 + 0.1 * (0.2 - 0.2), 3.0 + 0.1 * (0.8 - 0.4)])
 
-    scaled = group.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.0, 3.0]}), bundle=2)[:, 0]
+    scaled = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.0, 3.0]}), bundle=2)[:, 0]
     spread = [torch.tensor(sums).std().item() for sums in ((3.0, 0.0), (3.0, 1.0, 4.0))]
     assert scaled.tolist() == pytest.approx(
         [value / spread[number > 3] for number, value in enumerate(expected)], abs=1e-4
     )
     first = replace(CONTEXT, memory={})
-    group.risk_po(rollouts, first, bundle=2, rate=0.0)
+    experimental_advantages.risk_po(rollouts, first, bundle=2, rate=0.0)
     assert first.memory["risk_po"] == pytest.approx(np.quantile([3, 0, 3, 1, 4], [0.2, 0.8]).tolist())
 
 
 def test_risk_po_leaves_out_what_is_beyond_the_smallest_group_of_a_bundle():
     rollouts = make_rollouts([1] * 5, [0, 0, 0, 1, 1], [1.0, 1.0, 9.0, 1.0, 0.0], steps=1)
-    found = group.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [5.0, 6.0]}), bundle=2)[:, 0]
+    found = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [5.0, 6.0]}), bundle=2)[:, 0]
     assert found[2] == 0 and bool((found[[0, 1, 3, 4]] < 0).all())
 
 
@@ -167,7 +171,7 @@ def test_sas_judges_groups_by_what_came_of_the_same_start_before():
     def visited(returns: list[float], start: int) -> list[float]:
         rollouts = make_rollouts([1] * len(returns), [0] * len(returns), returns, steps=1)
         rollouts = rollouts.with_extras(start=torch.full((len(returns), 1), start))
-        return group.sas(rollouts, context)[:, 0].tolist()
+        return experimental_advantages.sas(rollouts, context)[:, 0].tolist()
 
     std = 2**-0.5  # of 0 and 1, over n - 1
     assert visited([0.0, 1.0], 7) == pytest.approx([-0.5 / std, 0.5 / std])
@@ -187,11 +191,11 @@ def test_hapo_moves_forks_further_and_counts_them_more_outside_the_neutral_zone(
     ratios, entropies = [1.0, 1.25, 0.85, 1.0, 0.7, 1.15], [4.0, 4.0, 4.0, 0.25, 0.25, 1.0]
     scored = scored_at(ratios, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0])
     entropy = torch.tensor(entropies, dtype=torch.float64)[:, None, None]
-    h = trust_region.entropy_level(entropy, scored.mask, 0.5)
+    h = experimental_coefficients.entropy_level(entropy, scored.mask, 0.5)
     # The nearest entry to the middle of log(.25, .25, 1, 4, 4, 4) is log 1 or log 4; sides are scaled by themselves.
     assert set(h.flatten().tolist()) <= {-1.0, 0.0, 0.5, 1.0, -0.5}
     scored = replace(scored, extra=lambda name: entropy)
-    c = trust_region.hapo(scored, pivot=0.5, clip_strength=1.0, gain=0.5)[0].flatten().tolist()
+    c = experimental_coefficients.hapo(scored, pivot=0.5, clip_strength=1.0, gain=0.5)[0].flatten().tolist()
     levels = h.flatten().tolist()
     for found, ratio, level, advantage in zip(c, ratios, levels, [1.0, 1.0, -1.0, 1.0, -1.0, 1.0], strict=True):
         low, high = 0.2 * (1 - min(level, 0.0)), 0.2 * (1 + max(level, 0.0))
@@ -206,8 +210,10 @@ def test_hapo_by_hand():
     scored = scored_at([1.25, 1.25, 1.0, 0.7], [1.0, 1.0, 1.0, -1.0])
     entropy = torch.tensor([4.0, 1.0, 0.5, 0.25], dtype=torch.float64)[:, None, None]
     scored = replace(scored, extra=lambda name: entropy)
-    assert trust_region.entropy_level(entropy, scored.mask, 0.6).flatten().tolist() == pytest.approx([1, 0, -0.5, -1])
-    c = trust_region.hapo(scored, pivot=0.6, gain=0.5)[0].flatten().tolist()
+    assert experimental_coefficients.entropy_level(entropy, scored.mask, 0.6).flatten().tolist() == pytest.approx(
+        [1, 0, -0.5, -1]
+    )
+    c = experimental_coefficients.hapo(scored, pivot=0.6, gain=0.5)[0].flatten().tolist()
     # A fork beyond the neutral zone: A (1 + .5), kept up to 1.4. At the pivot: clipped at 1.2. A sure step in the zone:
     # A (1 - .25). A sure step outside it: A as it is, kept down to 0.6.
     assert c == pytest.approx([1.25 * 1.5, 0.0, 0.75, -0.7])
@@ -239,7 +245,7 @@ def test_bnpo_divides_by_the_density_of_rates_however_alike_they_are():
     strength = rates.mean() * (1 - rates.mean()) / rates.var(ddof=1) - 1
     a, b = 1 + rates.mean() * strength / 3, 1 + (1 - rates.mean()) * strength / 3
     expected = (1 - 0.5) / stats.beta(a, b).pdf(0.5)
-    assert float(group.bnpo(rollouts, CONTEXT)[0, 0]) == pytest.approx(expected, rel=1e-4)
+    assert float(experimental_advantages.bnpo(rollouts, CONTEXT)[0, 0]) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.checks("selection/void_turns")

@@ -8,8 +8,9 @@ import torch
 from made_rollouts import make_rollouts
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.advantages import gae, group, learned, step, tree
+from robopolicy.rl.advantages import gae, group, step, tree
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental import advantages as experimental_advantages
 
 CONTEXT = Context(torch.Generator(), discount=0.5)
 
@@ -50,12 +51,12 @@ def test_truncated_windows_bootstrap_where_they_are_cut():
     ]
     torch.testing.assert_close(found.advantages, torch.tensor(expected, dtype=torch.float64))
     rollouts = make_rollouts([3, 3], [0, 1]).with_extras(advantage_gae=found.advantages.float())
-    assert learned.egae(rollouts, CONTEXT).flatten().tolist() == pytest.approx(
+    assert experimental_advantages.egae(rollouts, CONTEXT).flatten().tolist() == pytest.approx(
         standardised([value for row in expected for value in row]), abs=1e-5
     )
     # The critic learns from what is known to the end alone: the second row's first decision.
     rollouts = replace(rollouts, terminated=ended)
-    returns, known = learned.finished_returns(rollouts, reward.squeeze(-1), torch.full((2, 3), 0.5))
+    returns, known = gae.finished_returns(rollouts, reward.squeeze(-1), torch.full((2, 3), 0.5))
     assert known.tolist() == ended.tolist() and float(returns[1, 0]) == 1.0
 
 
@@ -87,7 +88,9 @@ def test_bnpo_gives_the_figures_of_its_authors_formula(name: str):
     rewards, published = BNPO[name]
     number = [index for index, group in enumerate(rewards) for _ in group]
     rollouts = make_rollouts([1] * len(number), number, [float(value) for row in rewards for value in row])
-    found = group.bnpo(rollouts, CONTEXT, ranges={"reward": (0.0, 1.0)} if name == "reward" else None)[:, 0]
+    found = experimental_advantages.bnpo(
+        rollouts, CONTEXT, ranges={"reward": (0.0, 1.0)} if name == "reward" else None
+    )[:, 0]
     assert found.tolist() == pytest.approx([value for row in published for value in row], abs=1e-5)
 
 
@@ -100,18 +103,18 @@ def test_bnpo_normalises_each_of_several_rewards_by_itself():
     shift = torch.zeros(9, 2, 2)
     shift[:, 0, 0] = torch.tensor([10 - 4 * value for value in reversed(flat)])  # from 6 to 10, the other way round
     both = replace(rollouts, rewards={**rollouts.rewards, "time": shift})
-    first = group.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0)})
-    second = group.bnpo(both, CONTEXT, ranges={"time": (6.0, 10.0)})
-    found = group.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0), "time": (6.0, 10.0)})
+    first = experimental_advantages.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0)})
+    second = experimental_advantages.bnpo(both, CONTEXT, ranges={"time": (6.0, 10.0)})
+    found = experimental_advantages.bnpo(both, CONTEXT, ranges={"reward": (0.0, 1.0), "time": (6.0, 10.0)})
     torch.testing.assert_close(found, (first + second) / 2)
     alone = replace(rollouts, rewards={"reward": (shift - 6) / 4 * (shift > 0)})
-    torch.testing.assert_close(second, group.bnpo(alone, CONTEXT, ranges={"reward": (0.0, 1.0)}))
-    lonely = group.bnpo(rollouts.take(torch.arange(3)), CONTEXT, ranges={"reward": (0.0, 1.0)})
+    torch.testing.assert_close(second, experimental_advantages.bnpo(alone, CONTEXT, ranges={"reward": (0.0, 1.0)}))
+    lonely = experimental_advantages.bnpo(rollouts.take(torch.arange(3)), CONTEXT, ranges={"reward": (0.0, 1.0)})
     assert lonely[:, 0].tolist() == pytest.approx([0.25, 0.0, -0.25])  # no Beta can be fitted to one group
     with pytest.raises(ConfigError, match=r"time.*6 to 10"):
-        group.bnpo(both, CONTEXT, ranges={"time": (0.0, 1.0)})
+        experimental_advantages.bnpo(both, CONTEXT, ranges={"time": (0.0, 1.0)})
     with pytest.raises(ConfigError, match=r"'rewards'.*Did you mean 'reward'"):
-        group.bnpo(both, CONTEXT, ranges={"rewards": (0.0, 1.0)})
+        experimental_advantages.bnpo(both, CONTEXT, ranges={"rewards": (0.0, 1.0)})
 
 
 RISK = [-0.092155, -3.870493, -0.18431, -0.092155, -3.870493, -0.18431, -13.510114, -7.549772, -11.125977]
@@ -122,10 +125,12 @@ def test_risk_po_gives_the_figures_of_its_authors_code():
     """Figures: core_algos.py of github.com/RTkenny/RiskPO, 65ec40c: bundles of 2, quantiles tracked at 1.2 and 1.8."""
     returns = [0.9, 0.1, 0.6, 0.8, 0.3, 1.0, 0.2, 0.7, 0.4]
     rollouts = make_rollouts([1] * 9, [0, 0, 0, 1, 1, 1, 2, 2, 2], returns, steps=1)
-    found = group.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}), bundle=2)[:, 0]
+    found = experimental_advantages.risk_po(rollouts, replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}), bundle=2)[:, 0]
     assert found.tolist() == pytest.approx(RISK, abs=1e-4)
     # One sum a bundle has no spread to be divided by: (-.6 / .6 - 1.5 * .2 / .2) / 2.5.
-    single = group.risk_po(make_rollouts([1], [0], [1.0]), replace(CONTEXT, memory={"risk_po": [1.2, 1.8]}))
+    single = experimental_advantages.risk_po(
+        make_rollouts([1], [0], [1.0]), replace(CONTEXT, memory={"risk_po": [1.2, 1.8]})
+    )
     assert float(single[0, 0]) == pytest.approx(-1.0, abs=1e-4)
 
 
@@ -174,7 +179,7 @@ def test_a_fork_adds_to_the_episodes_advantage():
     rollouts = make_rollouts(
         [3] * 4, [0] * 4, [1.0, 0.0, 1.0, 1.0], parent=[-1, 0, -1, 2], branch_decision=[-1, 1, -1, 2]
     )
-    found = tree.fork(rollouts, CONTEXT, trajectory=0.5, forks=2.0)
+    found = experimental_advantages.fork(rollouts, CONTEXT, trajectory=0.5, forks=2.0)
     episode = 0.5 * standardised([1.0, 0.0, 1.0, 1.0])
     # Means of the leaves below each node: .75 at the root, then .5 | 1 of the two episodes, then 1, 0 | 1, 1.
     rise = np.array([[0.5 - 0.75, 0.5, 0], [0.5 - 0.75, -0.5, 0], [1 - 0.75, 0, 0], [1 - 0.75, 0, 0]])
@@ -208,7 +213,9 @@ def test_hgpo_gives_the_figures_of_its_authors_code(context_length: int, alpha: 
     """Figures: recipe/hgpo/core_hgpo.py of verl-agent, in the copy github.com/xlan156/verl-agent at 8ca3a46."""
     rollouts = make_rollouts([3, 3, 2, 3, 3], [0] * 5, [1.0, 0.0, 2.0, 4.0, 3.0], steps=1)
     state = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 0], [4, 2, 1], [1, 1, 3]])
-    found = step.hgpo(rollouts.with_extras(state_key=state), CONTEXT, context_length=context_length, alpha=alpha)
+    found = experimental_advantages.hgpo(
+        rollouts.with_extras(state_key=state), CONTEXT, context_length=context_length, alpha=alpha
+    )
     others = [[0.0, 0.240965, 2.197721], [-0.519731, -0.118796, 1.336305]]
     torch.testing.assert_close(found, torch.tensor([*published, *others]), atol=2e-5, rtol=0)
 
@@ -238,7 +245,7 @@ def test_step_groups_compare_what_followed_the_same_step():
 def test_rank_grpo_standardises_returns_to_go_of_decisions():
     rollouts = make_rollouts([2, 2, 2], [0, 0, 0], steps=1)
     paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [0.0, 0.0]]]
-    found = step.rank_grpo(with_rewards(rollouts, paid), CONTEXT)
+    found = experimental_advantages.rank_grpo(with_rewards(rollouts, paid), CONTEXT)
     expected = np.stack([standardised([1 + 0.25 * 2, 0.25 * 8, 2.0]), standardised([2.0, 8.0, 0.0])], 1)
     torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)
 
@@ -251,7 +258,7 @@ def test_rank_grpo_gives_every_action_what_followed_it():
     valid[2, 1, 1] = False
     paid = [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 8.0]], [[1.0, 1.0], [4.0, 99.0]]]
     rollouts = with_rewards(replace(rollouts, valid=valid), paid)
-    found = step.rank_grpo(rollouts, CONTEXT, per_action=True)
+    found = experimental_advantages.rank_grpo(rollouts, CONTEXT, per_action=True)
     # Returns to go of the actions, discounted by .5 each.
     to_go = np.array([[1.0, 2.0, 2.0, 0.0], [1.0, 2.0, 4.0, 8.0], [2.5, 3.0, 4.0, np.nan]])
     expected = np.zeros((3, 4))
@@ -261,7 +268,7 @@ def test_rank_grpo_gives_every_action_what_followed_it():
     tokens = torch.tensor(expected).float().reshape(3, 2, 2).repeat_interleave(2, -1)
     torch.testing.assert_close(found, tokens, atol=1e-4, rtol=0)
     with pytest.raises(ConfigError, match="3 scored steps"):
-        step.rank_grpo(make_rollouts([1, 1], [0, 0], steps=3), CONTEXT, per_action=True)
+        experimental_advantages.rank_grpo(make_rollouts([1, 1], [0, 0], steps=3), CONTEXT, per_action=True)
 
 
 @pytest.mark.checks("advantage/salt")
@@ -274,19 +281,19 @@ def test_salt_merges_equal_steps_and_leaves_the_others():
     actions = taken[..., None, None].expand(4, 2, 2, 1).clone()
     actions[1, 0] += 0.3  # within a quarter of the spread, which is 3.1: still the same action
     rollouts = replace(rollouts, actions=actions).with_extras(state_key=state)
-    found = step.salt(rollouts, CONTEXT)
+    found = experimental_advantages.salt(rollouts, CONTEXT)
     episode = standardised([3.0, 1.0, -1.0])  # sqrt(3/2), 0, -sqrt(3/2)
     shared_first, shared_second = (episode[0] + episode[1]) / 2, (episode[0] + episode[2]) / 2
     expected = [[shared_first, shared_second], [shared_first, episode[1]], [episode[2], shared_second], [0.0, 0.0]]
     torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-5, rtol=0)
-    apart = step.salt(rollouts, CONTEXT, resolution=0.02)[:2, 0]
+    apart = experimental_advantages.salt(rollouts, CONTEXT, resolution=0.02)[:2, 0]
     torch.testing.assert_close(apart, torch.tensor(episode[:2]).float(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.checks("advantage/q_values")
 def test_q_values_are_compared_with_the_state_and_standardised():
     q, v = torch.tensor([[3.0, 1.0], [0.5, 9.0]]), torch.tensor([[1.0, 2.0], [0.5, 1.0]])
-    found = learned.q_values(make_rollouts([2, 1], [0, 1]).with_extras(q=q, v=v), CONTEXT)
+    found = experimental_advantages.q_values(make_rollouts([2, 1], [0, 1]).with_extras(q=q, v=v), CONTEXT)
     expected = [*standardised([2.0, -1.0, 0.0]), 0.0]
     assert found.flatten().tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -316,7 +323,7 @@ def test_sas_gives_the_figures_of_its_authors_code():
     context = replace(CONTEXT, memory={})
     for returns, published in SAS:
         rollouts = make_rollouts([1] * 4, [0] * 4, returns, steps=1)
-        found = group.sas(rollouts.with_extras(start=torch.full((4, 1), 5)), context)[:, 0]
+        found = experimental_advantages.sas(rollouts.with_extras(start=torch.full((4, 1), 5)), context)[:, 0]
         assert found.tolist() == pytest.approx(published, abs=1e-5)
 
 
@@ -324,7 +331,7 @@ def test_sas_gives_the_figures_of_its_authors_code():
 def test_process_steps_add_rewards_standardised_over_the_group():
     rollouts = make_rollouts([2, 1, 1], [0, 0, 1], [1.0, 0.0, 1.0], steps=2)
     process = torch.tensor([[[1.0, 2.0], [0.5, 0.5]], [[-1.0, -1.0], [0.0, 0.0]], [[4.0, 4.0], [0.0, 0.0]]])
-    found = learned.process_steps(rollouts.with_extras(process=process), CONTEXT, alpha=0.5)
+    found = experimental_advantages.process_steps(rollouts.with_extras(process=process), CONTEXT, alpha=0.5)
     steps = standardised([3.0, 1.0, -2.0])  # the group's three decisions; the other start has one, which is its mean
     expected = [[1 + 0.5 * steps[0], 1 + 0.5 * steps[1]], [-1 + 0.5 * steps[2], 0.0], [0.0, 0.0]]
     torch.testing.assert_close(found, torch.tensor(expected).float(), atol=1e-4, rtol=0)

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.spec import STATE
-from robopolicy.rl.auxiliaries import distillation, imitation, regularisation, values
+from robopolicy.rl import auxiliaries
 from robopolicy.rl.context import AuxiliaryInputs, Context
+from robopolicy.rl.experimental import auxiliaries as experimental_auxiliaries
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
@@ -68,7 +69,9 @@ def test_estimators_of_the_kl_to_the_base(estimator: str):
     x = random(2, 3)
     base = Toy(Scores(random(2, 3, seed=1), x))
     logp = (base.scores.logp + x).requires_grad_()
-    loss = regularisation.stay_near_base(inputs_of(base=base, scores=Scores(logp, x)), weight=0.7, estimator=estimator)
+    loss = experimental_auxiliaries.stay_near_base(
+        inputs_of(base=base, scores=Scores(logp, x)), weight=0.7, estimator=estimator
+    )
     form = {"k1": lambda v: v, "k2": lambda v: v**2 / 2, "k3": lambda v: math.exp(-v) - 1 + v}[estimator]
     expected = [form(value) for value in x[MASK].tolist()]
     assert float(loss.detach()) == pytest.approx(0.7 * sum(expected) / 3)
@@ -82,7 +85,7 @@ def test_the_second_estimators_gradient_is_the_kls():
     share = said.detach().exp()
     (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits, retain_graph=True)
     terms = [
-        regularisation.stay_near_base(
+        experimental_auxiliaries.stay_near_base(
             inputs_of(
                 base=Toy(Scores(told[word].expand(1, 1), share)),
                 scores=Scores(said[word].expand(1, 1), share),
@@ -100,7 +103,7 @@ def test_the_second_estimators_gradient_is_the_kls():
 @pytest.mark.checks("auxiliaries/entropy")
 def test_the_entropy_bonus_is_minus_the_mean_entropy():
     entropy = random(2, 3).abs().requires_grad_()
-    loss = regularisation.entropy_bonus(inputs_of(scores=Scores(entropy, entropy)), weight=0.2)
+    loss = experimental_auxiliaries.entropy_bonus(inputs_of(scores=Scores(entropy, entropy)), weight=0.2)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(-0.2 * float(entropy.detach()[MASK].mean()))
     assert entropy.grad is not None
@@ -111,7 +114,7 @@ def test_the_entropy_bonus_is_minus_the_mean_entropy():
 def test_velocities_are_compared_in_units_of_the_spread():
     mean, base, std = random(2, 3, 4, 2), random(2, 3, 4, 2, seed=1), 0.1 + random(2, 3, 1, 1, seed=2).abs()
     own = Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": mean, "std": std})
-    loss = regularisation.stay_near_velocity(
+    loss = experimental_auxiliaries.stay_near_velocity(
         inputs_of(scores=own, base=Toy(Scores(mean[..., 0, 0], mean[..., 0, 0], {"mean": base}))), weight=0.3
     )
     distance = ((mean - base) / std).square().mean((-2, -1))
@@ -127,7 +130,7 @@ def test_cloning_the_base_is_minus_the_likelihood_of_its_decisions():
     latents = {"x": random(2, 3, seed=1)}
     base = Toy(decision=Decision(torch.zeros(2, 1, 1), latents, logp.detach(), MASK))
     policy = Toy(Scores(logp, logp))
-    loss = imitation.imitate_base(inputs_of(base=base, policy=policy), weight=0.4)
+    loss = auxiliaries.imitate_base(inputs_of(base=base, policy=policy), weight=0.4)
     loss.backward()
     assert policy.asked == [latents], "the base's decisions are scored, not the minibatch's"
     assert float(loss.detach()) == pytest.approx(-0.4 * float(logp.detach()[MASK].mean()))
@@ -140,7 +143,7 @@ def test_experts_are_learned_from_by_the_policys_own_loss():
     batches = [{"number": 1}, {"number": 2}]
     policy = Toy(losses={"actions": torch.tensor([1.0, 3.0]), "stop": torch.tensor([0.5, 0.0])})
     inputs = inputs_of(policy=policy, experts=iter(batches))
-    assert [float(imitation.imitate_experts(inputs, weight=0.1)) for _ in batches] == pytest.approx([0.225] * 2)
+    assert [float(auxiliaries.imitate_experts(inputs, weight=0.1)) for _ in batches] == pytest.approx([0.225] * 2)
     assert policy.asked == batches
 
 
@@ -154,7 +157,7 @@ def speaking(student: Tensor, teacher: Tensor, mask: Tensor = MASK, seed: int = 
 @pytest.mark.checks("auxiliaries/distill")
 def test_distilling_tokens_is_the_mean_kl_of_the_student_to_the_teacher():
     logits, teacher = random(2, 3, 5).requires_grad_(), random(2, 3, 5, seed=1).log_softmax(-1)
-    loss = distillation.distill(speaking(logits.log_softmax(-1), teacher), weight=0.5)
+    loss = experimental_auxiliaries.distill(speaking(logits.log_softmax(-1), teacher), weight=0.5)
     divergence = kl_divergence(Categorical(logits=logits), Categorical(logits=teacher))
     (found,) = torch.autograd.grad(loss, logits)
     (expected,) = torch.autograd.grad(0.5 * divergence[MASK].mean(), logits)
@@ -166,7 +169,7 @@ def test_distilling_gaussian_steps_is_their_kl_too():
     mean, told, std = random(2, 3, 4, 2).requires_grad_(), random(2, 3, 4, 2, seed=1), random(2, 3, 1, 1).abs() + 0.1
     scores = Scores(std[..., 0, 0], std[..., 0, 0], {"mean": mean, "std": std})
     teacher = Toy(Scores(std[..., 0, 0], std[..., 0, 0], {"mean": told}))
-    loss = distillation.distill(inputs_of(scores=scores, teacher=teacher), weight=0.5)
+    loss = experimental_auxiliaries.distill(inputs_of(scores=scores, teacher=teacher), weight=0.5)
     divergence = kl_divergence(Normal(mean, std.expand_as(told)), Normal(told, std.expand_as(told))).mean((-2, -1))
     torch.testing.assert_close(loss, 0.5 * divergence[MASK].mean())
 
@@ -197,7 +200,7 @@ def test_tip_draws_steps_without_replacement_by_entropy_and_divergence(share: fl
     for _ in range(600):
         leaf = student.clone().requires_grad_()
         inputs = speaking(leaf, teacher, mask)
-        loss = distillation.distill(
+        loss = experimental_auxiliaries.distill(
             AuxiliaryInputs(**{**vars(inputs), "context": context}), share=share, alpha=alpha, gamma=gamma
         )
         (gradient,) = torch.autograd.grad(loss, leaf)
@@ -245,7 +248,7 @@ def test_the_best_of_several_decisions_is_imitated_where_it_beats_the_state():
     inputs = inputs_of(
         observation={STATE: state}, policy=Toy(log_prob, act), models={"values": ByLength(0.1)}, mask=torch.ones(3, 2)
     )
-    loss = values.best_of_n(inputs, candidates=4, weight=0.5, warmup=0)
+    loss = experimental_auxiliaries.best_of_n(inputs, candidates=4, weight=0.5, warmup=0)
     order = torch.randperm(3, generator=torch.Generator().manual_seed(0)).tolist()
     terms = []
     for place, row in enumerate(order):
@@ -258,7 +261,7 @@ def test_the_best_of_several_decisions_is_imitated_where_it_beats_the_state():
     torch.testing.assert_close(loss, expected, atol=1e-7, rtol=1e-6)
     (found,) = torch.autograd.grad(loss, theta)
     torch.testing.assert_close(found, torch.autograd.grad(expected, theta)[0], atol=1e-7, rtol=1e-6)
-    assert float(values.best_of_n(inputs, warmup=9)) == 0
+    assert float(experimental_auxiliaries.best_of_n(inputs, warmup=9)) == 0
 
 
 @pytest.mark.checks("auxiliaries/spo")
@@ -285,7 +288,9 @@ def test_step_preferences_equal_a_slow_reference():
         base=Toy(normal(0.85)),
         models={"values": ByLength(0.0)},
     )
-    loss = values.step_preferences(inputs, children=children, beta=4.0, clip=0.2, gap=0.3, weight=0.5, warmup=0)
+    loss = experimental_auxiliaries.step_preferences(
+        inputs, children=children, beta=4.0, clip=0.2, gap=0.3, weight=0.5, warmup=0
+    )
 
     draws = torch.Generator().manual_seed(0)
     rows = torch.randperm(count, generator=draws)

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
-from robopolicy.rl.coefficients import ppo, regression, trust_region
+from robopolicy.rl.coefficients import ppo, trust_region
+from robopolicy.rl.experimental import coefficients
+from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.objective import log_ratios, policy_loss
 from robopolicy.rl.presets import RatioLevel
 
@@ -34,7 +36,7 @@ def test_pacs_balances_the_outcomes_of_every_start(seed: int):
         centred, rollouts.row_success.double(), weight=balance, reduction="sum"
     )
     (expected,) = torch.autograd.grad(loss, logp)
-    c, _ = regression.pacs(scored, beta=0.7)
+    c, _ = coefficients.pacs(scored, beta=0.7)
     (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
 
@@ -42,7 +44,7 @@ def test_pacs_balances_the_outcomes_of_every_start(seed: int):
 @pytest.mark.checks("coefficient/none")
 def test_none_moves_nothing():
     rollouts = make_rollouts([2, 1], [0, 0])
-    c, stats = regression.nothing(make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask)))
+    c, stats = coefficients.nothing(make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask)))
     assert c.shape == rollouts.mask.shape and not c.any() and not stats
 
 
@@ -55,13 +57,17 @@ def test_rare_tokens_may_move_further_up_to_ten_times():
     rollouts = make_rollouts([1] * 9, [0] * 9, steps=1)
     rollouts = replace(rollouts, logp_behaviour=old.log()[:, None, None])
     advantage = torch.where(falls, -1.0, 1.0).double()[:, None, None]
-    c, _ = trust_region.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage))
+    c, _ = experimental_coefficients.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage))
     kept = [True, False, True, False, True, True, False, True, False]
     assert (c.flatten() != 0).tolist() == kept
-    free, _ = trust_region.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage), most=100.0)
+    free, _ = experimental_coefficients.dcpo(make_scored(rollouts, new.log()[:, None, None], advantage), most=100.0)
     assert (free.flatten() != 0).tolist() == [*kept[:8], True]
-    bad = trust_region.dcpo(make_scored(rollouts, old.log()[:, None, None] + math.log(9.9), -torch.ones(9, 1, 1)))[0]
-    far = trust_region.dcpo(make_scored(rollouts, old.log()[:, None, None] + math.log(10.1), -torch.ones(9, 1, 1)))[0]
+    bad = experimental_coefficients.dcpo(
+        make_scored(rollouts, old.log()[:, None, None] + math.log(9.9), -torch.ones(9, 1, 1))
+    )[0]
+    far = experimental_coefficients.dcpo(
+        make_scored(rollouts, old.log()[:, None, None] + math.log(10.1), -torch.ones(9, 1, 1))
+    )[0]
     assert bad.flatten().tolist() == pytest.approx([-9.9] * 9) and not far.any(), "bad ones are let go beyond ten"
 
 
@@ -75,7 +81,7 @@ def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
     rollouts = make_rollouts([1] * 6, [0] * 6, steps=1).with_extras(teacher_logp=told[:, None, None])
     rollouts = replace(rollouts, logp_behaviour=said.detach()[:, None, None])
     scored = make_scored(rollouts, said[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
-    c, stats = regression.on_policy_distillation(scored, cap=50.0)
+    c, stats = coefficients.on_policy_distillation(scored, cap=50.0)
     loss = policy_loss(said[:, None, None], c, said.detach().exp()[:, None, None])
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits)
@@ -89,8 +95,8 @@ def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
     gap = torch.tensor([9.0, -7.0, 0.5], dtype=torch.float64)[:, None, None]
     rollouts = rollouts.with_extras(teacher_logp=rollouts.logp_behaviour + gap)
     scored = make_scored(rollouts, rollouts.logp_behaviour, torch.tensor([1.0, 2.0, -4.0]).double()[:, None, None])
-    assert regression.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
-    both = regression.on_policy_distillation(scored, reward=0.5)[0].flatten()
+    assert coefficients.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
+    both = coefficients.on_policy_distillation(scored, reward=0.5)[0].flatten()
     assert both.tolist() == pytest.approx([5.5, -4.0, -1.5])
 
 
@@ -142,7 +148,7 @@ def test_the_step_of_mirror_descent_falls_linearly_over_the_run():
     log_ratio = torch.full((1, 1, 1), 0.2, dtype=torch.float64)
     scored = make_scored(rollouts, rollouts.logp_behaviour + log_ratio, torch.full_like(log_ratio, 3.0))
     for share, step in ((0.0, 1.0), (0.25, 0.775), (1.0, 0.1)):
-        c, stats = trust_region.mdpo(replace(scored, share=share), start=1.0, end=0.1)
+        c, stats = experimental_coefficients.mdpo(replace(scored, share=share), start=1.0, end=0.1)
         assert float(c) == pytest.approx(float(log_ratio.exp()) * (3.0 - 0.2 / step))
         assert float(stats["mirror_step"]) == pytest.approx(step)
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from robopolicy.core.rollouts import tensor_of
 from robopolicy.core.spec import STATE
 from robopolicy.rl.context import Context
-from robopolicy.rl.side_models.implicit_reward import Oprl, Prime
-from robopolicy.rl.side_models.progress import Progress
+from robopolicy.rl.experimental.side_models import Oprl, Progress
+from robopolicy.rl.side_models.implicit_reward import Prime
 
 
 def context() -> Context:

@@ -8,6 +8,7 @@ from made_rollouts import make_rollouts
 
 from robopolicy.rl import rewards, weights
 from robopolicy.rl.context import Context
+from robopolicy.rl.experimental import rewards as experimental_rewards
 
 CONTEXT = Context(torch.Generator())
 
@@ -30,7 +31,7 @@ def test_effort_is_the_mean_square_of_every_action():
 @pytest.mark.checks("rewards/smooth")
 def test_smooth_is_the_mean_square_of_every_change_inside_a_decision():
     rollouts = acting([[[[1.0, 3.0], [0.0, 5.0]], [[7.0, 7.0], [7.0, 8.0]]]], [2])
-    paid = rewards.smooth(rollouts, CONTEXT, cost=0.5)
+    paid = experimental_rewards.smooth(rollouts, CONTEXT, cost=0.5)
     torch.testing.assert_close(paid.rewards["smooth"], -0.5 * torch.tensor([[[0.0, 2.5], [0.0, 0.5]]]))
 
 
@@ -38,7 +39,7 @@ def test_smooth_is_the_mean_square_of_every_change_inside_a_decision():
 def test_pav_pays_the_advantage_of_a_prover_that_tries_several_times():
     rollouts = make_rollouts([2, 1], [0, 0], [1.0, 0.0])
     q, v = torch.tensor([[0.5, 1.2], [0.1, 0.9]]), torch.tensor([[0.2, 0.5], [0.1, 0.0]])
-    paid = rewards.progress_under_prover(rollouts.with_extras(q=q, v=v), CONTEXT, alpha=0.5, tries=3)
+    paid = experimental_rewards.progress_under_prover(rollouts.with_extras(q=q, v=v), CONTEXT, alpha=0.5, tries=3)
     # The best of 3 succeeds with 1 - (1 - p)^3; probabilities are cut to [0, 1]; the last row's second is padding.
     gain = [(1 - 0.5**3) - (1 - 0.8**3), 1 - (1 - 0.5**3), 0.0, 0.0]
     expected = torch.tensor(gain).reshape(2, 2) * 0.5
@@ -61,7 +62,7 @@ def test_milestones_are_paid_once_and_success_makes_up_to_one():
     success[1, 2] = True
     worlds = {"progress": progress, "success": torch.full_like(progress, 7.0), "uncertainty": -0.1 * progress}
     rollouts = replace(rollouts, rewards=worlds, success=success)
-    paid = rewards.partial_credit(rollouts, CONTEXT, milestones=(1.0, 2.0, 4.0), credit=0.6)
+    paid = experimental_rewards.partial_credit(rollouts, CONTEXT, milestones=(1.0, 2.0, 4.0), credit=0.6)
     expected = torch.tensor(
         [
             [[0.0, 0.2], [0.0, 0.0], [0.2, 0.0]],
@@ -81,7 +82,7 @@ def test_milestones_begin_anew_with_the_next_episode_of_a_stream():
     rollouts = replace(rollouts, rewards={"progress": progress}, whole=False)
     rollouts.terminated[:] = torch.tensor([[False, True, False, False]])
     rollouts.success[:] = torch.tensor([[False, True, False, False]])
-    paid = rewards.partial_credit(rollouts, CONTEXT, milestones=(1.0, 2.0), credit=0.5)
+    paid = experimental_rewards.partial_credit(rollouts, CONTEXT, milestones=(1.0, 2.0), credit=0.5)
     expected = torch.tensor([[[0.25, 0.0], [0.0, 0.75], [0.0, 0.25], [0.0, 0.25]]])
     torch.testing.assert_close(paid.rewards["success"], expected)
 
@@ -92,7 +93,7 @@ def test_duration_weighs_the_gradient_of_a_decision_by_its_time_over_the_mean():
     valid = rollouts.valid.clone()
     valid[0, 1, 1] = False  # a decision of one control step; the others take two
     rollouts = replace(rollouts, valid=valid)
-    found = weights.weigh_by_duration(rollouts.mask, rollouts)
+    found = experimental_rewards.weigh_by_duration(rollouts.mask, rollouts)
     # (duration / mean duration) / number of steps, where each of three decisions has two steps.
     expected = torch.tensor([[2.0, 1.0], [2.0, 0.0]]) / (5 / 3) / 6
     torch.testing.assert_close(found, expected[..., None].expand(2, 2, 2))

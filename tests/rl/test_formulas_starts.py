@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from robopolicy.rl.experimental import starts as experimental_starts
 from robopolicy.rl.starts import allocation, samplers
 
 START = np.array([3])
@@ -37,7 +38,7 @@ def test_mopps_takes_the_drawn_rates_nearest_to_its_target():
 
 @pytest.mark.checks("sampler/sec")
 def test_sec_moves_values_towards_mean_sizes_of_advantages_and_draws_by_softmax():
-    sampler = samplers.SecSampler(categories=3, rate=0.5, temperature=0.4)
+    sampler = experimental_starts.SecSampler(categories=3, rate=0.5, temperature=0.4)
     # Starts 0, 3, 6 are of category 0; 1 and 4 of category 1; category 2 is not played.
     played, size = np.array([0, 3, 6, 1, 4]), np.array([0.6, 0.9, 0.0, 0.2, 0.6])
     sampler.observe(played, np.zeros(5), np.full(5, 8.0), size)
@@ -73,15 +74,15 @@ def test_the_value_of_a_group_is_the_chance_of_mixed_outcomes_times_the_gain():
 def test_dars_brings_hard_starts_to_the_signal_of_a_half():
     rate, sizes = np.array([0.25, 0.125, 0.5]), np.array([8, 16, 8])
     # N / 2 is the signal N * 2 a (1 - a) at a = 1/2: (4 - 8 * .375) / .375 = 2.67, (8 - 16 * .21875) / .21875 = 20.57.
-    assert allocation.Dars(most=64).extend(rate, sizes) == [3, 21, 0]
+    assert experimental_starts.Dars(most=64).extend(rate, sizes) == [3, 21, 0]
     # Hardness-weighted: 2 (1 - a) N / 2, so (6 - 3) / .375 = 8 and (14 - 3.5) / .21875 = 48.
-    assert allocation.Dars(weighted=True, most=64).extend(rate, sizes) == [8, 48, 0]
-    assert allocation.Dars(weighted=True, most=40).extend(rate, sizes) == [8, 24, 0]
+    assert experimental_starts.Dars(weighted=True, most=64).extend(rate, sizes) == [8, 48, 0]
+    assert experimental_starts.Dars(weighted=True, most=40).extend(rate, sizes) == [8, 24, 0]
     # Where nothing succeeded a is half a success, .5 / 8: (4 - 8 * .1171875) / .1171875 = 26.1, rounded up as by the
     # authors (schedule_ET and schedule_HW of github.com/yangzhch6/DARS at 9b21b71), and (7.5 - .9375) / .1171875 = 56.
-    assert allocation.Dars(most=64).extend(np.zeros(1), np.array([8])) == [27]
-    assert allocation.Dars(weighted=True, most=80).extend(np.zeros(1), np.array([8])) == [56]
-    assert allocation.Dars(most=64).extend(np.array([0.4]), np.array([8])) == [1]  # (4 - 3.84) / .48 = .33
+    assert experimental_starts.Dars(most=64).extend(np.zeros(1), np.array([8])) == [27]
+    assert experimental_starts.Dars(weighted=True, most=80).extend(np.zeros(1), np.array([8])) == [56]
+    assert experimental_starts.Dars(most=64).extend(np.array([0.4]), np.array([8])) == [1]  # (4 - 3.84) / .48 = .33
 
 
 @pytest.mark.checks("allocator/uniform")

@@ -11,10 +11,10 @@ from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.spec import STATE, Field
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.auxiliaries.values import best_of_n
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import AuxiliaryInputs, Context, Tools
-from robopolicy.rl.side_models.q_ensemble import QEnsemble, td_target
+from robopolicy.rl.experimental.auxiliaries import best_of_n
+from robopolicy.rl.experimental.q_ensemble import QEnsemble, td_target
 from robopolicy.training.state import load_trainer, save_trainer
 
 

@@ -17,12 +17,11 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import STATE, Field
 from robopolicy.policies import DenoisingPolicy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
-from robopolicy.rl.advantages.learned import discriminator, flow_values
-from robopolicy.rl.coefficients import regression
 from robopolicy.rl.context import Context, Tools
+from robopolicy.rl.experimental import coefficients
+from robopolicy.rl.experimental.advantages import discriminator, flow_values
+from robopolicy.rl.experimental.side_models import Discriminator, FlowCritic
 from robopolicy.rl.objective import policy_loss
-from robopolicy.rl.side_models.discriminator import Discriminator
-from robopolicy.rl.side_models.flow_critic import FlowCritic
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
@@ -171,12 +170,12 @@ def scored_with(advantage: Tensor, logp: Tensor):
 def test_weights_of_clipped_advantages_by_hand():
     advantage = torch.tensor([-3.0, -1.0, 0.0, 1.0, 5.0], dtype=torch.float64)[:, None, None]
     scored = scored_with(advantage, torch.zeros_like(advantage))
-    found, _ = regression.clipped_advantage(scored, limit=2.0, temperature=2.0)
+    found, _ = coefficients.clipped_advantage(scored, limit=2.0, temperature=2.0)
     torch.testing.assert_close(found.flatten(), torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=torch.float64).exp())
-    found, _ = regression.clipped_advantage(scored, limit=2.0, temperature=0.5, form="positive")
+    found, _ = coefficients.clipped_advantage(scored, limit=2.0, temperature=0.5, form="positive")
     assert found.flatten().tolist() == [0.0, 0.0, 0.0, 2.0, 4.0]
     with pytest.raises(ConfigError, match=r"clipped_advantage\.form"):
-        regression.clipped_advantage(scored, form="linear")
+        coefficients.clipped_advantage(scored, form="linear")
 
 
 @pytest.mark.checks("coefficient/clipped_advantage", "coefficient/negative_aware", "AC-Flow", "AFD")
@@ -206,7 +205,7 @@ def test_gradients_are_those_of_the_papers_matching_losses(name: str, beta: floa
     expected = torch.autograd.grad(loss, policy.trainable_parameters(), allow_unused=True)
     logp = policy.log_prob(observation, latents).logp
     scored = scored_with(advantage, logp[:, None])
-    function = {"clipped": regression.clipped_advantage, "aware": regression.negative_aware}[name]
+    function = {"clipped": coefficients.clipped_advantage, "aware": coefficients.negative_aware}[name]
     c, _ = function(scored, limit=2.0)
     surrogate = policy_loss(logp, c[:, 0], torch.ones_like(logp))
     found = torch.autograd.grad(surrogate, policy.trainable_parameters(), allow_unused=True)
@@ -219,7 +218,7 @@ def test_gradients_are_those_of_the_papers_matching_losses(name: str, beta: floa
 @pytest.mark.checks("coefficient/negative_aware", "AFD")
 def test_what_was_worse_than_the_mean_is_unlearned_as_strongly_as_the_better_is_learned():
     advantage = torch.tensor([-9.0, -1.0, 0.0, 1.0, 9.0])[:, None, None]
-    found, _ = regression.negative_aware(scored_with(advantage, torch.zeros_like(advantage)))
+    found, _ = coefficients.negative_aware(scored_with(advantage, torch.zeros_like(advantage)))
     assert found.flatten().tolist() == [-5.0, -1.0, 0.0, 1.0, 5.0]
 
 

@@ -10,11 +10,11 @@ import torch
 from made_rollouts import make_rollouts
 
 from robopolicy.core.rollouts import Rollouts
-from robopolicy.rl import selection
 from robopolicy.rl.context import Context
-from robopolicy.rl.controllers import ImitationMix
-from robopolicy.rl.replay import Aggregate
-from robopolicy.rl.starts.hints import AdaptiveHint, Guide, Pivot
+from robopolicy.rl.experimental import selection
+from robopolicy.rl.experimental.controllers import ImitationMix
+from robopolicy.rl.experimental.replay import Aggregate
+from robopolicy.rl.experimental.starts import AdaptiveHint, Guide, Pivot
 
 
 def at(share: float, **settings) -> Context:

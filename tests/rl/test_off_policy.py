@@ -11,8 +11,10 @@ from made_rollouts import make_rollouts, make_scored
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.coefficients import off_policy, regression, trust_region
+from robopolicy.rl.coefficients import off_policy, trust_region
 from robopolicy.rl.context import Scored
+from robopolicy.rl.experimental import coefficients
+from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.objective import policy_loss
 
 Loss = Callable[[Tensor, Tensor, Tensor, Scored], Tensor]
@@ -87,16 +89,16 @@ def positive_part(logp, old, advantage, scored):
 
 CASES: dict[str, tuple[Callable, dict, Loss]] = {
     "decoupled": (off_policy.decoupled_ppo, {}, decoupled),
-    "cispo": (off_policy.cispo, {}, cispo),
-    "rec one side": (off_policy.rec, {}, one_side),
-    "rec two sides": (off_policy.rec, {"region": "two_side", "importance": False}, two_side_plain),
-    "mdpo": (trust_region.mdpo, {"start": 0.55, "end": 0.55}, mirror),
-    "awr": (regression.advantage_weighted, {"temperature": 0.5}, awr),
-    "clipped advantage": (regression.clipped_advantage, {"form": "positive", "limit": 3.0}, positive_part),
-    "opmd": (off_policy.opmd, {"tau": 0.7}, opmd),
-    "asym_re": (off_policy.asym_re, {}, asym),
-    "dcpo": (trust_region.dcpo, {}, dcpo),
-    "min_pro": (off_policy.min_pro, {}, min_pro),
+    "cispo": (experimental_coefficients.cispo, {}, cispo),
+    "rec one side": (experimental_coefficients.rec, {}, one_side),
+    "rec two sides": (experimental_coefficients.rec, {"region": "two_side", "importance": False}, two_side_plain),
+    "mdpo": (experimental_coefficients.mdpo, {"start": 0.55, "end": 0.55}, mirror),
+    "awr": (coefficients.advantage_weighted, {"temperature": 0.5}, awr),
+    "clipped advantage": (coefficients.clipped_advantage, {"form": "positive", "limit": 3.0}, positive_part),
+    "opmd": (experimental_coefficients.opmd, {"tau": 0.7}, opmd),
+    "asym_re": (experimental_coefficients.asym_re, {}, asym),
+    "dcpo": (experimental_coefficients.dcpo, {}, dcpo),
+    "min_pro": (experimental_coefficients.min_pro, {}, min_pro),
 }
 
 
@@ -172,4 +174,4 @@ def test_an_unknown_region_is_named():
     rollouts = make_rollouts([1, 1], [0, 0])
     scored = make_scored(rollouts, rollouts.logp_behaviour, torch.zeros_like(rollouts.logp_behaviour))
     with pytest.raises(ConfigError, match=r"one_sided.*one_side"):
-        off_policy.rec(scored, region="one_sided")
+        experimental_coefficients.rec(scored, region="one_sided")

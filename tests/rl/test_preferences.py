@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.coefficients import preference as preferences
-from robopolicy.rl.coefficients.regression import pacs
 from robopolicy.rl.configuration import AlgorithmConfig
+from robopolicy.rl.experimental import coefficients as experimental_coefficients
+from robopolicy.rl.experimental.coefficients import pacs
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.registry import Need
@@ -55,7 +55,11 @@ def p3o_loss(total):
 @pytest.mark.checks("coefficient/dpo", "coefficient/sppo", "coefficient/p3o")
 @pytest.mark.parametrize(
     ("function", "loss"),
-    [(preferences.dpo, dpo_loss), (preferences.sppo, sppo_loss), (preferences.p3o, p3o_loss)],
+    [
+        (experimental_coefficients.dpo, dpo_loss),
+        (experimental_coefficients.sppo, sppo_loss),
+        (experimental_coefficients.p3o, p3o_loss),
+    ],
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients(function, loss, seed: int):
@@ -74,9 +78,14 @@ def test_an_episode_s_log_ratio_counts_every_step_once_at_every_level(level: Rat
     moved = rollouts.logp_behaviour + torch.tensor([0.1, 0.0], dtype=torch.float64)[:, None, None]
     scored = make_scored(rollouts, moved, torch.ones_like(moved), level=level, steps_per_action=1)
     alone = make_scored(rollouts, moved, torch.ones_like(moved))
-    assert preferences.episode_log_ratio(scored).tolist() == pytest.approx([0.4, 0.0])
-    assert preferences.sppo(scored)[0][:, 0, 0].tolist() == pytest.approx([2 * (0.5 - 0.4), 2 * -0.5])
-    for function in (preferences.dpo, preferences.sppo, preferences.p3o, pacs):
+    assert experimental_coefficients.episode_log_ratio(scored).tolist() == pytest.approx([0.4, 0.0])
+    assert experimental_coefficients.sppo(scored)[0][:, 0, 0].tolist() == pytest.approx([2 * (0.5 - 0.4), 2 * -0.5])
+    for function in (
+        experimental_coefficients.dpo,
+        experimental_coefficients.sppo,
+        experimental_coefficients.p3o,
+        pacs,
+    ):
         torch.testing.assert_close(function(scored)[0], function(alone)[0])
 
 
@@ -114,12 +123,12 @@ def test_steps_are_cut_where_ratios_are():
 
 def test_pairs_are_of_one_group_and_unequal():
     _, _, scored = scored_at(0)
-    assert preferences.preferred(scored).nonzero().tolist() == [[0, 1], [0, 2]]
+    assert experimental_coefficients.preferred(scored).nonzero().tolist() == [[0, 1], [0, 2]]
 
 
 def test_p3o_does_not_mind_a_constant_added_to_a_start():
     _, _, scored = scored_at(1)
-    before, _ = preferences.p3o(scored)
+    before, _ = experimental_coefficients.p3o(scored)
     shift = torch.tensor([7.0 if group == 0 else 0.0 for group in GROUPS])
     rewards = {"reward": scored.rollouts.rewards["reward"]}
     last = scored.rollouts.terminated
@@ -128,4 +137,4 @@ def test_p3o_does_not_mind_a_constant_added_to_a_start():
     from dataclasses import replace
 
     moved = replace(scored, rollouts=replace(scored.rollouts, rewards=rewards))
-    torch.testing.assert_close(preferences.p3o(moved)[0], before, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(experimental_coefficients.p3o(moved)[0], before, atol=1e-6, rtol=1e-5)

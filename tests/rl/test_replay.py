@@ -7,7 +7,8 @@ import torch
 from made_rollouts import make_rollouts
 
 from robopolicy.rl.context import Context
-from robopolicy.rl.replay import ReMix, Spear
+from robopolicy.rl.experimental.replay import ReMix
+from robopolicy.rl.replay import Spear
 
 
 def iteration(number: int, history=(0.5,) * 8, of: int = 10) -> Context:

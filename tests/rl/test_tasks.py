@@ -10,12 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rollouts import make_rollouts
 
-from robopolicy.rl import selection
+from robopolicy.rl.advantages import group
 from robopolicy.rl.context import Context
-from robopolicy.rl.controllers import KlTarget, LinearDecay, Vcpo
+from robopolicy.rl.controllers import LinearDecay, Vcpo
+from robopolicy.rl.experimental import selection as experimental_selection
+from robopolicy.rl.experimental import starts as experimental_starts
+from robopolicy.rl.experimental.controllers import KlTarget
+from robopolicy.rl.experimental.starts import ReplaySampler, SecSampler
 from robopolicy.rl.registry import Slot, mechanisms
 from robopolicy.rl.starts import allocation
-from robopolicy.rl.starts.samplers import MoppsSampler, ReplaySampler, SecSampler, UniformSampler
+from robopolicy.rl.starts.samplers import MoppsSampler, UniformSampler
 
 CONTEXT = Context(torch.Generator().manual_seed(0))
 SAMPLERS = [entry.name for entry in mechanisms(Slot.SAMPLER)]
@@ -124,22 +128,22 @@ def test_allocators():
 @pytest.mark.checks("allocator/dars")
 def test_hard_starts_get_more_episodes():
     rate, sizes = np.array([0.25, 0.5, 0.9, 0.0]), np.full(4, 8)
-    assert allocation.Dars(most=32).extend(rate, sizes) == [3, 0, 0, 24]  # (4 - 8 * .375) / .375 = 2.67
-    assert allocation.Dars(weighted=True, most=32).extend(rate, sizes)[0] == 8  # (6 - 3) / .375
+    assert experimental_starts.Dars(most=32).extend(rate, sizes) == [3, 0, 0, 24]  # (4 - 8 * .375) / .375 = 2.67
+    assert experimental_starts.Dars(weighted=True, most=32).extend(rate, sizes)[0] == 8  # (6 - 3) / .375
     assert allocation.Uniform().extend(rate, sizes) == [0] * 4
 
 
 @pytest.mark.checks("selection/mixed_outcomes")
 def test_dapo_keeps_groups_with_mixed_outcomes():
     rollouts = make_rollouts([1] * 6, [0, 0, 1, 1, 2, 2], [1.0, 1.0, 1.0, -1.0, -1.0, -1.0])
-    assert selection.keep_mixed(rollouts, CONTEXT).tolist() == [False, False, True, True, False, False]
-    assert selection.keep_mixed(rollouts.take(torch.tensor([0, 1])), CONTEXT).all()
+    assert group.keep_mixed(rollouts, CONTEXT).tolist() == [False, False, True, True, False, False]
+    assert group.keep_mixed(rollouts.take(torch.tensor([0, 1])), CONTEXT).all()
 
 
 @pytest.mark.checks("selection/roc")
 def test_roc_keeps_the_shortest_successes_and_the_proportion():
     rollouts = make_rollouts([4, 1, 2, 3, 2, 2, 2, 2], [0] * 8, [1.0] * 4 + [-1.0] * 4)
-    kept = selection.resample_on_correct(rollouts, CONTEXT, keep=0.5)
+    kept = experimental_selection.resample_on_correct(rollouts, CONTEXT, keep=0.5)
     assert kept[:4].tolist() == [False, True, True, False]
     assert int(kept[4:].sum()) == 2
 
@@ -147,7 +151,14 @@ def test_roc_keeps_the_shortest_successes_and_the_proportion():
 @pytest.mark.checks("selection/max_variance")
 def test_the_most_different_returns_are_kept():
     rollouts = make_rollouts([1] * 6, [0, 0, 0, 0, 1, 1], [0.0, 1.0, 0.4, 0.5, 0.0, 1.0])
-    assert selection.max_variance(rollouts, CONTEXT, keep=0.5).tolist() == [True, True, False, False, False, True]
+    assert experimental_selection.max_variance(rollouts, CONTEXT, keep=0.5).tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.checks("controllers/vcpo")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from robopolicy.rl.starts.samplers import MoppsSampler, VadeSampler
+from robopolicy.rl.experimental.starts import VadeSampler
+from robopolicy.rl.starts.samplers import MoppsSampler
 
 
 def observe(sampler, index: list[int], won: list[float], episodes: float = 8.0):

@@ -22,7 +22,7 @@ from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.replay import ReMix
+from robopolicy.rl.experimental.replay import ReMix
 from robopolicy.rl.requests import groups_of
 from robopolicy.training.acting import TeacherTurns
 from robopolicy.training.collection import make_collector

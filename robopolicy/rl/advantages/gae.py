@@ -91,3 +91,35 @@ def estimate(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Te
     """
     advantages = rollouts.extras["advantage_gae"]
     return standardise(advantages, rollouts.alive) if whiten else torch.where(rollouts.alive, advantages, 0.0)
+
+
+def denoising_discount(steps: int, gamma: float) -> Tensor:
+    """Return the credit per step, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO, arXiv:2409.00588)."""
+    return gamma ** torch.arange(steps - 1, -1, -1, dtype=torch.float32)
+
+
+@mechanism(Slot.CREDIT, "denoising_discount", source="DPPO, Ren et al. 2024, arXiv:2409.00588", needs=(Need.GAUSSIAN,))
+def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, *, gamma: float = 0.9) -> Tensor:
+    """Discount credit towards the noisy end of the chain: A_k = gamma^(K - 1 - k) A.
+
+    Takes and returns A [B, T, K]; gamma: per denoising step.
+    """
+    return advantage * denoising_discount(advantage.shape[-1], gamma).to(advantage.device)
+
+
+def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Monte-Carlo returns [B, T] and which of them are known: decisions whose episode ended in the window.
+
+    rewards: [B, T] of each decision; discount: [B, T], gamma ** duration.
+    """
+    following = torch.zeros_like(rewards[:, 0])
+    known = torch.zeros_like(rollouts.ended[:, 0])
+    returns: list[Tensor] = []
+    finished: list[Tensor] = []
+    for column in reversed(range(rewards.shape[1])):
+        ended = rollouts.ended[:, column]
+        following = rewards[:, column] + discount[:, column] * following * ~ended
+        known = ended | known
+        returns.append(following)
+        finished.append(known)
+    return torch.stack(returns[::-1], 1), torch.stack(finished[::-1], 1)

@@ -6,9 +6,9 @@ Rows are whole episodes, groups are ragged. An episode whose return is not finit
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts, sum_of_rewards
-from robopolicy.core.segments import Segments, quantile
+from robopolicy.core.segments import Segments
 from robopolicy.rl.advantages.gae import standardise
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -69,17 +69,6 @@ def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
     return torch.where(counts & (size > 1), values - others, 0.0)
 
 
-@mechanism(Slot.ADVANTAGE, "reinforce_pp", source="REINFORCE++, Hu 2025, arXiv:2501.03262", needs=(Need.GROUPS,))
-def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - group mean, standardised over the whole batch instead of within groups.
-
-    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
-    """
-    returns, counts, groups = outcomes(rollouts)
-    centred = returns - groups.mean(returns, counts)[groups.index]
-    return broadcast(standardise(centred, counts), rollouts)
-
-
 @mechanism(Slot.ADVANTAGE, "mc_grpo", source="MC-GRPO, arXiv:2601.22582", needs=(Need.GROUPS,))
 def mc_grpo(
     rollouts: Rollouts, context: Context, *, epsilon: float = 1e-3, limit: float = 3.0
@@ -123,63 +112,6 @@ def ngrpo(
     return broadcast(torch.where(counts, scaled, 0.0), rollouts)
 
 
-@mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=(Need.EPISODES,))
-def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
-    """A = positive for a success, -1 for a failure: mostly learning from what went wrong, which keeps diversity.
-
-    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Whole episodes, in groups or alone. Returns A [B, T],
-    constant over an episode.
-    """
-    success = rollouts.row_success
-    sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
-    return broadcast(sign, rollouts)
-
-
-@mechanism(Slot.ADVANTAGE, "bnpo", source="BNPO, Xiao et al. 2025, arXiv:2506.02864", needs=(Need.GROUPS,))
-def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float, float]] | None = None) -> Tensor:
-    """A = (R - p) / Beta(p; a, b), with p the group's mean of a reward R in [0, 1] and a Beta fitted to all groups'.
-
-    Method of moments gives (a0, b0) of these means, of which there must be two; a = 1 + a0 / 3, b = 1 + b0 / 3, each at
-    least 1. R is success; ranges: of several rewards instead, by their names, the least and the most that an episode
-    can sum to. Each is brought to [0, 1] and normalised by itself, and A is the mean over them, as in the paper.
-    Returns A [B, T], constant over an episode. Raises ConfigError for a reward that there is not, or out of its range.
-    """
-    groups = Segments.of(rollouts.group)
-    if not ranges:
-        return broadcast(_beta_normalised(rollouts.row_success.double(), groups).float(), rollouts)
-    total = torch.zeros(len(rollouts.group), dtype=torch.float64, device=rollouts.group.device)
-    for name, (least, most) in ranges.items():
-        if name not in rollouts.rewards:
-            raise ConfigError(f"ranges: there is no reward '{name}'.{did_you_mean(name, rollouts.rewards)}")
-        found = sum_of_rewards({name: rollouts.rewards[name]}, rollouts.valid).sum(1).double()
-        value = (found - least) / (most - least)
-        if not bool(((value > -1e-6) & (value < 1 + 1e-6)).all()):
-            raise ConfigError(
-                f"ranges[{name!r}]=({least:g}, {most:g}): episodes sum to {float(found.min()):g} to "
-                f"{float(found.max()):g}."
-            )
-        total = total + _beta_normalised(value.clamp(0, 1), groups)
-    return broadcast((total / len(ranges)).float(), rollouts)
-
-
-def _beta_normalised(reward: Tensor, groups: Segments) -> Tensor:
-    """Return (reward - p) / Beta(p; a, b), [B], of rewards [B] in [0, 1]."""
-    rate = groups.mean(reward)
-    p = rate[groups.index]
-    if groups.count < 2:
-        return reward - p
-    # Method of moments: a Beta of this mean and variance has a0 + b0 = mean (1 - mean) / variance - 1. Dividing by its
-    # density at p gives starts with common success rates smaller advantages than rare ones. The bounds only keep what
-    # is multiplied by 0 anyway finite: at p = 0 and p = 1 all rewards are p.
-    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var().clamp(min=1e-6)
-    strength = (mean * (1 - mean) / variance - 1).clamp(min=0)
-    a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
-    bounded = p.clamp(1e-3, 1 - 1e-3)
-    normaliser = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
-    density = ((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - normaliser).exp()
-    return (reward - p) / density.clamp(min=1e-6)
-
-
 @mechanism(Slot.ADVANTAGE, "gdpo", source="GDPO, arXiv:2601.05242", needs=(Need.GROUPS,))
 def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | None = None) -> Tensor:
     """Normalise every reward term within its group first, sum them with weights, then standardise over the batch.
@@ -196,87 +128,6 @@ def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | No
             torch.where(counts, value, 0.0), counts, groups
         )
     return broadcast(standardise(total), rollouts)
-
-
-@mechanism(Slot.ADVANTAGE, "risk_po", source="RiskPO, arXiv:2510.00911", needs=(Need.GROUPS,))
-def risk_po(
-    rollouts: Rollouts,
-    context: Context,
-    *,
-    bundle: int = 5,
-    low: float = 0.2,
-    high: float = 0.8,
-    tail: float = 1.5,
-    rate: float = 0.1,
-    scale: bool = True,
-) -> Tensor:
-    """Advantages of bundles of starts, whose middle range and lower tail count: what is solved already pushes no more.
-
-        X = sum of the returns of the j-th episodes of `bundle` groups,   A = (range + tail * worst) / (1 + tail)
-        range = [(X - q_low)+ - (X - q_high)+ + q_low - q_high] / (high - low),   worst = -(q_low - X)+ / low
-
-    A, over the bundle's standard deviation if `scale`, goes to all episodes that X sums. The quantiles of X at the
-    levels low and high, in (0, 1), are tracked over the run by stochastic approximation, q += rate (level - share of
-    X < q), beginning with those of the first batch. Groups that are left over form a smaller bundle; episodes beyond
-    those of a bundle's smallest group get 0. Returns A [B, T], constant over an episode, never positive: to tokens, as
-    in the paper, that is how often to repeat what; a Gaussian step it moves away from everything but the best.
-    """
-    returns, counts, groups = outcomes(rollouts)
-    place = groups.rank(torch.arange(len(returns), device=returns.device).double(), counts)
-    part = groups.index // bundle
-    bundles = Segments.of(part)
-    used = counts & (place < bundles.minimum(groups.size(counts)[groups.index].double())[bundles.index])
-    papers = Segments.of(part, place)
-    score = papers.sum(returns, used)[papers.index]
-    first = used & (papers.rank(groups.index.double(), used) == 0)  # one entry a sum
-    found = score[first]
-    remembered: list[float] = context.memory.get("risk_po", [])
-    q_low, q_high = remembered or [float(quantile(found, level)) for level in (low, high)]
-    below_low, below_high = (float((found < bound).float().mean()) for bound in (q_low, q_high))
-    context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
-    middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
-    value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
-    if scale:
-        spread = bundles.std(score, first, unbiased=True)
-        several = bundles.size(first) > 1
-        value = value / (torch.where(several, spread, 1.0)[bundles.index] + 1e-6)
-    return broadcast(torch.where(used, value, 0.0), rollouts)
-
-
-@mechanism(Slot.ADVANTAGE, "sas", source="DCPO, arXiv:2509.02333", needs=(Need.GROUPS, Need.STARTS))
-def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
-    """DCPO's smooth advantage standardisation: within the group, and against all episodes of its start so far.
-
-        A = the smaller in size of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i
-
-    at the i-th visit of a start, where A_new uses mean and standard deviation of the group and A_all those of all the
-    start's groups, this one among them; either is 0 where its deviation is. A group whose episodes are all alike is
-    then still judged by what happened before. Returns A [B, T], constant over an episode.
-    """
-    returns, counts, groups = outcomes(rollouts)
-    mean, std = groups.mean(returns, counts), groups.std(returns, counts, unbiased=True)
-    past: dict[str, list[float]] = context.memory.setdefault("sas", {})
-    starts = groups.maximum(rollouts.extras["start"][:, 0].double())
-    every: list[list[float]] = []
-    for number in range(groups.count):
-        start = str(int(starts[number]))
-        visits, old_mean, old_std = past.get(start, [0.0, 0.0, 0.0])
-        new_mean = float(mean[number])
-        new_std = float(std[number])
-        times = visits + 1
-        # Means and variances of groups are pooled with equal weights, as in the authors' code.
-        variance = (visits * old_std**2 + new_std**2 + visits / times * (new_mean - old_mean) ** 2) / times
-        past[start] = [times, (visits * old_mean + new_mean) / times, variance**0.5]
-        every.append(past[start])
-    visit, mean_all, std_all = torch.tensor(every, dtype=returns.dtype, device=returns.device)[groups.index].unbind(1)
-
-    def standardised(centre: Tensor, spread: Tensor) -> Tensor:
-        return torch.where(spread > epsilon, (returns - centre) / spread.clamp(min=epsilon), 0.0)
-
-    new, whole = standardised(mean[groups.index], std[groups.index]), standardised(mean_all, std_all)
-    first, second = ((visit - 1) * new + whole) / visit, (new + (visit - 1) * whole) / visit
-    smaller = torch.where(first.abs() < second.abs(), first, second)
-    return broadcast(torch.where(counts, smaller, 0.0), rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "best_and_worst", source="GRAPE, arXiv:2411.19309", needs=(Need.GROUPS,))
@@ -305,3 +156,15 @@ def best_and_worst(rollouts: Rollouts, context: Context, *, pairs: int = 1) -> t
             verdict = torch.where(high & told, 1.0, torch.where(low & told, -1.0, verdict))
     keep = verdict != 0
     return broadcast(verdict, rollouts), keep if bool(keep.any()) else torch.ones_like(keep)
+
+
+@mechanism(Slot.SELECTION, "mixed_outcomes", source="DAPO, arXiv:2503.14476", needs=(Need.GROUPS,))
+def keep_mixed(rollouts: Rollouts, context: Context) -> Tensor:
+    """Drop groups in which every episode succeeded or every one failed; keep all where no group is mixed.
+
+    Returns keep [B] bool.
+    """
+    groups = Segments.of(rollouts.group)
+    rate = groups.mean(rollouts.row_success.float())[groups.index]
+    mixed = (rate > 0) & (rate < 1)
+    return mixed if bool(mixed.any()) else torch.ones_like(mixed)

@@ -7,7 +7,6 @@ keys: which decisions are compared with one another.
 import torch
 from torch import Tensor
 
-from robopolicy.core.errors import ConfigError
 from robopolicy.core.returns import discounted_sums
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments, distinct
@@ -69,34 +68,6 @@ def gigpo(
     return episode + step_weight * step.reshape(to_go.shape)
 
 
-@mechanism(Slot.ADVANTAGE, "hgpo", source="HGPO, arXiv:2602.22817", needs=(Need.GROUPS,))
-def hgpo(
-    rollouts: Rollouts, context: Context, *, context_length: int = 2, alpha: float = 1.0, resolution: float = 0.25
-) -> Tensor:
-    """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
-
-    A = sum_k w_k A_k over the k = 1, ..., context_length + 1 last states where A_k is not 0, w_k proportional to
-    (k + 1)^alpha; a decision that is alone at every level gets 0, and one with fewer states behind it takes no part in
-    the longer ones. resolution: as in `state_keys`. Returns A [B, T].
-    """
-    to_go = returns_to_go(rollouts, context.discount)
-    state, length = state_keys(rollouts, resolution), rollouts.shape[1]
-    time = torch.arange(length, device=state.device)
-    keys = [per_decision(rollouts.group, rollouts)]
-    total, weight = torch.zeros_like(to_go.flatten()), torch.zeros_like(to_go.flatten())
-    # Each level adds one more earlier state to the key, so its groups are subsets of the level's before: fewer members
-    # that are more alike, less bias and more variance, which the weights trade.
-    for earlier in range(min(context_length + 1, length)):
-        shifted = torch.full_like(state, -1)
-        shifted[:, earlier:] = state[:, : length - earlier]
-        keys.append(shifted.flatten())
-        counts = (rollouts.alive & (time >= earlier)).flatten()
-        advantage, _ = group_baseline(to_go.flatten(), Segments.of(*keys), counts, scale=True)
-        share = torch.where(advantage != 0, float((earlier + 2) ** alpha), 0.0)
-        total, weight = total + share * advantage, weight + share
-    return (total / weight.clamp(min=1e-9)).reshape(to_go.shape)
-
-
 @mechanism(Slot.ADVANTAGE, "step_groups", source="UI-S1, semi-online RL, arXiv:2509.11543", needs=(Need.GROUPS,))
 def step_groups(
     rollouts: Rollouts, context: Context, *, episode_weight: float = 1.0, step_weight: float = 1.0
@@ -111,47 +82,3 @@ def step_groups(
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale=True)
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     return episode_weight * episode + step_weight * step.reshape(to_go.shape)
-
-
-@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO, arXiv:2510.20150", needs=(Need.GROUPS,))
-def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False) -> Tensor:
-    """A = what followed a unit, standardised within the group at the same place; the ratio is the unit's mean.
-
-    The paper's units are the items of a list, each with its own return to go and the geometric mean of its tokens'
-    ratios. Here a unit is a decision (ratio_level=decision_mean), or with per_action each action of its chunk, whose
-    tokens follow one another (ratio_level=action_mean). Returns A [B, T], or [B, T, K] with per_action. Raises
-    ConfigError there unless K scored steps share out evenly among the C actions.
-    """
-    if not per_action:
-        return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
-    steps, chunk = rollouts.mask.shape[-1], rollouts.actions.shape[2]
-    if steps % chunk:
-        raise ConfigError(
-            f"per_action=True: {steps} scored steps of a decision do not share out among {chunk} actions."
-        )
-    valid = rollouts.valid.flatten(1)
-    reward = torch.stack(list(rollouts.rewards.values())).sum(0).flatten(1)
-    # Actions that were not played lie at the end, the rest of a last chunk and padding: there is nothing to earn there.
-    reward = torch.where(valid, reward, 0.0)
-    to_go = discounted_sums(reward, torch.full_like(reward, context.discount), torch.ones_like(valid))
-    place = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
-    row = rollouts.group[:, None].expand(valid.shape)
-    keys = Segments.of(row.flatten(), place.flatten())
-    found, _ = group_baseline(to_go.flatten(), keys, valid.flatten(), scale=True)
-    return found.reshape(rollouts.valid.shape).repeat_interleave(steps // chunk, -1)
-
-
-@mechanism(Slot.ADVANTAGE, "salt", source="SALT, arXiv:2510.20022", needs=(Need.GROUPS,))
-def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
-    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it.
-
-    Actions [B, T, C, A] are equal if they are after division by their standard deviation over the batch and rounding to
-    multiples of `resolution`, whole chunk against whole chunk; states as in `state_keys`. Returns A [B, T].
-    """
-    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
-    actions = rollouts.actions.flatten(2)
-    cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
-    _, taken = distinct(cells.flatten(0, 1))
-    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
-    merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
-    return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)

@@ -7,7 +7,7 @@ from robopolicy.core.arrays import integers
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.segments import Segments
-from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
+from robopolicy.rl.advantages.group import broadcast, outcomes
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
@@ -112,12 +112,12 @@ def _nodes(owner: Tensor) -> Segments:
     return Segments((owner * length + place).flatten(), count * length)
 
 
-def _nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:
-    """Return which nodes were played or copied, in the shape of `subtree_values`."""
+def nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:
+    """Return which nodes were played or copied, as `subtree_values` has them, [B, T] or [B, T * K]."""
     return rollouts.alive.repeat_interleave(values.shape[1] // rollouts.shape[1], 1)
 
 
-def _as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
+def as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
     """Bring [B, T] or [B, T * K] to what an advantage returns: [B, T] or [B, T, K]."""
     return values if values.shape == rollouts.shape else values.reshape(rollouts.mask.shape)
 
@@ -135,7 +135,7 @@ def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> T
     leaves = nodes.size()[nodes.index].reshape(values.shape)
     # Near the root a leaf is compared with the whole group, near the end with its own siblings. Where it is alone it
     # is not compared at all; counting that as 0 would shrink the advantage of whoever branched off early.
-    compared = torch.where(_nodes_alive(rollouts, values) & (leaves > 1), leaves if by_size else 1, 0)
+    compared = torch.where(nodes_alive(rollouts, values) & (leaves > 1), leaves if by_size else 1, 0)
     whole = groups.size(counts)[groups.index] if by_size else torch.ones_like(groups.index)
     root = returns - groups.mean(returns, counts)[groups.index]
     total = whole * root + (compared * (returns[:, None] - values)).sum(1)
@@ -168,7 +168,7 @@ def branch_grpo(
     values, nodes = subtree_values(rollouts)
     if beta:
         values = fused_values(rollouts, beta)
-    flat, alive = values.flatten(), _nodes_alive(rollouts, values).flatten()
+    flat, alive = values.flatten(), nodes_alive(rollouts, values).flatten()
     # A node stands in every row of its subtree; only its first place counts in the depth's mean and spread, so that a
     # node weighs the same however many leaves it has.
     order = torch.arange(len(flat), device=flat.device)
@@ -179,7 +179,7 @@ def branch_grpo(
     size = depths.size(counted)[depths.index]
     scaled = (flat - mean) / (std + 1e-8)
     found = torch.where(alive & (size > 1) & (std > 1e-6), scaled, 0.0)
-    advantage = _as_steps(found.reshape(values.shape), rollouts)
+    advantage = as_steps(found.reshape(values.shape), rollouts)
     if width == "all" and not depth:
         return advantage
     return advantage, kept_leaves(rollouts, width, share) & kept_steps(rollouts, depth, context.iteration // slide)
@@ -217,7 +217,7 @@ def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
         number = (share * size).long().clamp(min=2)
         best = (rank >= size - number // 2) | (rank < number - number // 2)
     kept = (best | ~trees)[:, None] | (time <= parted[:, None])
-    return _as_steps(kept, rollouts) if kept.shape != rollouts.shape else kept[..., None].expand(rollouts.mask.shape)
+    return as_steps(kept, rollouts) if kept.shape != rollouts.shape else kept[..., None].expand(rollouts.mask.shape)
 
 
 def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
@@ -236,23 +236,6 @@ def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
     start = max(first, steps - depth - shift)
     step = torch.arange(steps, device=rollouts.mask.device)
     return ((step < start) | (step >= start + depth)).expand(rollouts.mask.shape)
-
-
-@mechanism(Slot.ADVANTAGE, "fork", source="PORTool, arXiv:2510.26020", needs=(Need.GROUPS,))
-def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks: float = 1.0) -> Tensor:
-    """Weighted sum of the episode's advantage and of how much a decision raised its subtree's mean return.
-
-    At a fork that rise is the advantage against the siblings; elsewhere it is 0. Returns A [B, T], or [B, T, K] where
-    episodes branch inside decisions.
-    """
-    values, _ = subtree_values(rollouts)
-    returns, counts, groups = outcomes(rollouts)
-    root = groups.mean(returns, counts)[groups.index]
-    before = torch.cat([root[:, None], values[:, :-1]], 1)
-    episode = broadcast(group_normalised(returns, counts, groups), rollouts)
-    share = values.shape[1] // rollouts.shape[1]
-    advantage = trajectory * episode.repeat_interleave(share, 1) + forks * (values - before)
-    return _as_steps(torch.where(_nodes_alive(rollouts, values), advantage, 0.0), rollouts)
 
 
 def per_decision(per_row: Tensor, rollouts: Rollouts) -> Tensor:

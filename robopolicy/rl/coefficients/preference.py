@@ -13,17 +13,6 @@ from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
-def episode_log_ratio(scored: Scored) -> Tensor:
-    """Return log pi / pi_old of whole episodes, [b]: the sum over their steps, at every ratio level."""
-    return scored.step_log_ratio.sum((1, 2))
-
-
-def preferred(scored: Scored) -> Tensor:
-    """Return which pairs (winner, loser) there are, [b, b] bool: same group, larger return."""
-    returns, group = scored.rollouts.row_return, scored.rollouts.group
-    return (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
-
-
 def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
     """Return 1 for episodes whose mean advantage is above that of their group, -1 for those below, [b]; else 0.
 
@@ -37,66 +26,9 @@ def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
     return torch.where((apart.abs() > 1e-6) & (size > 0), apart.sign(), 0.0)
 
 
-def _to_steps(per_episode: Tensor, scored: Scored) -> Tensor:
-    """Give every scored step its episode's coefficient, [b] -> [b, t, K]; averaged over pairs by the caller."""
-    return torch.where(scored.mask, per_episode[:, None, None], 0.0)
-
-
-def _pair_mean(pairs: Tensor) -> Tensor:
-    """1 / pairs, scaled by the number of episodes, so that the size does not depend on the minibatch."""
+def pair_mean(pairs: Tensor) -> Tensor:
+    """Return 1 / pairs [b, b], scaled by b, the number of episodes: the size does not depend on the minibatch."""
     return len(pairs) / pairs.sum().clamp(min=1)
-
-
-@mechanism(Slot.COEFFICIENT, "dpo", source="DPO on one's own rollouts, arXiv:2305.18290", needs=(Need.WHOLE_GROUPS,))
-def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
-    """-log sigmoid(beta (log-ratio of the better - log-ratio of the worse)) over the pairs of every group.
-
-    c of the better is beta sigmoid(-margin), of the worse minus that. The reference is the policy before the iteration.
-    Log-ratios of steps are cut as everywhere (log_ratio_clamp), and where a step's log-probability is the mean over its
-    elements (logp_reduction=mean, the default of denoising policies) beta counts an element's: sum is DPO proper.
-    """
-    log_ratio, pairs = episode_log_ratio(scored), preferred(scored)
-    margin = beta * (log_ratio[:, None] - log_ratio[None])
-    # pull[i, j] moves the winner i up and the loser j down by as much: rows sum what an episode wins, columns what it
-    # loses. sigmoid(-margin) fades a pair once it is ranked rightly by far.
-    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
-    stats = {"pairs": pairs.sum().float()}
-    if bool(pairs.any()):
-        stats["preferred_right"] = ((margin > 0) & pairs).sum() / pairs.sum()
-    return _to_steps(pull.sum(1) - pull.sum(0), scored), stats
-
-
-@mechanism(Slot.COEFFICIENT, "sppo", source="SPPO, arXiv:2405.00675", needs=(Need.WHOLE_GROUPS,))
-def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
-    """(log-ratio - eta (P(it beats the policy) - 1/2))^2, the win rate counted among the group's other episodes.
-
-    c = 2 (eta (P - 1/2) - log-ratio); ties count half.
-    """
-    returns, group = scored.rollouts.row_return, scored.rollouts.group
-    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
-    # A win rate of 1/2 is the policy against itself: the target log-ratio is how much an episode beats that, times eta.
-    wins = (returns[:, None] > returns[None] + 1e-6).float() + (returns[:, None] - returns[None]).abs().le(1e-6) * 0.5
-    rate = (wins * same).sum(1) / same.sum(1).clamp(min=1)
-    rate = torch.where(same.any(1), rate, 0.5)
-    log_ratio = episode_log_ratio(scored)
-    return _to_steps(2 * (eta * (rate - 0.5) - log_ratio), scored), {"win_rate_spread": rate.std(unbiased=False)}
-
-
-@mechanism(Slot.COEFFICIENT, "p3o", source="P3O, arXiv:2310.00212", needs=(Need.WHOLE_GROUPS,))
-def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
-    """Pairwise policy gradient: (R1 - R2) / 2 grad log(pi(y1) / pi(y2)), each with its own clipped ratio.
-
-    Unchanged by what is added to all rewards of a start. c of an episode: its ratio times the mean of (R - R_other) / 2
-    over the others of its group, 0 where the ratio has gone beyond the clip in that direction.
-    """
-    returns, group = scored.rollouts.row_return, scored.rollouts.group
-    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
-    # Differences of returns cancel whatever a start adds to all of them, so no baseline is needed.
-    gain = ((returns[:, None] - returns[None]) / 2 * same).sum(1) / same.sum(1).clamp(min=1)
-    log_ratio = episode_log_ratio(scored)
-    ratio = log_ratio.clamp(-3, 3).exp()
-    kept = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
-    return _to_steps(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}
 
 
 @mechanism(
@@ -130,7 +62,7 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     side = sides(scored.advantage, counted, group)
     pairs = (group[:, None] == group[None]) & (side[:, None] > 0) & (side[None] < 0)
     margin = beta * (change[:, None] - change[None])
-    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * _pair_mean(pairs)
+    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * pair_mean(pairs)
     per_episode = ((pull.sum(1) - pull.sum(0)) * share).to(scored.logp.dtype)
     stats = {"pairs": pairs.sum().float()}
     if bool(pairs.any()):

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.segments import quantile
 from robopolicy.rl.coefficients.ppo import ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism
@@ -41,23 +40,6 @@ def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
     good = (scored.ratio.clamp(max=top) * scored.advantage.clamp(min=0))[scored.mask].sum()
     bad = (scored.ratio.clamp(min=bottom) * scored.advantage.clamp(max=0))[scored.mask].sum().abs()
     return good / (good + bad).clamp(min=1e-12)
-
-
-@mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, arXiv:2509.02333", needs=(Need.CATEGORICAL,))
-def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 10.0) -> Coefficients:
-    """PPO with bounds that depend on the old probability q: rare tokens may move further.
-
-        (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  min((1 + sqrt(1 + 4 high / q)) / 2, most)
-
-    most: as in the authors' code, which also lets go of bad steps whose ratio is beyond it (a dual clip). Their loss is
-    averaged within every episode first: weight=episode_mean. A probability is needed, not a density: token policies.
-    """
-    # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
-    # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
-    old = (scored.logp - scored.step_log_ratio).exp().clamp(min=1e-12)
-    bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
-    top = (0.5 + 0.5 * (1 + 4 * high / old).sqrt()).clamp(max=most)
-    return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped, dual_clip=most), {}
 
 
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
@@ -114,45 +96,3 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
         c = c * std[scored.mask].square().mean() / std.square().clamp(min=1e-12)
     plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
     return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
-
-
-@mechanism(Slot.COEFFICIENT, "hapo", source="HAPO, arXiv:2509.16591", needs=(Need.CATEGORICAL,))
-def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain: float = 1.0) -> Coefficients:
-    """PPO whose widths and advantages depend on a step's entropy: forks may move further, and count more.
-
-    h in [-1, 1] is the log-entropy minus its quantile `pivot` over the minibatch, each side scaled to 1. Where h <= 0
-    the lower width becomes low (1 - clip_strength h), elsewhere the upper one high (1 + clip_strength h). The advantage
-    becomes A (1 + gain h) outside the neutral zone of ratios, half of these widths around 1, where h > 0 (a fork that
-    moves counts more), and inside it where h <= 0 (a sure step that stays counts less). The paper's temperature by
-    entropy belongs to how the policy samples, its average over tokens to the advantage; neither is here. In the
-    authors' code h comes out positive on both sides, so that sure steps move further too: this is the paper's h.
-    """
-    h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
-    low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
-    high = scored.clip_high * (1 + clip_strength * h.clamp(min=0))
-    neutral = (scored.ratio > 1 - low / 2) & (scored.ratio < 1 + high / 2)
-    advantage = torch.where(neutral == (h > 0), scored.advantage, scored.advantage * (1 + gain * h))
-    return ppo(scored.log_ratio, advantage, low, high, scored.clamped), {}
-
-
-def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
-    """Return HAPO's h in [-1, 1], shaped as entropy (nats): its logarithm above or below the masked entries' quantile
-    `pivot`, divided by the largest distance on that side; 0 outside the mask.
-    """
-    level = entropy.clamp(min=1e-6).log()
-    centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
-    above, below = centred.clamp(min=0), centred.clamp(max=0)
-    return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
-
-
-@mechanism(Slot.COEFFICIENT, "mdpo", source="MDPO, arXiv:2005.09814")
-def mdpo(scored: Scored, *, start: float = 1.0, end: float = 0.1) -> Coefficients:
-    """Mirror descent: maximise E[ratio A] - KL(pi || pi_old) / t_k, with the step size t_k falling from start to end.
-
-    c = r (A - log r / t_k): several steps on one batch approach pi_old exp(t_k A), one step is the policy gradient. The
-    KL is estimated on the old policy's samples (its gradient is E_old[r log r grad log pi]); t_k falls linearly over
-    the run, not to 0, where 1 / t_k would explode.
-    """
-    step = start + (end - start) * scored.share
-    c = scored.ratio * (scored.advantage - scored.log_ratio / step)
-    return torch.where(scored.clamped, 0.0, c), {"mirror_step": torch.tensor(step)}

@@ -1,4 +1,4 @@
-"""Rewards of every step from a policy trained on outcomes alone (PRIME, OPRL)."""
+"""Rewards of every step from a policy trained on outcomes alone (PRIME; OPRL: `rl.experimental`)."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 from robopolicy.rl.side_models.base import SideNetwork, minibatches, mixed_groups
 
 
-class _ImplicitReward(SideNetwork[Trainable]):
+class ImplicitReward(SideNetwork[Trainable]):
     """r = beta (log phi - log base) of every step, where phi is a copy of the policy trained on outcomes alone.
 
     Adds extras["process"] [B, T, K]. The sum over an episode is its logit of success (Rafailov et al. 2024,
@@ -53,7 +53,7 @@ class _ImplicitReward(SideNetwork[Trainable]):
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the loss of episode logits [b], a scalar."""
+        """Return the loss of episode logits [b], a scalar; raises NotImplementedError here, each model has its own."""
         raise NotImplementedError
 
     def _logp(self, policy: ScoredPolicy, rollouts: Rollouts) -> Tensor:
@@ -66,7 +66,7 @@ class _ImplicitReward(SideNetwork[Trainable]):
 @mechanism(
     Slot.MODEL, "prime", source="PRIME, arXiv:2502.01456", needs=(Need.EPISODES, Need.BASE), gives=(Need.IMPLICIT,)
 )
-class Prime(_ImplicitReward):
+class Prime(ImplicitReward):
     """Dense rewards from success labels alone: an implicit reward trained online with the outcomes' cross-entropy.
 
     L = CE(sigmoid(beta sum (log phi - log base)), success); use it with advantage=process_rloo. beta: the paper's is
@@ -79,30 +79,3 @@ class Prime(_ImplicitReward):
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
         """Return the cross-entropy of logits [b], a scalar."""
         return functional.binary_cross_entropy_with_logits(logits, rollouts.row_success.to(logits.dtype))
-
-
-@mechanism(Slot.MODEL, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.BASE), gives=(Need.IMPLICIT,))
-class Oprl(_ImplicitReward):
-    """Implicit rewards from preferences: the better episode of a pair with the same start gets the larger sum (DPO).
-
-    L = -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with
-    advantage=process_steps.
-    """
-
-    def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):
-        super().__init__(tools, beta, rate, epochs, minibatch)
-
-    def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn with whole groups side by side."""
-        order = rollouts.group.argsort(stable=True)
-        back = order.argsort()
-        return super().annotate(rollouts.take(order), context).take(back)
-
-    def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the pairwise loss of logits [b], a scalar; without gradient where no pair differs."""
-        returns, group = rollouts.row_return, rollouts.group
-        better = (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
-        if not bool(better.any()):
-            return logits.sum().detach()
-        margin = logits[:, None] - logits[None]
-        return functional.softplus(-margin[better]).mean()

@@ -89,23 +89,3 @@ class Knapsack(Uniform):
         """Return the optimal sizes [n]; predicted: success rates [n]."""
         low, high = min(self.least, group_size), max(self.most, group_size)
         return knapsack(predicted, group_size * len(predicted), low, high).tolist()
-
-
-@mechanism(Slot.ALLOCATOR, "dars", source="DARS, arXiv:2508.13755")
-class Dars(Uniform):
-    """Play once, then give starts with a success rate a < 0.5 more episodes, the more the rarer success is.
-
-    Equal schedule, S = 2 a (1 - a): dN = (N / 2 - N S) / S, rounded up and capped at `most` episodes in all;
-    hardness-weighted (weighted=true): dN = (2 (1 - a) N / 2 - N S) / S. Where nothing succeeded a is 0.5 / N.
-    """
-
-    def __init__(self, *, weighted: bool = False, most: int = 32):
-        self.weighted, self.most = weighted, most
-
-    def extend(self, rate: Array, sizes: Array) -> list[int]:
-        """Return the additional episodes [n], at most up to `most` in all."""
-        rate = np.where(rate <= 1e-6, 0.5 / sizes, rate)
-        spread = np.maximum(2 * rate * (1 - rate), 1e-6)
-        target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
-        more = np.where(rate < 0.5, (target - sizes * spread) / spread, 0.0)
-        return np.clip(np.ceil(more - 1e-9), 0, np.maximum(self.most - sizes, 0)).astype(int).tolist()

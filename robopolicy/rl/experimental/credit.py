@@ -12,20 +12,6 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-def denoising_discount(steps: int, gamma: float) -> Tensor:
-    """Return the credit per step, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO, arXiv:2409.00588)."""
-    return gamma ** torch.arange(steps - 1, -1, -1, dtype=torch.float32)
-
-
-@mechanism(Slot.CREDIT, "denoising_discount", source="DPPO, Ren et al. 2024, arXiv:2409.00588", needs=(Need.GAUSSIAN,))
-def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, *, gamma: float = 0.9) -> Tensor:
-    """Discount credit towards the noisy end of the chain: A_k = gamma^(K - 1 - k) A.
-
-    Takes and returns A [B, T, K]; gamma: per denoising step.
-    """
-    return advantage * denoising_discount(advantage.shape[-1], gamma).to(advantage.device)
-
-
 def entropy_of(rollouts: Rollouts) -> Tensor:
     """Return the entropy of every step under the policy that acted, [B, T, K], nats; declare Need.ENTROPY for it."""
     return rollouts.extras["entropy"]

@@ -9,18 +9,6 @@ from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
 
 
-@mechanism(Slot.SELECTION, "mixed_outcomes", source="DAPO, arXiv:2503.14476", needs=(Need.GROUPS,))
-def keep_mixed(rollouts: Rollouts, context: Context) -> Tensor:
-    """Drop groups in which every episode succeeded or every one failed; keep all where no group is mixed.
-
-    Returns keep [B] bool.
-    """
-    groups = Segments.of(rollouts.group)
-    rate = groups.mean(rollouts.row_success.float())[groups.index]
-    mixed = (rate > 0) & (rate < 1)
-    return mixed if bool(mixed.any()) else torch.ones_like(mixed)
-
-
 @mechanism(Slot.SELECTION, "roc", source="GRPO-RoC, arXiv:2508.20722", needs=(Need.GROUPS,))
 def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
     """Keep a share of every group: the cleanest successes and failures at random, in their own proportion.

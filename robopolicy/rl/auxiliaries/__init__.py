@@ -1,1 +1,0 @@
-"""Losses beside the policy's: (inputs) -> scalar, already scaled."""

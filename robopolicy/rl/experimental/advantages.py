@@ -1,0 +1,313 @@
+"""Advantages of episodes and of decisions: (rollouts, context) -> A [B, T] or [B, T, K].
+
+Groups are ragged; an episode whose return is not finite counts in no baseline and gets 0.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError, did_you_mean
+from robopolicy.core.returns import discounted_sums
+from robopolicy.core.rollouts import Rollouts, sum_of_rewards
+from robopolicy.core.segments import Segments, distinct, quantile
+from robopolicy.rl.advantages.gae import standardise
+from robopolicy.rl.advantages.group import broadcast, group_normalised, outcomes
+from robopolicy.rl.advantages.step import group_baseline, returns_to_go, state_keys, step_groups
+from robopolicy.rl.advantages.tree import as_steps, nodes_alive, per_decision, subtree_values
+from robopolicy.rl.context import Context
+from robopolicy.rl.registry import Need, Slot, mechanism
+
+
+@mechanism(Slot.ADVANTAGE, "reinforce_pp", source="REINFORCE++, Hu 2025, arXiv:2501.03262", needs=(Need.GROUPS,))
+def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = R - group mean, standardised over the whole batch instead of within groups.
+
+    R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
+    """
+    returns, counts, groups = outcomes(rollouts)
+    centred = returns - groups.mean(returns, counts)[groups.index]
+    return broadcast(standardise(centred, counts), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=(Need.EPISODES,))
+def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
+    """A = positive for a success, -1 for a failure: mostly learning from what went wrong, which keeps diversity.
+
+    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Whole episodes, in groups or alone. Returns A [B, T],
+    constant over an episode.
+    """
+    success = rollouts.row_success
+    sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
+    return broadcast(sign, rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "bnpo", source="BNPO, Xiao et al. 2025, arXiv:2506.02864", needs=(Need.GROUPS,))
+def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float, float]] | None = None) -> Tensor:
+    """A = (R - p) / Beta(p; a, b), with p the group's mean of a reward R in [0, 1] and a Beta fitted to all groups'.
+
+    Method of moments gives (a0, b0) of these means, of which there must be two; a = 1 + a0 / 3, b = 1 + b0 / 3, each at
+    least 1. R is success; ranges: of several rewards instead, by their names, the least and the most that an episode
+    can sum to. Each is brought to [0, 1] and normalised by itself, and A is the mean over them, as in the paper.
+    Returns A [B, T], constant over an episode. Raises ConfigError for a reward that there is not, or out of its range.
+    """
+    groups = Segments.of(rollouts.group)
+    if not ranges:
+        return broadcast(_beta_normalised(rollouts.row_success.double(), groups).float(), rollouts)
+    total = torch.zeros(len(rollouts.group), dtype=torch.float64, device=rollouts.group.device)
+    for name, (least, most) in ranges.items():
+        if name not in rollouts.rewards:
+            raise ConfigError(f"ranges: there is no reward '{name}'.{did_you_mean(name, rollouts.rewards)}")
+        found = sum_of_rewards({name: rollouts.rewards[name]}, rollouts.valid).sum(1).double()
+        value = (found - least) / (most - least)
+        if not bool(((value > -1e-6) & (value < 1 + 1e-6)).all()):
+            raise ConfigError(
+                f"ranges[{name!r}]=({least:g}, {most:g}): episodes sum to {float(found.min()):g} to "
+                f"{float(found.max()):g}."
+            )
+        total = total + _beta_normalised(value.clamp(0, 1), groups)
+    return broadcast((total / len(ranges)).float(), rollouts)
+
+
+def _beta_normalised(reward: Tensor, groups: Segments) -> Tensor:
+    """Return (reward - p) / Beta(p; a, b), [B], of rewards [B] in [0, 1]."""
+    rate = groups.mean(reward)
+    p = rate[groups.index]
+    if groups.count < 2:
+        return reward - p
+    # Method of moments: a Beta of this mean and variance has a0 + b0 = mean (1 - mean) / variance - 1. Dividing by its
+    # density at p gives starts with common success rates smaller advantages than rare ones. The bounds only keep what
+    # is multiplied by 0 anyway finite: at p = 0 and p = 1 all rewards are p.
+    mean, variance = rate.mean().clamp(1e-3, 1 - 1e-3), rate.var().clamp(min=1e-6)
+    strength = (mean * (1 - mean) / variance - 1).clamp(min=0)
+    a, b = 1 + mean * strength / 3, 1 + (1 - mean) * strength / 3
+    bounded = p.clamp(1e-3, 1 - 1e-3)
+    normaliser = torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+    density = ((a - 1) * bounded.log() + (b - 1) * (1 - bounded).log() - normaliser).exp()
+    return (reward - p) / density.clamp(min=1e-6)
+
+
+@mechanism(Slot.ADVANTAGE, "risk_po", source="RiskPO, arXiv:2510.00911", needs=(Need.GROUPS,))
+def risk_po(
+    rollouts: Rollouts,
+    context: Context,
+    *,
+    bundle: int = 5,
+    low: float = 0.2,
+    high: float = 0.8,
+    tail: float = 1.5,
+    rate: float = 0.1,
+    scale: bool = True,
+) -> Tensor:
+    """Advantages of bundles of starts, whose middle range and lower tail count: what is solved already pushes no more.
+
+        X = sum of the returns of the j-th episodes of `bundle` groups,   A = (range + tail * worst) / (1 + tail)
+        range = [(X - q_low)+ - (X - q_high)+ + q_low - q_high] / (high - low),   worst = -(q_low - X)+ / low
+
+    A, over the bundle's standard deviation if `scale`, goes to all episodes that X sums. The quantiles of X at the
+    levels low and high, in (0, 1), are tracked over the run by stochastic approximation, q += rate (level - share of
+    X < q), beginning with those of the first batch. Groups that are left over form a smaller bundle; episodes beyond
+    those of a bundle's smallest group get 0. Returns A [B, T], constant over an episode, never positive: to tokens, as
+    in the paper, that is how often to repeat what; a Gaussian step it moves away from everything but the best.
+    """
+    returns, counts, groups = outcomes(rollouts)
+    place = groups.rank(torch.arange(len(returns), device=returns.device).double(), counts)
+    part = groups.index // bundle
+    bundles = Segments.of(part)
+    used = counts & (place < bundles.minimum(groups.size(counts)[groups.index].double())[bundles.index])
+    papers = Segments.of(part, place)
+    score = papers.sum(returns, used)[papers.index]
+    first = used & (papers.rank(groups.index.double(), used) == 0)  # one entry a sum
+    found = score[first]
+    remembered: list[float] = context.memory.get("risk_po", [])
+    q_low, q_high = remembered or [float(quantile(found, level)) for level in (low, high)]
+    below_low, below_high = (float((found < bound).float().mean()) for bound in (q_low, q_high))
+    context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
+    middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
+    value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
+    if scale:
+        spread = bundles.std(score, first, unbiased=True)
+        several = bundles.size(first) > 1
+        value = value / (torch.where(several, spread, 1.0)[bundles.index] + 1e-6)
+    return broadcast(torch.where(used, value, 0.0), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "sas", source="DCPO, arXiv:2509.02333", needs=(Need.GROUPS, Need.STARTS))
+def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
+    """DCPO's smooth advantage standardisation: within the group, and against all episodes of its start so far.
+
+        A = the smaller in size of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i
+
+    at the i-th visit of a start, where A_new uses mean and standard deviation of the group and A_all those of all the
+    start's groups, this one among them; either is 0 where its deviation is. A group whose episodes are all alike is
+    then still judged by what happened before. Returns A [B, T], constant over an episode.
+    """
+    returns, counts, groups = outcomes(rollouts)
+    mean, std = groups.mean(returns, counts), groups.std(returns, counts, unbiased=True)
+    past: dict[str, list[float]] = context.memory.setdefault("sas", {})
+    starts = groups.maximum(rollouts.extras["start"][:, 0].double())
+    every: list[list[float]] = []
+    for number in range(groups.count):
+        start = str(int(starts[number]))
+        visits, old_mean, old_std = past.get(start, [0.0, 0.0, 0.0])
+        new_mean = float(mean[number])
+        new_std = float(std[number])
+        times = visits + 1
+        # Means and variances of groups are pooled with equal weights, as in the authors' code.
+        variance = (visits * old_std**2 + new_std**2 + visits / times * (new_mean - old_mean) ** 2) / times
+        past[start] = [times, (visits * old_mean + new_mean) / times, variance**0.5]
+        every.append(past[start])
+    visit, mean_all, std_all = torch.tensor(every, dtype=returns.dtype, device=returns.device)[groups.index].unbind(1)
+
+    def standardised(centre: Tensor, spread: Tensor) -> Tensor:
+        return torch.where(spread > epsilon, (returns - centre) / spread.clamp(min=epsilon), 0.0)
+
+    new, whole = standardised(mean[groups.index], std[groups.index]), standardised(mean_all, std_all)
+    first, second = ((visit - 1) * new + whole) / visit, (new + (visit - 1) * whole) / visit
+    smaller = torch.where(first.abs() < second.abs(), first, second)
+    return broadcast(torch.where(counts, smaller, 0.0), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "hgpo", source="HGPO, arXiv:2602.22817", needs=(Need.GROUPS,))
+def hgpo(
+    rollouts: Rollouts, context: Context, *, context_length: int = 2, alpha: float = 1.0, resolution: float = 0.25
+) -> Tensor:
+    """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
+
+    A = sum_k w_k A_k over the k = 1, ..., context_length + 1 last states where A_k is not 0, w_k proportional to
+    (k + 1)^alpha; a decision that is alone at every level gets 0, and one with fewer states behind it takes no part in
+    the longer ones. resolution: as in `state_keys`. Returns A [B, T].
+    """
+    to_go = returns_to_go(rollouts, context.discount)
+    state, length = state_keys(rollouts, resolution), rollouts.shape[1]
+    time = torch.arange(length, device=state.device)
+    keys = [per_decision(rollouts.group, rollouts)]
+    total, weight = torch.zeros_like(to_go.flatten()), torch.zeros_like(to_go.flatten())
+    # Each level adds one more earlier state to the key, so its groups are subsets of the level's before: fewer members
+    # that are more alike, less bias and more variance, which the weights trade.
+    for earlier in range(min(context_length + 1, length)):
+        shifted = torch.full_like(state, -1)
+        shifted[:, earlier:] = state[:, : length - earlier]
+        keys.append(shifted.flatten())
+        counts = (rollouts.alive & (time >= earlier)).flatten()
+        advantage, _ = group_baseline(to_go.flatten(), Segments.of(*keys), counts, scale=True)
+        share = torch.where(advantage != 0, float((earlier + 2) ** alpha), 0.0)
+        total, weight = total + share * advantage, weight + share
+    return (total / weight.clamp(min=1e-9)).reshape(to_go.shape)
+
+
+@mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO, arXiv:2510.20150", needs=(Need.GROUPS,))
+def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False) -> Tensor:
+    """A = what followed a unit, standardised within the group at the same place; the ratio is the unit's mean.
+
+    The paper's units are the items of a list, each with its own return to go and the geometric mean of its tokens'
+    ratios. Here a unit is a decision (ratio_level=decision_mean), or with per_action each action of its chunk, whose
+    tokens follow one another (ratio_level=action_mean). Returns A [B, T], or [B, T, K] with per_action. Raises
+    ConfigError there unless K scored steps share out evenly among the C actions.
+    """
+    if not per_action:
+        return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
+    steps, chunk = rollouts.mask.shape[-1], rollouts.actions.shape[2]
+    if steps % chunk:
+        raise ConfigError(
+            f"per_action=True: {steps} scored steps of a decision do not share out among {chunk} actions."
+        )
+    valid = rollouts.valid.flatten(1)
+    reward = torch.stack(list(rollouts.rewards.values())).sum(0).flatten(1)
+    # Actions that were not played lie at the end, the rest of a last chunk and padding: there is nothing to earn there.
+    reward = torch.where(valid, reward, 0.0)
+    to_go = discounted_sums(reward, torch.full_like(reward, context.discount), torch.ones_like(valid))
+    place = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
+    row = rollouts.group[:, None].expand(valid.shape)
+    keys = Segments.of(row.flatten(), place.flatten())
+    found, _ = group_baseline(to_go.flatten(), keys, valid.flatten(), scale=True)
+    return found.reshape(rollouts.valid.shape).repeat_interleave(steps // chunk, -1)
+
+
+@mechanism(Slot.ADVANTAGE, "salt", source="SALT, arXiv:2510.20022", needs=(Need.GROUPS,))
+def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
+    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it.
+
+    Actions [B, T, C, A] are equal if they are after division by their standard deviation over the batch and rounding to
+    multiples of `resolution`, whole chunk against whole chunk; states as in `state_keys`. Returns A [B, T].
+    """
+    episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
+    actions = rollouts.actions.flatten(2)
+    cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
+    _, taken = distinct(cells.flatten(0, 1))
+    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
+    merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
+    return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "fork", source="PORTool, arXiv:2510.26020", needs=(Need.GROUPS,))
+def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks: float = 1.0) -> Tensor:
+    """Weighted sum of the episode's advantage and of how much a decision raised its subtree's mean return.
+
+    At a fork that rise is the advantage against the siblings; elsewhere it is 0. Returns A [B, T], or [B, T, K] where
+    episodes branch inside decisions.
+    """
+    values, _ = subtree_values(rollouts)
+    returns, counts, groups = outcomes(rollouts)
+    root = groups.mean(returns, counts)[groups.index]
+    before = torch.cat([root[:, None], values[:, :-1]], 1)
+    episode = broadcast(group_normalised(returns, counts, groups), rollouts)
+    share = values.shape[1] // rollouts.shape[1]
+    advantage = trajectory * episode.repeat_interleave(share, 1) + forks * (values - before)
+    return as_steps(torch.where(nodes_alive(rollouts, values), advantage, 0.0), rollouts)
+
+
+@mechanism(Slot.ADVANTAGE, "process_steps", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.IMPLICIT))
+def process_steps(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -> Tensor:
+    """A = the episode's advantage in its group + alpha (a decision's process reward, standardised over the group).
+
+    A decision's process reward is the sum of extras["process"] [B, T, K] over its steps. Returns A [B, T].
+    """
+    reward, alive = rollouts.extras["process"].sum(-1), rollouts.alive
+    keys = Segments.of(rollouts.group[:, None].expand(alive.shape).flatten())
+    flat, counts = reward.flatten(), alive.flatten()
+    centred = flat - keys.mean(flat, counts)[keys.index]
+    step = torch.where(counts, centred / (keys.std(flat, counts)[keys.index] + 1e-6), 0.0)
+    return broadcast(group_normalised(*outcomes(rollouts)), rollouts) + alpha * step.reshape(alive.shape)
+
+
+@mechanism(Slot.ADVANTAGE, "q_values", source="Digi-Q, arXiv:2502.15760", needs=(Need.VALUES,))
+def q_values(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = Q(s, a) - V(s) of the model q_ensemble, standardised over the batch.
+
+    Reads extras["q"] and extras["v"], [B, T]; returns A [B, T].
+    """
+    advantage = rollouts.extras["q"] - rollouts.extras["v"]
+    return torch.where(rollouts.alive, standardise(advantage, rollouts.alive), 0.0)
+
+
+@mechanism(Slot.ADVANTAGE, "flow_values", source="AC-Flow, arXiv:2510.18072", needs=(Need.FLOW_VALUES,))
+def flow_values(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = R - V(s, x_t, t) at the noisy actions x_t of a decision, by the model flow_critic, standardised.
+
+    What a noisy action already tells of the outcome is taken out of it: the noisiest levels are credited with all that
+    the decision gained on its state, the cleanest ones with what even the action did not say. Reads
+    extras["flow_return"] [B, T] and ["flow_value"] [B, T, K]; returns A [B, T, K].
+    """
+    advantage = rollouts.extras["flow_return"][..., None] - rollouts.extras["flow_value"]
+    return standardise(advantage, rollouts.alive[..., None].expand(advantage.shape))
+
+
+@mechanism(Slot.ADVANTAGE, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.PREFERENCE,))
+def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
+    """A = D(s, a) - mean D: how much more a decision looks like the teacher's than the student's decisions do.
+
+    D is the model discriminator; standardised over the batch of the student's own decisions. Reads
+    extras["preference"] [B, T]; returns A [B, T].
+    """
+    return standardise(rollouts.extras["preference"], rollouts.alive)
+
+
+@mechanism(Slot.ADVANTAGE, "egae", source="Truncated PPO (EGAE), arXiv:2506.15050", needs=(Need.CRITIC, Need.FINISHED))
+def egae(rollouts: Rollouts, context: Context) -> Tensor:
+    """GAE of windows that end anywhere: where a window is cut, V there stands for all that would have followed.
+
+    T-PPO takes V(s_{l+1}) = V(s_l) at the cut, having no next state; a world shows it, so V(s_{l+1}) itself is used.
+    Its critic learns from finished episodes only, by their discounted returns (`finished_returns`). Reads
+    extras["advantage_gae"] [B, T]; returns A [B, T], standardised over the batch.
+    """
+    return standardise(rollouts.extras["advantage_gae"], rollouts.alive)

@@ -1,0 +1,276 @@
+"""Losses that learn from a teacher, keep a policy broad or near its base, or follow action values. (inputs) -> scalar.
+
+The teacher is another checkpoint (teacher=CHECKPOINT). It sees everything the world shows, so it may read what the
+student does not: a privileged state, another camera (Vision-OPD).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.arrays import integers
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import FinishesChain, ScoredPolicy
+from robopolicy.nn.pieces import loss_of, scores_of
+from robopolicy.rl.context import AuxiliaryInputs, for_another_policy, given, score_extra
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
+from robopolicy.rl.weights import step_mean
+
+
+@mechanism(Slot.AUXILIARY, "dagger", source="DAgger, arXiv:1011.0686", needs=(Need.TEACHER,))
+def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
+    """Imitate what the teacher would do in the states that the student visits; the teacher may be any policy.
+
+    Its chunks [n, C, A] become what the student's own regression loss is asked for, [n, P, A]: cut to P steps, or
+    padded with steps that do not count. Returns a scalar. Raises ConfigError without a teacher.
+    """
+    decision = given(inputs.teacher, "teacher").act(inputs.observation, inputs.context.generator, deterministic=True)
+    actions, length = decision.actions, inputs.policy.spec.prediction
+    if actions.shape[1] < length:
+        padding = actions[:, -1:].expand(-1, length - actions.shape[1], -1)
+        valid = torch.arange(length, device=actions.device) < actions.shape[1]
+        actions = torch.cat([actions, padding], 1)
+    else:
+        actions, valid = actions[:, :length], torch.ones(length, dtype=torch.bool, device=actions.device)
+    batch = {
+        "observation": inputs.observation,
+        "actions": actions,
+        "action_valid": valid.expand(len(actions), -1),
+    }
+    losses = loss_of(inputs.policy, batch, inputs.context.generator)
+    return weight * torch.stack([item.mean() for item in losses.values()]).sum()
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "distill",
+    source="TIP, arXiv:2604.14084; Vision-OPD, arXiv:2605.18740",
+    needs=(Need.TEACHER, Need.SAME_STEPS),
+)
+def distill(
+    inputs: AuxiliaryInputs, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0
+) -> Tensor:
+    """Match the teacher's whole distribution at the student's steps: KL(student || teacher), averaged.
+
+    share < 1 picks that share of the steps without replacement, with probability growing with
+    (entropy / log V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP): where the student is unsure and where it
+    disagrees. Gaussian steps have equal spreads, so their KL is the squared distance of means and all of them count.
+    Distributions are compared by extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std.
+    Returns a scalar. Raises ConfigError without a teacher, and where the two have neither in common.
+    """
+    policy = given(inputs.teacher, "teacher")
+    assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
+    with torch.no_grad():
+        theirs = scores_of(policy, inputs.observation, for_another_policy(inputs.latents)).extras
+    own = inputs.scores.extras
+    if "log_probabilities" in own and "log_probabilities" in theirs:
+        student, teacher = own["log_probabilities"], theirs["log_probabilities"]
+        divergence = (student.exp() * (student - teacher)).sum(-1)
+        mask = inputs.mask
+        if share < 1:
+            mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
+        return weight * (step_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
+    if "mean" in own and "mean" in theirs:
+        spread = own["std"].detach().square().clamp(min=1e-6)
+        divergence = ((own["mean"] - theirs["mean"]).square() / (2 * spread)).mean((-2, -1))
+        return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
+    raise ConfigError("auxiliaries=[distill] needs a teacher of the student's kind; auxiliaries=[dagger] imitates any.")
+
+
+def _informative(
+    student: Tensor, teacher: Tensor, mask: Tensor, share: float, alpha: float, gamma: float, draws: torch.Generator
+) -> Tensor:
+    """Return which of the steps [n, k] TIP keeps; Gumbel keys draw without replacement."""
+    vocabulary = torch.tensor(float(student.shape[-1]), device=student.device)
+    entropy = -(student.exp() * student).sum(-1) / vocabulary.log()
+    middle = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0))
+    divergence = (
+        0.5
+        * ((student.exp() * (student - middle)).sum(-1) + (teacher.exp() * (teacher - middle)).sum(-1))
+        / torch.log(torch.tensor(2.0))
+    )
+    score = alpha * entropy.clamp(min=1e-8).log() + gamma * divergence.clamp(min=1e-8).log()
+    uniform = torch.rand(score.shape, generator=draws, device=draws.device).clamp(min=1e-12)
+    keys = torch.where(mask, score - torch.log(-torch.log(uniform)), -torch.inf).flatten()
+    count = max(1, round(share * int(mask.sum())))
+    return (
+        torch.zeros_like(keys, dtype=torch.bool).scatter(0, keys.topk(count).indices, True).reshape(mask.shape) & mask
+    )
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "velocity",
+    source="AC-Flow, arXiv:2510.18072 (Wasserstein-2 to the reference velocity)",
+    needs=(Need.GAUSSIAN, Need.BASE),
+)
+def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
+    """Squared distance between the means of the policy's and the base's denoising steps, in units of their spread.
+
+    Two flows that share their noise stay within the summed distance of their velocities (Wasserstein-2). With
+    policy.likelihood=matching it is the distance of the predictions (velocities) themselves. The means are
+    [n, k, P, A]. Returns a scalar. Raises ConfigError without a base policy, or where scores have no means.
+    """
+    with torch.no_grad():
+        base = score_extra(scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents), "mean")
+    mean, std = score_extra(inputs.scores, "mean"), score_extra(inputs.scores, "std")
+    distance = (mean - base).square() / std.detach().square().clamp(min=1e-4)
+    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, distance.mean((-2, -1)), 0.0)).sum()
+
+
+@mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")
+def entropy_bonus(inputs: AuxiliaryInputs, *, weight: float = 0.01) -> Tensor:
+    """Minus the mean entropy of the scored steps: keeps tokens, or learned noise, exploring.
+
+    Entropies are those of the minibatch's steps [n, k], nats. Returns a scalar. Raises ConfigError where the entropy is
+    constant: denoising steps with fixed noise.
+    """
+    if not inputs.scores.entropy.requires_grad:
+        raise ConfigError(
+            "auxiliaries=[entropy]: this policy's noise is fixed, so its entropy is constant. Use tokens, or "
+            "policy.kind=flow policy.flow_noise=learned."
+        )
+    return -weight * (step_mean(inputs.mask) * inputs.scores.entropy).sum()
+
+
+@mechanism(Slot.AUXILIARY, "kl_base", source="estimators: joschu.net/blog/kl-approx", needs=(Need.BASE,))
+def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: str = "k3") -> Tensor:
+    """KL to the base policy on the steps that were chosen, by an estimator: k1, k2 or k3.
+
+    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. k2's gradient is that of the KL on data of
+    the current policy; k1's vanishes in expectation and is here for comparison. x: [n, k], limited to +-10. Returns a
+    scalar. Raises ConfigError for another estimator, and without a base policy.
+    """
+    with torch.no_grad():
+        base = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
+    x = (inputs.scores.logp - base).clamp(-10, 10)
+    forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
+    if estimator not in forms:
+        raise unknown_option("kl_base.estimator", estimator, forms)
+    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, forms[estimator], 0.0)).sum()
+
+
+@mechanism(Slot.AUXILIARY, "kl_convex", source="ReMix (KL-convex constraint), arXiv:2507.06892", needs=(Need.BASE,))
+def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float = 0.5) -> Tensor:
+    """Stay near the base, for stability, and near the policy before the update, for freedom to move on.
+
+        weight (base KL(pi || pi_base) + (1 - base) KL(pi || pi_before))
+
+    Both by k3 = exp(-x) - 1 + x on the steps that were chosen, x = log pi - log of the other, [n, k], limited to +-10.
+    Returns a scalar. Raises ConfigError without a base policy.
+    """
+    with torch.no_grad():
+        first = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
+    own = inputs.scores.logp
+    apart = [(own - other).clamp(-10, 10) for other in (first, given(inputs.proximal, "proximal"))]
+    penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), apart, strict=True))
+    return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, penalty, 0.0)).sum()
+
+
+@mechanism(Slot.AUXILIARY, "best_of_n", source="Digi-Q, arXiv:2502.15760; IDQL, arXiv:2304.10573", needs=(Need.VALUES,))
+def best_of_n(
+    inputs: AuxiliaryInputs, *, candidates: int = 8, decisions: int = 256, weight: float = 1.0, warmup: int = 2
+) -> Tensor:
+    """Imitate the best of N fresh decisions by the action values, where it beats the value of the state.
+
+    On at most `decisions` states of a minibatch, because each of them is decided N times; not in the first `warmup`
+    iterations, when the values say nothing yet. Decisions are chunks [N * n, C, A] of n states. Returns a scalar, 0
+    where none is better. Raises ConfigError without a model of action values.
+    """
+    if inputs.context.iteration < warmup:
+        return torch.zeros((), device=inputs.mask.device)
+    model, policy = inputs.action_values, inputs.policy
+    count = next(value for value in inputs.observation.values() if isinstance(value, Tensor)).shape[0]
+    draws = inputs.context.generator
+    chosen = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
+    here = {key: _at(value, chosen) for key, value in inputs.observation.items()}
+    repeated = {key: _at(value, torch.arange(len(chosen)).repeat(candidates)) for key, value in here.items()}
+    with torch.no_grad():
+        decision = policy.act(repeated, draws)
+        value = model.action_values(repeated, decision.actions).reshape(candidates, -1)
+        best, winner = value.max(0)
+        better = best > model.values(here)
+    rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
+    latents = {key: item[rows] for key, item in decision.latents.items()}
+    mask = decision.mask[rows]
+    logp = scores_of(policy, here, latents).logp
+    # the mean over all states, as in the authors' code: the fewer are improved on, the weaker the push
+    return -weight * (step_mean(mask) * torch.where(mask & better[:, None], logp, 0.0)).sum()
+
+
+def step_preference_loss(better: Tensor, worse: Tensor, beta: float, clip: float) -> Tensor:
+    """Return -log sigmoid(beta (log r of the better - of the worse)), [n], of log-ratios [n] to a frozen reference.
+
+    The ratios r are clipped to 1 +- clip, so that a pair no longer pulls once both are far enough. Source: SPO.
+    """
+    low, high = math.log(1 - clip), math.log(1 + clip)
+    return torch.nn.functional.softplus(-beta * (better.clamp(low, high) - worse.clamp(low, high)))
+
+
+@mechanism(
+    Slot.AUXILIARY,
+    "spo",
+    source="SPO, arXiv:2406.04314",
+    needs=(Need.VALUES, Need.GAUSSIAN, Need.FINISHES, Need.BASE),
+)
+def step_preferences(
+    inputs: AuxiliaryInputs,
+    *,
+    children: int = 4,
+    decisions: int = 256,
+    beta: float = 10.0,
+    clip: float = 0.1,
+    gap: float = 0.3,
+    weight: float = 1.0,
+    warmup: int = 2,
+) -> Tensor:
+    """Prefer, among several next latents of the same step, the one whose predicted clean action is worth most.
+
+    `children` are drawn from one latent of the policy's own chain, each finished without noise and judged by the action
+    values; best and worst are kept if the softmax of their two values, in units of the spread among the children of a
+    state, differs by more than `gap`. The loss is `step_preference_loss`, its reference the frozen base policy.
+    Deviation: the whole remainder of the chain replaces a step-aware scorer. On at most `decisions` states n of a
+    minibatch, not in the first `warmup` iterations; the latents are [children, n, P, A]. Returns a scalar, 0 where no
+    pair is kept. Raises ConfigError without a model of action values.
+    """
+    if inputs.context.iteration < warmup:
+        return torch.zeros((), device=inputs.mask.device)
+    model = inputs.action_values
+    policy = inputs.policy
+    draws = inputs.context.generator
+    assert isinstance(policy, FinishesChain)  # which Need.FINISHES asks for
+    count, steps = inputs.mask.shape
+    rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
+    step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
+    here = {key: _at(value, rows) for key, value in inputs.observation.items()}
+    chain = inputs.latents["chain"][rows]
+    one = {"chain": chain, "chosen": step[:, None]}
+    normal = scores_of(policy, here, one)
+    mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
+    std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
+    with torch.no_grad():
+        reference = score_extra(scores_of(given(inputs.base, "base"), here, one), "mean")[:, 0]
+    noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
+    latents = mean.detach() + std * noise
+    repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
+    with torch.no_grad():
+        actions = policy.finish_chain(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
+        value = model.action_values(repeated, actions).reshape(children, -1)
+        best, worst = value.argmax(0), value.argmin(0)
+        # The softmax of two values differs by tanh of half their distance.
+        spread = (value - value.mean(0)).square().mean().sqrt() + 1e-6
+        kept = torch.tanh((value.amax(0) - value.amin(0)) / (2 * spread)) > gap
+    place = torch.arange(len(rows), device=mean.device)
+
+    def log_ratio(child: Tensor) -> Tensor:
+        drawn, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
+        return (((drawn - reference).square() - (drawn - mean).square()) / variance).mean((-2, -1))
+
+    loss = step_preference_loss(log_ratio(best), log_ratio(worst), beta, clip)
+    return weight * torch.where(kept, loss, 0.0).sum() / kept.sum().clamp(min=1)
+
+
+def _at(value: Any, index: Tensor) -> Any:
+    return value[index] if isinstance(value, Tensor) else [value[row] for row in integers(index)]

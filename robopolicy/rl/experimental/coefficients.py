@@ -1,0 +1,318 @@
+"""Coefficients for other policies' data, of trust regions, of preferences between episodes, and of regression.
+
+Every one is c with d(loss)/d(logp) = -w c; where a paper states a surrogate, its gradient was taken by hand and is
+compared with autograd in the tests. What preferences need of minibatches: `robopolicy.rl.coefficients.preference`.
+"""
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.segments import Segments, quantile
+from robopolicy.rl.coefficients.ppo import ppo
+from robopolicy.rl.coefficients.preference import pair_mean
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
+
+
+def to_steps(per_episode: Tensor, scored: Scored) -> Tensor:
+    """Give every scored step its episode's coefficient, [b] -> [b, t, K]; averaged over pairs by the caller."""
+    return torch.where(scored.mask, per_episode[:, None, None], 0.0)
+
+
+def preferred(scored: Scored) -> Tensor:
+    """Return which pairs (winner, loser) there are, [b, b] bool: same group, larger return."""
+    returns, group = scored.rollouts.row_return, scored.rollouts.group
+    return (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
+
+
+def episode_log_ratio(scored: Scored) -> Tensor:
+    """Return log pi / pi_old of whole episodes, [b]: the sum over their steps, at every ratio level."""
+    return scored.step_log_ratio.sum((1, 2))
+
+
+def masked_share(chosen: Tensor, mask: Tensor) -> Tensor:
+    """Return which share of the masked entries is chosen, a scalar; both [b, t, K] bool."""
+    return (chosen & mask).sum() / mask.sum().clamp(min=1)
+
+
+@mechanism(Slot.COEFFICIENT, "cispo", source="MiniMax-M1, arXiv:2506.13585")
+def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficients:
+    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; no step ever loses its gradient."""
+    return scored.ratio.clamp(1 - low, 1 + high) * scored.advantage, {}
+
+
+@mechanism(Slot.COEFFICIENT, "rec", source="REC, masked REINFORCE, arXiv:2509.24203")
+def rec(
+    scored: Scored,
+    *,
+    region: str = "one_side",
+    importance: bool = True,
+    low: float = 0.2,
+    high: float = 0.2,
+    far_low: float = 0.6,
+    far_high: float = 2.0,
+) -> Coefficients:
+    """REINFORCE on any data: c = w M A with the ratio as a mask M instead of a clip.
+
+    region: one_side drops what has already moved far enough (PPO's own mask), two_side everything outside
+    [1 - low, 1 + high]; ring keeps besides that what has moved far the wrong way, r <= 1 - far_low with A >= 0 and
+    r >= 1 + far_high with A <= 0, and drops the ring between; importance: w is the ratio, else 1. Raises ConfigError
+    for another region.
+    """
+    ratio = scored.ratio
+    good = scored.advantage >= 0
+    bad = scored.advantage <= 0
+    inside = (ratio >= 1 - low) & (ratio <= 1 + high)
+    one_side = torch.where(good, ratio <= 1 + high, ratio >= 1 - low)
+    astray = (good & (ratio <= 1 - far_low)) | (bad & (ratio >= 1 + far_high))
+    masks = {"one_side": one_side, "two_side": inside, "ring": inside | astray}
+    if region not in masks:
+        raise unknown_option("rec.region", region, masks)
+    weight = ratio if importance else torch.ones_like(ratio)
+    kept = masks[region] & ~scored.clamped
+    return torch.where(kept, weight * scored.advantage, 0.0), {"kept": masked_share(kept, scored.mask)}
+
+
+@mechanism(Slot.COEFFICIENT, "opmd", source="OPMD, as in REC, arXiv:2509.24203; Kimi k1.5, arXiv:2501.12599")
+def opmd(scored: Scored, *, tau: float = 1.0) -> Coefficients:
+    """Online mirror descent without importance weights: c = (A - tau (log pi - log pi_old)) / (1 + tau).
+
+    The gradient of -A logp + tau/2 (log pi - log pi_old)^2, scaled to the size of REINFORCE's.
+    """
+    return (scored.advantage - tau * scored.log_ratio) / (1 + tau), {}
+
+
+@mechanism(Slot.COEFFICIENT, "asym_re", source="AsymRE, arXiv:2506.20520")
+def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
+    """Off-policy REINFORCE with a baseline lowered by |shift|: c = A - shift, so that successes weigh more."""
+    return scored.advantage - shift, {}
+
+
+@mechanism(
+    Slot.COEFFICIENT,
+    "min_pro",
+    source="MinPRO, arXiv:2601.22718",
+    needs=(Need.WHOLE_EPISODES, Need.STEP_RATIOS),
+)
+def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
+    """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
+
+    c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order; the first has no prefix
+    (the form of the cap is ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
+    """
+    # An unbiased weight is the product of all ratios so far, whose variance grows without bound along the episode. The
+    # smallest ratio before stands for that product: what follows an unlikely step counts little.
+    log_ratio = torch.where(scored.mask, scored.log_ratio, torch.inf).flatten(1)
+    before = torch.cat([torch.full_like(log_ratio[:, :1], torch.inf), log_ratio.cummin(1).values[:, :-1]], 1)
+    prefix = torch.where(before.isinf(), 0.0, before).reshape(scored.log_ratio.shape)
+    weight = torch.where(scored.mask, (scored.log_ratio + prefix).exp().clamp(max=cap), 0.0)
+    return weight * scored.advantage, {"prefix_weight": weight[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "dcpo", source="DCPO, arXiv:2509.02333", needs=(Need.CATEGORICAL,))
+def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 10.0) -> Coefficients:
+    """PPO with bounds that depend on the old probability q: rare tokens may move further.
+
+        (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  min((1 + sqrt(1 + 4 high / q)) / 2, most)
+
+    most: as in the authors' code, which also lets go of bad steps whose ratio is beyond it (a dual clip). Their loss is
+    averaged within every episode first: weight=episode_mean. A probability is needed, not a density: token policies.
+    """
+    # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
+    # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
+    old = (scored.logp - scored.step_log_ratio).exp().clamp(min=1e-12)
+    bottom = 0.5 + 0.5 * (1 - 4 * low / old).clamp(min=0).sqrt()
+    top = (0.5 + 0.5 * (1 + 4 * high / old).sqrt()).clamp(max=most)
+    return ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped, dual_clip=most), {}
+
+
+@mechanism(Slot.COEFFICIENT, "hapo", source="HAPO, arXiv:2509.16591", needs=(Need.CATEGORICAL,))
+def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain: float = 1.0) -> Coefficients:
+    """PPO whose widths and advantages depend on a step's entropy: forks may move further, and count more.
+
+    h in [-1, 1] is the log-entropy minus its quantile `pivot` over the minibatch, each side scaled to 1. Where h <= 0
+    the lower width becomes low (1 - clip_strength h), elsewhere the upper one high (1 + clip_strength h). The advantage
+    becomes A (1 + gain h) outside the neutral zone of ratios, half of these widths around 1, where h > 0 (a fork that
+    moves counts more), and inside it where h <= 0 (a sure step that stays counts less). The paper's temperature by
+    entropy belongs to how the policy samples, its average over tokens to the advantage; neither is here. In the
+    authors' code h comes out positive on both sides, so that sure steps move further too: this is the paper's h.
+    """
+    h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
+    low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
+    high = scored.clip_high * (1 + clip_strength * h.clamp(min=0))
+    neutral = (scored.ratio > 1 - low / 2) & (scored.ratio < 1 + high / 2)
+    advantage = torch.where(neutral == (h > 0), scored.advantage, scored.advantage * (1 + gain * h))
+    return ppo(scored.log_ratio, advantage, low, high, scored.clamped), {}
+
+
+def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
+    """Return HAPO's h in [-1, 1], shaped as entropy (nats): its logarithm above or below the masked entries' quantile
+    `pivot`, divided by the largest distance on that side; 0 outside the mask.
+    """
+    level = entropy.clamp(min=1e-6).log()
+    centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
+    above, below = centred.clamp(min=0), centred.clamp(max=0)
+    return above / above.max().clamp(min=1e-6) + below / below.min().abs().clamp(min=1e-6)
+
+
+@mechanism(Slot.COEFFICIENT, "mdpo", source="MDPO, arXiv:2005.09814")
+def mdpo(scored: Scored, *, start: float = 1.0, end: float = 0.1) -> Coefficients:
+    """Mirror descent: maximise E[ratio A] - KL(pi || pi_old) / t_k, with the step size t_k falling from start to end.
+
+    c = r (A - log r / t_k): several steps on one batch approach pi_old exp(t_k A), one step is the policy gradient. The
+    KL is estimated on the old policy's samples (its gradient is E_old[r log r grad log pi]); t_k falls linearly over
+    the run, not to 0, where 1 / t_k would explode.
+    """
+    step = start + (end - start) * scored.share
+    c = scored.ratio * (scored.advantage - scored.log_ratio / step)
+    return torch.where(scored.clamped, 0.0, c), {"mirror_step": torch.tensor(step)}
+
+
+@mechanism(Slot.COEFFICIENT, "dpo", source="DPO on one's own rollouts, arXiv:2305.18290", needs=(Need.WHOLE_GROUPS,))
+def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
+    """-log sigmoid(beta (log-ratio of the better - log-ratio of the worse)) over the pairs of every group.
+
+    c of the better is beta sigmoid(-margin), of the worse minus that. The reference is the policy before the iteration.
+    Log-ratios of steps are cut as everywhere (log_ratio_clamp), and where a step's log-probability is the mean over its
+    elements (logp_reduction=mean, the default of denoising policies) beta counts an element's: sum is DPO proper.
+    """
+    log_ratio, pairs = episode_log_ratio(scored), preferred(scored)
+    margin = beta * (log_ratio[:, None] - log_ratio[None])
+    # pull[i, j] moves the winner i up and the loser j down by as much: rows sum what an episode wins, columns what it
+    # loses. sigmoid(-margin) fades a pair once it is ranked rightly by far.
+    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * pair_mean(pairs)
+    stats = {"pairs": pairs.sum().float()}
+    if bool(pairs.any()):
+        stats["preferred_right"] = ((margin > 0) & pairs).sum() / pairs.sum()
+    return to_steps(pull.sum(1) - pull.sum(0), scored), stats
+
+
+@mechanism(Slot.COEFFICIENT, "sppo", source="SPPO, arXiv:2405.00675", needs=(Need.WHOLE_GROUPS,))
+def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
+    """(log-ratio - eta (P(it beats the policy) - 1/2))^2, the win rate counted among the group's other episodes.
+
+    c = 2 (eta (P - 1/2) - log-ratio); ties count half.
+    """
+    returns, group = scored.rollouts.row_return, scored.rollouts.group
+    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    # A win rate of 1/2 is the policy against itself: the target log-ratio is how much an episode beats that, times eta.
+    wins = (returns[:, None] > returns[None] + 1e-6).float() + (returns[:, None] - returns[None]).abs().le(1e-6) * 0.5
+    rate = (wins * same).sum(1) / same.sum(1).clamp(min=1)
+    rate = torch.where(same.any(1), rate, 0.5)
+    log_ratio = episode_log_ratio(scored)
+    return to_steps(2 * (eta * (rate - 0.5) - log_ratio), scored), {"win_rate_spread": rate.std(unbiased=False)}
+
+
+@mechanism(Slot.COEFFICIENT, "p3o", source="P3O, arXiv:2310.00212", needs=(Need.WHOLE_GROUPS,))
+def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
+    """Pairwise policy gradient: (R1 - R2) / 2 grad log(pi(y1) / pi(y2)), each with its own clipped ratio.
+
+    Unchanged by what is added to all rewards of a start. c of an episode: its ratio times the mean of (R - R_other) / 2
+    over the others of its group, 0 where the ratio has gone beyond the clip in that direction.
+    """
+    returns, group = scored.rollouts.row_return, scored.rollouts.group
+    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    # Differences of returns cancel whatever a start adds to all of them, so no baseline is needed.
+    gain = ((returns[:, None] - returns[None]) / 2 * same).sum(1) / same.sum(1).clamp(min=1)
+    log_ratio = episode_log_ratio(scored)
+    ratio = log_ratio.clamp(-3, 3).exp()
+    kept = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
+    return to_steps(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.WHOLE_GROUPS,))
+def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
+    """Supervised: the episode's centred log-ratio, as a logit, is to predict its success (binary cross-entropy).
+
+    score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta w (label - sigmoid(centred)), carried
+    through the centring. w gives the successes and the failures of a group the same weight, half its size each; it is 1
+    where all ended alike.
+    """
+    rollouts = scored.rollouts
+    total = beta * episode_log_ratio(scored)
+    group = rollouts.group
+    same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    others = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)
+    centred = total - others @ total
+    # centred = (I - others) total, so the cross-entropy's error goes back through the transpose: an episode also moves
+    # for being in the others' baselines.
+    label = rollouts.row_success.to(total.dtype)
+    groups = Segments.of(group)
+    size, won = groups.size()[groups.index], groups.sum(label)[groups.index]
+    alike = torch.where(label > 0, won, size - won)  # episodes of the group with the same outcome
+    balance = torch.where(alike < size, 0.5 * size / alike, 1.0)
+    error = balance * (label - centred.sigmoid())
+    carried = error - others.T @ error
+    known = carried.abs() > 1e-6 * error.abs().max()  # Adam would make steps of what rounding leaves of equal outcomes
+    c = beta * torch.where(known, carried, 0.0)
+    return c[:, None, None].expand_as(scored.logp) * scored.mask, {"pacs_logit": centred.abs().mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "none", source="auxiliary losses alone")
+def nothing(scored: Scored) -> Coefficients:
+    """No policy gradient: the auxiliary losses do the learning."""
+    return torch.zeros_like(scored.logp), {}
+
+
+@mechanism(Slot.COEFFICIENT, "awr", source="AWR, arXiv:1910.00177")
+def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float = 10.0) -> Coefficients:
+    """Regression on one's own decisions, weighted: c = min(exp(A / temperature), limit); no ratio is needed.
+
+    With policy.likelihood=matching the regression is denoising or flow matching.
+    """
+    weight = (scored.advantage / temperature).exp().clamp(max=limit)
+    return weight, {"weight_mean": weight[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "clipped_advantage", source="AC-Flow, arXiv:2510.18072", needs=(Need.MATCHING,))
+def clipped_advantage(
+    scored: Scored, *, limit: float = 2.0, temperature: float = 1.0, form: str = "exponential"
+) -> Coefficients:
+    """Matching of one's own decisions, weighted by the clipped advantage: c = w(clip(A, -limit, limit) / temperature).
+
+    form: w is exponential, exp(x), which with A = R is the reward-weighted flow matching that AC-Flow extends; or
+    positive, max(x, 0), which leaves out what was worse than expected. Neither pushes away from anything. Raises
+    ConfigError for another form.
+    """
+    forms = {"exponential": torch.exp, "positive": torch.relu}
+    if form not in forms:
+        raise unknown_option("clipped_advantage.form", form, forms)
+    weight = forms[form](scored.advantage.clamp(-limit, limit) / temperature)
+    return weight, {"weight_mean": weight[scored.mask].mean()}
+
+
+@mechanism(
+    Slot.COEFFICIENT,
+    "negative_aware",
+    source="AFD, arXiv:2605.26105; DiffusionNFT, arXiv:2509.16117",
+    needs=(Need.MATCHING,),
+)
+def negative_aware(scored: Scored, *, limit: float = 5.0) -> Coefficients:
+    """Matching towards decisions that were better, away from those that were worse: c = clip(A, -limit, limit).
+
+        L = limit / (2 beta) (w |v+ - u|^2 + (1 - w) |v- - u|^2),   w = (1 + clip(A) / limit) / 2
+        v+ = (1 - beta) v' + beta v,   v- = (1 + beta) v' - beta v,   v' = v without gradient
+
+    is AFD's loss of a prediction v and its target u, up to a factor, and has the gradient of clip(A) |v - u|^2 / 2
+    whatever beta is. So a decision with A < 0 is unlearned as strongly as one with A > 0 is learned. Deviation:
+    DiffusionNFT, which the loss is from, holds v' at the policy that acted; what holds this one is target_kl and
+    auxiliaries=[velocity], AFD's nearness to the reference (which AFD weighs by w too).
+    """
+    return scored.advantage.clamp(-limit, limit), {}
+
+
+@mechanism(Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,))
+def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 5.0) -> Coefficients:
+    """Reverse KL to the teacher on the student's own decisions: c = log teacher - log pi, at most `cap` in size.
+
+    reward: adds so much of PPO's coefficient, for learning from the outcome too. The teacher must speak of the same
+    steps: the same tokens, or the same denoising schedule.
+    """
+    from robopolicy.rl.coefficients.ppo import ppo
+
+    teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
+    gap = teacher - scored.logp
+    c = gap.clamp(-cap, cap)
+    if reward:
+        c = c + reward * ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    return torch.where(scored.mask, c, 0.0), {"teacher_gap": -gap[scored.mask].mean()}
