@@ -137,8 +137,8 @@ def planned(config: Config) -> MemoryBudget:
     foreign = foreign_format(path)
     light = foreign if foreign is not None and foreign.from_shapes else None
     folder = checkpoint_in(path)
-    with shapes_only() if light else nullcontext():
-        base, other = (foreign.load(folder, weights=False) if light else load_policy(path) for _ in range(2))
+    with nullcontext() if light is None else shapes_only():
+        base, other = (load_policy(path) if light is None else light.load(folder, weights=False) for _ in range(2))
         world = build_world(config.world, base, batch_size=section.num_envs)
         policy = trainable(other, config.lerobot)
         policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
