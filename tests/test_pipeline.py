@@ -13,7 +13,7 @@ from robopolicy.cli import main
 from robopolicy.configuration import compose
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
-from robopolicy.verbs import train
+from robopolicy.verbs import job
 from robopolicy.verbs.pipeline import stages_of
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.protocol import encoder_weights
@@ -119,14 +119,14 @@ def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: P
     recipe.write_text("# @package _global_" + STAGES)
     asked = ["pipeline", f"recipe={recipe}", f"pipeline.overrides=[{QUOTED}]", f"run.root={tmp_path}", "run.threads=1"]
     asked += ["pipeline.changes.one_step=['distill.fit.steps=10']"]
-    finished = train.finish
+    finished = job.finish
 
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "finish", killed)
+    monkeypatch.setattr(job, "finish", killed)
     assert main(asked) == 130
-    monkeypatch.setattr(train, "finish", finished)
+    monkeypatch.setattr(job, "finish", finished)
     folder = tmp_path / "pipeline" / "reach_planar" / "0"
     first = (folder / "collect" / "demonstrations" / "0" / "result.json").stat().st_mtime_ns
     assert main(asked) == 0

@@ -394,7 +394,7 @@ def _assemble(
     features = information["features"]
     keys = [key for key in features if key.startswith("observation.") and key in columns]
     unread = {key: what for key, what in features.items() if key.startswith("observation.") and key not in keys}
-    if not keys and not any(map(is_picture, unread.values())):
+    if unread and not keys and not any(map(is_picture, unread.values())):
         said = listed([f"{name} ({kind_in_words(what)})" for name, what in unread.items()], 8)
         raise DataError(f"{folder} has no observation of numbers or pictures. It has {said}.")
     count, ends = len(lengths), np.cumsum(lengths)

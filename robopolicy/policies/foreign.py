@@ -52,7 +52,7 @@ class ForeignFormat:
         """Raise ConfigError where so many copies of its weights do not fit into the free memory of `device`."""
 
     def how_to_train(self, folder: Path) -> str:
-        """Return what to do instead of train.policy=FOLDER, to go on from "it is that library's: "."""
+        """Return what to do instead of training the checkpoint further, to go on from "it is that library's: "."""
         return f"fine-tune it instead, robopolicy finetune {folder}."
 
 
