@@ -139,7 +139,8 @@ class _GuidedSteps:
     """Steps of predictions without and with the label, put together."""
 
     def __init__(self, without: Steps, told: Steps, weight: Tensor):
-        self.without, self.told, self.weight = without, told, weight
+        self.without, self.told = without, told
+        self.weight = weight
 
     def one(self, x: Tensor, step: int) -> Tensor:
         return _guided(self.without.one(x, step), self.told.one(x, step), self.weight)

@@ -357,7 +357,8 @@ class DenoisingPolicy(nn.Module):
                 f"{'fine-tune more steps, or ' if count < total else ''}{how_to_explore(self.network)}."
             )
         self.base = frozen_base(self.network, count < total)
-        self._prepared, self.finetuned_steps, self._train_encoder = True, count, train_encoder
+        self._prepared = True
+        self.finetuned_steps, self._train_encoder = count, train_encoder
         if not train_encoder:
             freeze(self.network.encoder_parameters())
 
@@ -444,7 +445,8 @@ class DenoisingPolicy(nn.Module):
         guided: Guided | None = None,
     ) -> tuple[Chain, Draws]:
         """Draw and run the chain under `condition`, what was made of the observation."""
-        config, schedule, first, network = self.config, self.schedule, self.first_step, self.network
+        config, network = self.config, self.network
+        schedule, first = self.schedule, self.first_step
         batch, device = rows_in(condition), next(iter(condition.values())).device
         draws = draw(
             schedule,

@@ -37,7 +37,8 @@ from robopolicy.nn.blocks import TimeEmbedding
 from robopolicy.policies.configuration import JointConfig
 
 SAVED_KIND = "joint"
-STATE, ACTION, FUTURE, VALUE = "state", "action", "future", "value"
+STATE, ACTION = "state", "action"
+FUTURE, VALUE = "future", "value"
 FRAMES = (STATE, ACTION, FUTURE, VALUE)
 ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, FUTURE)}
 """Role -> frames that it is conditioned on; all other frames are sampled."""

@@ -39,12 +39,14 @@ def chain_scores(
     entropy [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped
     [N, K], the shares of elements whose gradient is zero because a clamp or the clip holds.
     """
-    chain, times, chosen = latents["chain"], schedule.times[first:], latents.get("chosen")
+    chain, chosen = latents["chain"], latents.get("chosen")
+    times = schedule.times[first:]
     step: Tensor | slice = slice(first, None)
     x, after = chain[:, :-1], chain[:, 1:]
     if chosen is not None:
         rows = torch.arange(len(chain), device=chain.device)[:, None]
-        x, after, step = chain[rows, chosen], chain[rows, chosen + 1], chosen + first
+        x, after = chain[rows, chosen], chain[rows, chosen + 1]
+        step = chosen + first
     prediction = steps_of(network, times, condition).several(x, chosen)
     normal = schedule.transition(x, prediction, step, explored=part.size)
     if learns_noise(config):
@@ -131,7 +133,8 @@ def matching_scores(
     what of a latent is executed. Entropy is zero: there is no distribution. extras: mean [N, n, P, A], the predictions,
     with std 1.
     """
-    action, noise, level = latents["action"], latents["noise"], latents["level"]
+    action = latents["action"]
+    noise, level = latents["noise"], latents["level"]
     count, samples = level.shape
     clean = action[:, None].expand(noise.shape).flatten(0, 1)
     flat_noise, flat_level = noise.flatten(0, 1), level.flatten()

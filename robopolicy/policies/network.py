@@ -251,7 +251,8 @@ class EveryStep:
     """`Steps` of any network at times [K]: a step is a call, and k steps of N rows are one call with N x k rows."""
 
     def __init__(self, network: DenoisingNetwork, times: Tensor, condition: Condition):
-        self.network, self.times, self.condition = network, times, condition
+        self.network = network
+        self.times, self.condition = times, condition
 
     def one(self, x: Tensor, step: int) -> Tensor:
         """Predict [N, P, A]; see `Steps`."""
@@ -269,7 +270,8 @@ class PrefixedSteps:
     """`Steps` of a network that is given the first count[b] [B] steps of `clean` [B, P, A], normalised actions."""
 
     def __init__(self, steps: Steps, clean: Tensor, count: Tensor):
-        self.steps, self.clean, self.count = steps, clean, count
+        self.steps = steps
+        self.clean, self.count = clean, count
 
     def one(self, x: Tensor, step: int) -> Tensor:
         """Predict [B, P, A] of latents x [B, P, A] about to take `step`, whose given steps are not looked at."""

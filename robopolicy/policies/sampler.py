@@ -163,7 +163,8 @@ def sample_chain(
     x = lead(schedule, first, leading, draws)
     if kept is not None:
         x = kept.begin(x)
-    latents, means, stds = [x], [], []
+    latents = [x]
+    means, stds = [], []
     for index, step in enumerate(range(first, schedule.steps)):
         prediction = scored.one(x, step)
         normal = schedule.transition(x, prediction, step, deterministic=draws.steps is None, explored=draws.explored)

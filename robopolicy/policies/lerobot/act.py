@@ -32,7 +32,8 @@ from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze
 from robopolicy.policies.steps import stood_for
 
-IMAGES, ACTION, PADDING = "observation.images", "action", "action_is_pad"
+IMAGES = "observation.images"
+ACTION, PADDING = "action", "action_is_pad"
 
 
 class GaussianACT(LeRobotModule):

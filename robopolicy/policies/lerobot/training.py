@@ -108,7 +108,8 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
     inner: Any = policy.policy
     if why_not_trainable(inner):
         return  # which is what has to be said
-    kind, usual, known = inner.config.type, LeRobotTuning(), policy.settings
+    kind = inner.config.type
+    usual, known = LeRobotTuning(), policy.settings
     if kind == "act" and known.log_std is not None and tuning.std not in (usual.std, known.tuning.std):
         raise ConfigError(
             f"lerobot.std={tuning.std:g} is what an act begins to explore with, and this one has learned its standard "
