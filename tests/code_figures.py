@@ -49,6 +49,27 @@ def import_graph() -> dict[str, set[str]]:
     return {name: imports_of(ast.parse(path.read_text()), set(files)) - {name} for name, path in files.items()}
 
 
+def folder_graph() -> dict[str, set[str]]:
+    """Return folder -> the folders that its modules import from, those aside that it lies in or that lie in it."""
+    found: dict[str, set[str]] = {}
+    for name, others in import_graph().items():
+        mine = _folder(name)
+        beside = {_folder(other) for other in others}
+        apart = {each for each in beside if not _within(each, mine) and not _within(mine, each)}
+        found.setdefault(mine, set()).update(apart)
+        for each in apart:
+            found.setdefault(each, set())
+    return found
+
+
+def _folder(module: str) -> str:
+    return module if (ROOT / Path(*module.split("."))).is_dir() else module.rpartition(".")[0]
+
+
+def _within(folder: str, other: str) -> bool:
+    return f"{folder}.".startswith(f"{other}.")
+
+
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return the groups of modules that reach each other (strongly connected components of two and more; Tarjan)."""
     index: dict[str, int] = {}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from code_figures import circles, import_graph, packed
+from code_figures import circles, folder_graph, import_graph, packed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("robopolicy", "worldmodels", "sims")
@@ -107,6 +107,11 @@ def test_no_local_function_calls_itself():
 def test_no_module_imports_itself_over_others():
     """Not by an import in a function or for types alone either: who reads one of a circle has to read them all."""
     assert not [" -> ".join(each) for each in circles(import_graph())]
+
+
+def test_no_folder_imports_itself_over_others():
+    """A folder is a room: of two, one leans on the other (what lies in a folder belongs to it, and may use it)."""
+    assert not [" -> ".join(each) for each in circles(folder_graph())]
 
 
 def test_parameters_that_mean_a_policy_a_model_or_a_world_are_typed():
