@@ -105,7 +105,7 @@ class NoisyController:
             warnings.warn(
                 f"Noise is a share of the action's range, {self._low.min():g} to {self._high.max():g}, of which the "
                 f"controller uses up to {float((self._largest / half).max()):.2g}: its actions drown. If these bounds "
-                "are a formality, play without noise (collect.noise=[none]), or declare true ones.",
+                "are a formality, play without noise (noise=[none]), or declare true ones.",
                 RobopolicyWarning,
                 stacklevel=3,
             )

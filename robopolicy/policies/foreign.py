@@ -34,7 +34,10 @@ class ForeignFormat:
     from_shapes = False
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Whether this library saved what is in checkpoint.folder, whose config.json is checkpoint.description."""
+        """Whether this library saved what is in checkpoint.folder, whose config.json is checkpoint.description.
+
+        Raises NotImplementedError where a format does not say.
+        """
         raise NotImplementedError
 
     def load(self, folder: Path, device: torch.device | str = "cpu", *, weights: bool = True) -> Policy:

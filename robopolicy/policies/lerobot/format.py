@@ -1,4 +1,4 @@
-"""How robopolicy opens what LeRobot saved, and what it says of it before anything heavy is imported."""
+"""How checkpoints that LeRobot saved are opened here, and what it says of it before anything heavy is imported."""
 
 from pathlib import Path
 
