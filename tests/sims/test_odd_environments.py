@@ -461,9 +461,7 @@ def test_noise_of_a_range_that_is_a_formality_is_noticed():
         for _ in range(steps):
             controller.act({})
 
-    with pytest.warns(
-        RobopolicyWarning, match=r"-1e\+06 to 1e\+06.*up to 5e-07: its actions drown.*\(noise=\[none\]"
-    ):
+    with pytest.warns(RobopolicyWarning, match=r"-1e\+06 to 1e\+06.*up to 5e-07: its actions drown.*\(noise=\[none\]"):
         played(1e6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
