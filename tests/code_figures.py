@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("robopolicy", "worldmodels", "sims")
 COMMENTED = ("robopolicy/rl", "robopolicy/policies", "robopolicy/training", "worldmodels", "sims/engine.py")
 """Where comments are counted apart: the parts with mathematics in them."""
-POLICY_CLASS = re.compile(r"(LeRobot|Denoising|Token|Joint|Encoded|Distilled|Latent)\w*Policy$|^is_lerobot")
+POLICY_CLASS = re.compile(r"(LeRobot|Denoising|Token|Joint|Encoded|Distilled|Latent)\w*(Policy|Module|Network|Start)$")
 
 
 def sources(*roots: str) -> list[Path]:
@@ -124,7 +124,7 @@ def asks_for_a_policy_class(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return False
     if node.func.id != "isinstance":
-        return POLICY_CLASS.match(node.func.id) is not None
+        return node.func.id.startswith("is_lerobot")
     names = {item.id for item in ast.walk(node.args[1]) if isinstance(item, ast.Name)}
     return any(POLICY_CLASS.match(name) for name in names)
 

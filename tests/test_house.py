@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from code_figures import circles, folder_graph, import_graph, packed
+from code_figures import asks_for_a_policy_class, circles, folder_graph, import_graph, packed
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("robopolicy", "worldmodels", "sims")
@@ -112,6 +112,18 @@ def test_no_module_imports_itself_over_others():
 def test_no_folder_imports_itself_over_others():
     """A folder is a room: of two, one leans on the other (what lies in a folder belongs to it, and may use it)."""
     assert not [" -> ".join(each) for each in circles(folder_graph())]
+
+
+def test_nobody_outside_policies_asks_for_a_policy_by_its_class():
+    """They ask for what it can do (`policies/abilities.py`), so that the next kind of policy is nobody's business."""
+    asked = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)}"
+        for path in sources()
+        if "policies" not in path.relative_to(ROOT).parts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and asks_for_a_policy_class(node)
+    ]
+    assert not asked, "\n".join(asked)
 
 
 def test_parameters_that_mean_a_policy_a_model_or_a_world_are_typed():

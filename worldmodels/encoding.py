@@ -90,6 +90,11 @@ class EncodedPolicy(nn.Module):
         """The policy."""
         return self.policy
 
+    @property
+    def encoder(self) -> DecoderFree:
+        """The model whose latent the policy reads."""
+        return self.model
+
     def around(self, inner: Policy) -> "EncodedPolicy":
         """Return the model's encoder before another policy, which reads the same."""
         return EncodedPolicy(inner, self.model)

@@ -7,6 +7,7 @@ depend on rows or batches, and a copied latent branches exactly.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.modules import Module
+from robopolicy.core.policy import Policy, PolicyWrapper
 from robopolicy.core.randomness import uniforms
 from robopolicy.core.regression import Staged
 from robopolicy.core.spec import Field, WorldSpec
@@ -172,6 +174,24 @@ class DecoderFree(WorldModel, Protocol):
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return what is seen where a latent is, key -> [B, *shape], without gradient: the fields of `spec`."""
+        ...
+
+
+@runtime_checkable
+class BehindEncoder(PolicyWrapper, Protocol):
+    """A policy of the real world that decides by means of one which reads what a model without a decoder shows."""
+
+    @property
+    def encoder(self) -> DecoderFree:
+        """The model that encodes what is observed."""
+        ...
+
+    def around(self, inner: Policy) -> "BehindEncoder":
+        """Return the encoder before another policy, which reads the same."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the inner policy's checkpoint with the encoder inside, atomically."""
         ...
 
 

@@ -40,7 +40,7 @@ from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.nn.branches import Caching
 from robopolicy.nn.configuration import Prediction
 from robopolicy.nn.schedules import DiffusionSchedule
-from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import is_complete
 from robopolicy.verbs import distill
@@ -245,9 +245,7 @@ def made(config: Config, root: Path, task: str, name: str, seed: int, device: to
 
 def loaded(run: Path, device: torch.device) -> DenoisingPolicy:
     """Return the policy of a run folder."""
-    policy = load_policy(run / "checkpoint", device)
-    assert isinstance(policy, DenoisingPolicy)
-    return policy
+    return require_denoising(load_policy(run / "checkpoint", device), f"{run} holds no denoising policy.")
 
 
 def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps: int) -> Path:

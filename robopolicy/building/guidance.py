@@ -1,6 +1,5 @@
 """Builds what fine-tuning leans on beside its own episodes: a teacher, demonstrated states, experts, a planner."""
 
-import warnings
 from pathlib import Path
 
 from robopolicy.building.planning import planned_acting
@@ -8,12 +7,12 @@ from robopolicy.building.policies import as_seen_in, choose_device, load_policy
 from robopolicy.building.worlds import build_controller
 from robopolicy.configuration import Config
 from robopolicy.core.episodes import Episodes, require_recorded
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
-from robopolicy.core.policy import Policy, Trainable, require_trainable
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.abilities import Tunable
+from robopolicy.policies.denoising import score_alike
 from robopolicy.rl.preferences import read_pairs
 from robopolicy.rl.registry import Need
 from robopolicy.runs import default_path
@@ -56,14 +55,9 @@ def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | N
     teacher = as_seen_in(world, load_policy(folder, choose_device(config.run)))
     if not needs & OF_THE_SAME_STEPS:
         return teacher  # it is asked what it would do, as it is
-    if isinstance(teacher, LeRobotPolicy):
-        teacher = require_trainable(teacher.tuned_by(config.lerobot))
-    if not (isinstance(teacher, DenoisingPolicy) and isinstance(policy, DenoisingPolicy)):
-        return teacher
-    if teacher.finetuning is None and teacher.schedule.steps == policy.schedule.steps:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RobopolicyWarning)  # of what is saved: a teacher is not
-            teacher.prepare_finetuning(policy.finetuned_steps)
+    if isinstance(teacher, Tunable):
+        teacher = teacher.tuned_by(config.lerobot).to_trainable()
+    score_alike(teacher, policy)
     return teacher
 
 

@@ -22,13 +22,13 @@ from robopolicy.core.world import World
 from robopolicy.inference.configuration import SYNCHRONOUS, InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.abilities import Tunable
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.policies.loading import build_policy, checkpoint_in
 from robopolicy.training.encoders import load_with_encoder
 from worldmodels.encoding import EncodedPolicy
 from worldmodels.env import ImaginedWorld
-from worldmodels.protocol import DecoderFree, WorldModel, encoder_weights
+from worldmodels.protocol import BehindEncoder, DecoderFree, WorldModel, encoder_weights
 
 
 def choose_device(run: RunSection) -> torch.device:
@@ -71,7 +71,7 @@ def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
 
     Raises ConfigError where the policy cannot be trained or does not read such a choice.
     """
-    if isinstance(policy, LeRobotPolicy):
+    if isinstance(policy, Tunable):
         return policy.to_trainable_by(tuning)
     if tuning != LeRobotTuning():
         raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
@@ -103,7 +103,7 @@ def load_acting(
 
 def behind(model: WorldModel, policy: Policy) -> Policy:
     """Return `policy`, which acts inside `model`, as it acts in the real world: behind its encoder, if it needs one."""
-    needed = isinstance(model, DecoderFree) and not isinstance(policy, EncodedPolicy)
+    needed = isinstance(model, DecoderFree) and not isinstance(policy, BehindEncoder)
     return EncodedPolicy(policy, cast(DecoderFree, model)) if needed else policy
 
 
@@ -112,17 +112,17 @@ def as_seen_in(world: World, policy: Policy) -> Policy:
 
     Raises ConfigError where `world` is another model's imagination.
     """
-    if not (isinstance(policy, EncodedPolicy) and isinstance(world, ImaginedWorld)):
+    if not (isinstance(policy, BehindEncoder) and isinstance(world, ImaginedWorld)):
         return policy
     if not isinstance(world.model, DecoderFree):
         return policy
-    own, other = encoder_weights(policy.model), encoder_weights(world.model)
+    own, other = encoder_weights(policy.encoder), encoder_weights(world.model)
     if own.keys() != other.keys() or any(not torch.equal(own[name], other[name].to(own[name].device)) for name in own):
         raise ConfigError(
             f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "
             "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."
         )
-    return policy.policy
+    return policy.inner
 
 
 def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:

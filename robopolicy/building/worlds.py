@@ -48,7 +48,7 @@ from robopolicy.core.spec import (
 from robopolicy.core.world import Controller, Snapshots, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.lerobot_format import read_dataset
-from robopolicy.policies.lerobot.module import lerobots_own
+from robopolicy.policies.abilities import MapsFeatures
 from robopolicy.rl.critic import Critic, state_critic
 from sims.controllers import load_controller
 from sims.experts import Noise, NoisyController, noise_level
@@ -174,8 +174,7 @@ def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[s
 
 def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
     """Return what to write beside a policy of LeRobot's whose names or sizes are others than a world's, else ""."""
-    reader = lerobots_own(policy)
-    return "" if reader is None else reader.mapping_for(spec)
+    return policy.mapping_for(spec) if isinstance(policy, MapsFeatures) else ""
 
 
 def made_of_files(

@@ -15,11 +15,12 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import CONDITION, TensorObservation
 from robopolicy.inference.caching import CachedSteps
-from robopolicy.inference.lerobot import lean_lerobot
+from robopolicy.inference.configuration import InferenceConfig
+from robopolicy.inference.lean import lean
 from robopolicy.inference.samplers import Sampler, own_sampler, sample
 from robopolicy.nn.branches import Blocks
-from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.abilities import Denoises
+from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import ChunkNetwork, DenoisingNetwork, learns_noise
 from robopolicy.policies.sampler import draw
 from worldmodels.protocol import Cacheable, ChunkModel
@@ -73,7 +74,7 @@ class Recorder:
 
 @torch.no_grad()
 def calibrate(
-    policy: DenoisingPolicy | LeRobotPolicy,
+    policy: Denoises,
     observation: TensorObservation,
     generator: torch.Generator,
     *,
@@ -91,17 +92,18 @@ def calibrate(
     count = len(next(iter(observation.values()))) if observation else 0
     if count < 1 or rows < 1:
         raise ConfigError(f"There are {count} observations, {rows} at a time: a calibration needs at least 1.")
-    if isinstance(policy, DenoisingPolicy) and not _network(policy.network).denoiser.block_names:
+    ours = None if policy.own_schedule is None else require_denoising(policy, f"{type(policy).__name__} has no blocks.")
+    if ours is not None and not _network(ours.network).denoiser.block_names:
         raise ConfigError("The network has no blocks to remember: an mlp of depth 1 has none.")
     blocks: tuple[str, ...] = ()
     sums: list[tuple[Tensor, Tensor]] = []
     for begin in range(0, count, rows):
         part = {key: value[begin : begin + rows] for key, value in observation.items()}
         recorder = Recorder()
-        if isinstance(policy, LeRobotPolicy):
-            lean_lerobot(policy, recorder).act(part, generator)
+        if ours is None:
+            lean(policy, InferenceConfig("lean"), recorder).act(part, generator)
         else:
-            _run(policy, part, generator, deterministic, sampler, recorder)
+            _run(ours, part, generator, deterministic, sampler, recorder)
         blocks = recorder.blocks
         sums.append(_measured(recorder, len(next(iter(part.values())))))
     return _calibration(blocks, sums, count)

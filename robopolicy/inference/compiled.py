@@ -17,10 +17,10 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import CONDITION, Policy
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
-from robopolicy.inference.lean import LeanDenoising, Prepared, denoiser_in, prepared, require_denoising
+from robopolicy.inference.lean import LeanDenoising, Prepared, denoiser_in, prepared
 from robopolicy.inference.samplers import Predicts
 from robopolicy.nn.branches import Caching
-from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import ChunkNetwork, Condition, DenoisingNetwork, rows_in
 from robopolicy.policies.sampler import Draws
 
@@ -31,7 +31,9 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return `policy` computed in machine code; see `robopolicy.inference.engine.Engine`."""
-    denoising = require_denoising(policy, "compiled")
+    denoising = require_denoising(
+        policy, f"engine=compiled computes denoising policies, and this is a {type(policy).__name__}."
+    )
     device = denoising.action_low.device.type
     if device == "cpu" and not any(map(shutil.which, COMPILERS)):
         raise ConfigError(

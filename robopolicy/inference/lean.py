@@ -7,6 +7,7 @@ goes in and what comes out is. Axes: B row, K step, P predicted step, C executed
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import singledispatch
 from typing import cast
 
 import torch
@@ -43,25 +44,43 @@ from robopolicy.policies.token.policy import TokenPolicy
 
 def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return `policy` computed by the lean engine; see `robopolicy.inference.engine.Engine`."""
-    if isinstance(policy, TokenPolicy | LeRobotPolicy):
-        if not config.exact or (caching is not None and isinstance(policy, TokenPolicy)):
-            raise ConfigError(
-                f"Other samplers, bf16 and block caching are for denoising policies, not for a {type(policy).__name__}."
-            )
-        if isinstance(policy, TokenPolicy) and policy.processor is not None:
-            raise ConfigError(
-                "engine=lean keeps what was read of an instruction, and this policy reads images before it, "
-                "so every prompt is new, and read once a decision already. Use engine=reference."
-            )
-        return LeanTokens(policy) if isinstance(policy, TokenPolicy) else lean_lerobot(policy, caching)
-    return LeanDenoising(require_denoising(policy, "lean"), config, caching)
+    return _lean(policy, config, caching)
 
 
-def require_denoising(policy: Policy, engine: str) -> DenoisingPolicy:
-    """Return `policy`, typed as one that denoises; raises ConfigError where it is another kind."""
-    if not isinstance(policy, DenoisingPolicy):
-        raise ConfigError(f"engine={engine} computes denoising policies, and this is a {type(policy).__name__}.")
-    return policy
+@singledispatch
+def _lean(policy: Policy, config: InferenceConfig, caching: Caching | None) -> Policy:
+    """Compute one kind of policies; the next kind is a function that is registered for its class."""
+    del config, caching
+    raise ConfigError(f"engine=lean computes denoising policies, and this is a {type(policy).__name__}.")
+
+
+@_lean.register
+def _lean_denoising(policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None) -> Policy:
+    return LeanDenoising(policy, config, caching)
+
+
+@_lean.register
+def _lean_tokens(policy: TokenPolicy, config: InferenceConfig, caching: Caching | None) -> Policy:
+    _require_exact(policy, config.exact and caching is None)
+    if policy.processor is not None:
+        raise ConfigError(
+            "engine=lean keeps what was read of an instruction, and this policy reads images before it, "
+            "so every prompt is new, and read once a decision already. Use engine=reference."
+        )
+    return LeanTokens(policy)
+
+
+@_lean.register
+def _lean_lerobot(policy: LeRobotPolicy, config: InferenceConfig, caching: Caching | None) -> Policy:
+    _require_exact(policy, config.exact)
+    return lean_lerobot(policy, caching)
+
+
+def _require_exact(policy: Policy, exact: bool) -> None:
+    if not exact:
+        raise ConfigError(
+            f"Other samplers, bf16 and block caching are for denoising policies, not for a {type(policy).__name__}."
+        )
 
 
 class LeanDenoising:

@@ -30,11 +30,8 @@ from robopolicy.core.turns import Turns, turns_of
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
 from robopolicy.nn.prefix import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
-from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.latents import OwnLatents
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
-from robopolicy.policies.lerobot.families import FAMILIES
-from robopolicy.policies.lerobot.training import LeRobotNetwork
+from robopolicy.policies.denoising import DenoisingPolicy, OpensDenoising, require_denoising
+from robopolicy.policies.latents import OwnLatents, SaysWhatItDenoises
 from robopolicy.policies.network import PrefixedSteps, Steps
 
 OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."
@@ -77,12 +74,7 @@ def trained_rtc(policy: Policy, delay: Delay) -> Policy:
     It has learned to continue them (policy.prefix_steps), so nothing is differentiated and nothing guided. Raises
     ConfigError for other policies than denoising ones, and for one that has not learned it, or not for so many steps.
     """
-    if not isinstance(policy, DenoisingPolicy):
-        raise ConfigError(
-            f"trained_rtc gives steps to a diffusion or flow policy that was trained with prefix_steps, and this is a "
-            f"{type(policy).__name__}: choose another chunking. {OF_AN_ENGINE}"
-        )
-    known = policy.config.prefix_steps
+    known = _continuing(policy).config.prefix_steps
     if known < max(delay.steps, 1):
         raise ConfigError(
             f"This policy has learned to continue {known} given steps: train it with prefix_steps="
@@ -100,28 +92,34 @@ def continued(
     deterministic: bool,
 ) -> Tensor:
     """Return the plan [B, P, A] that continues the next d steps of the one underway, with these; see `Plans`."""
-    assert isinstance(policy, DenoisingPolicy)
-    overlap, steps = underway.rest.shape[1], policy.config.prediction_steps
+    learned = _continuing(policy)
+    overlap, steps = underway.rest.shape[1], learned.config.prediction_steps
     behind = (0, 0, 0, steps - overlap)
-    target = pad(policy.action_normalizer(underway.rest), behind)
-    count = min(underway.delay, policy.config.prefix_steps) * underway.known  # a robot may be slower than was learned
+    target = pad(learned.action_normalizer(underway.rest), behind)
+    count = min(underway.delay, learned.config.prefix_steps) * underway.known  # a robot may be slower than was learned
     guided: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
-    plan = policy.predict(observation, generator, deterministic=deterministic, guided=guided)
+    plan = learned.predict(observation, generator, deterministic=deterministic, guided=guided)
     # What the network says of given steps means nothing, and a robot that is answered sooner executes some of them.
     return torch.where(given_steps(count, steps)[..., None], pad(underway.rest, behind), plan)
 
 
+def _continuing(policy: object) -> DenoisingPolicy:
+    return require_denoising(
+        policy,
+        f"trained_rtc gives steps to a diffusion or flow policy that was trained with prefix_steps, and this is a "
+        f"{type(policy).__name__}: choose another chunking. {OF_AN_ENGINE}",
+    )
+
+
 def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobian: bool) -> Policy:
-    guided, quiet = policy, False
-    if isinstance(policy, LeRobotPolicy) and policy.policy.config.type in FAMILIES:
-        guided, quiet = policy.to_trainable(), True  # the same weights, whose denoising can be looked into
-    if not isinstance(guided, DenoisingPolicy):
-        raise ConfigError(
-            f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
-            f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
-            f"more than it executes. {OF_AN_ENGINE}"
-        )
-    if isinstance(guided.network, LeRobotNetwork) and not guided.network.denoises_actions:
+    opened = policy.opened() if isinstance(policy, OpensDenoising) else None
+    guided = require_denoising(
+        policy if opened is None else opened,
+        f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
+        f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
+        f"more than it executes. {OF_AN_ENGINE}",
+    )
+    if isinstance(guided.network, SaysWhatItDenoises) and not guided.network.denoises_actions:
         raise ConfigError(
             "Real-time chunking guides normalised actions, and this policy's network denoises what actions are made of "
             "(such as a gripper's logits): choose prefetch, ensembling, bidirectional or synchronous."
@@ -132,7 +130,7 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
     if mask not in kinds:
         raise ConfigError(f"There is no mask '{mask}': choose {', '.join(kinds)}.")
     bound = min(strongest, guided.schedule.steps) if jacobian else strongest
-    return OverlappingPolicy(policy, delay, Inpainted(guided, bound, Mask(mask), jacobian, quiet))
+    return OverlappingPolicy(policy, delay, Inpainted(guided, bound, Mask(mask), jacobian, quiet=opened is not None))
 
 
 @dataclass(frozen=True)

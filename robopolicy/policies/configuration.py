@@ -1,9 +1,11 @@
-"""Every choice that makes a denoising policy or a joint model, with its default; nothing heavy is imported."""
+"""Every choice that makes a denoising policy or a joint model, with its default, and how far any policy of such choices
+looks back and ahead; nothing heavy is imported.
+"""
 
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
@@ -233,3 +235,34 @@ class JointConfig:
             raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")
         if self.aggregate not in AGGREGATES:
             raise ConfigError(f"aggregate={self.aggregate} is not known: {', '.join(AGGREGATES)}.")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """history: frames that it reads; chunk: control steps that it executes a decision; prediction: that it predicts."""
+
+    history: int
+    chunk: int
+    prediction: int
+
+
+@runtime_checkable
+class SaysReach(Protocol):
+    """Settings of a policy whose reach follows from another file than they are."""
+
+    def reach(self) -> Reach:
+        """Return it; raises what reading that file does."""
+        ...
+
+
+def reach_of(config: Any) -> Reach | None:
+    """Return the reach of a policy of these settings (`policy.*`), None where they do not say.
+
+    Raises ConfigError where a policy of LeRobot's is asked for without its folder, CheckpointError where that is none.
+    """
+    if isinstance(config, SaysReach):
+        return config.reach()
+    chunk = getattr(config, "chunk", None)
+    if not isinstance(chunk, int):
+        return None
+    return Reach(getattr(config, "history", 1), chunk, getattr(config, "prediction_steps", None) or chunk)

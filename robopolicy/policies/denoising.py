@@ -7,6 +7,7 @@ batch norm, no averaged copy, so that `act` and `log_prob` always run the same f
 """
 
 import copy
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self, cast, runtime_checkable
@@ -15,15 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import read_weights, require_format, restoring
-from robopolicy.core.errors import ConfigError, SpecError
+from robopolicy.core.errors import ConfigError, RobopolicyWarning, SpecError
 from robopolicy.core.origin import origin_of, remember_origin, remember_renaming, renaming_of
-from robopolicy.core.policy import Decision, Scores, TakesAdapters, TensorObservation, is_condition
-from robopolicy.core.spec import Field, PolicySpec, validate_observation
+from robopolicy.core.policy import Decision, Policy, Scores, TakesAdapters, TensorObservation, is_condition
+from robopolicy.core.spec import Field, PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.precision import as_kept, multiplied
 from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
+from robopolicy.nn.schedules import Schedule
+from robopolicy.policies.abilities import MapsFeatures, began_elsewhere
 from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.interface import check_predicted, in_range, register_range, select_fields
@@ -168,6 +171,30 @@ class DenoisingPolicy(nn.Module):
     def first_step(self) -> int:
         """Index in the schedule of the first scored step, K - K'."""
         return self.schedule.steps - self.finetuned_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.action_low.device
+
+    @property
+    def own_schedule(self) -> Schedule:
+        """The schedule of its steps; see `abilities.Denoises`."""
+        return self.schedule
+
+    @property
+    def past_steps(self) -> int:
+        """How many predicted steps lie before the decision; see `abilities.LearnsPast`."""
+        return self.part.first
+
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether somebody else trained its network; see `abilities.BeganElsewhere`."""
+        return began_elsewhere(self.network)
+
+    def mapping_for(self, world: WorldSpec) -> str:
+        """See `abilities.MapsFeatures`; "" where its network reads our names."""
+        return self.network.mapping_for(world) if isinstance(self.network, MapsFeatures) else ""
 
     @property
     def encoder_is_fixed(self) -> bool:
@@ -508,3 +535,29 @@ class DenoisingPolicy(nn.Module):
             if kept:
                 return as_kept(kept, cast(nn.Module, self.network))
         return self.encode(observation, generator)
+
+
+@runtime_checkable
+class OpensDenoising(Protocol):
+    """A policy of another library whose denoising can be looked into once it is taken apart."""
+
+    def opened(self) -> DenoisingPolicy | None:
+        """Return a policy over the same weights, None where it does not denoise."""
+        ...
+
+
+def require_denoising(policy: object, otherwise: str) -> DenoisingPolicy:
+    """Return `policy`, typed as one that denoises; raises ConfigError, which says `otherwise`, where it is none."""
+    if not isinstance(policy, DenoisingPolicy):
+        raise ConfigError(otherwise)
+    return policy
+
+
+def score_alike(teacher: Policy, policy: Policy | None) -> None:
+    """Let a teacher that was never fine-tuned score the steps that `policy` does, where both denoise in as many."""
+    if not (isinstance(teacher, DenoisingPolicy) and isinstance(policy, DenoisingPolicy)):
+        return
+    if teacher.finetuning is None and teacher.schedule.steps == policy.schedule.steps:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RobopolicyWarning)  # of what is saved: a teacher is not
+            teacher.prepare_finetuning(policy.finetuned_steps)

@@ -4,6 +4,7 @@ Such a folder has a config.json without our `kind`. A format tells which folders
 policies; what its files do not say of the world that a policy acts in stands beside them, in `robopolicy.json`.
 """
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ FORMATS = Registry(
 """Classes of `ForeignFormat`, by name; they are asked in turn, ours last."""
 
 
-class ForeignFormat:
+class ForeignFormat(ABC):
     """How the policies of another library are opened; the next one overrides `library`, `recognises` and `load`.
 
     library: what it is called in messages; from_shapes: whether `load` can do without the weights, so that a dry run
@@ -33,30 +34,33 @@ class ForeignFormat:
     library = ""
     from_shapes = False
 
+    @abstractmethod
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Whether this library saved what is in checkpoint.folder, whose config.json is checkpoint.description.
+        """Whether this library saved what is in checkpoint.folder, whose config.json is checkpoint.description."""
 
-        Raises NotImplementedError where a format does not say.
-        """
-        raise NotImplementedError
-
+    @abstractmethod
     def load(self, folder: Path, device: torch.device | str = "cpu", *, weights: bool = True) -> Policy:
         """Return the policy in `folder`; weights: False, with `from_shapes` alone, where they need not be read.
 
         Raises CheckpointError where its files are damaged, ConfigError where something that it needs is missing.
         """
-        raise NotImplementedError
 
     def weights_bytes(self, folder: Path) -> int:
         """Return how much memory its weights take."""
-        return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+        return bytes_of_files(folder)
 
     def require_memory(self, folder: Path, device: torch.device, copies: int = 1) -> None:
         """Raise ConfigError where so many copies of its weights do not fit into the free memory of `device`."""
+        del folder, device, copies  # nothing is known of it before it is tried
 
     def how_to_train(self, folder: Path) -> str:
         """Return what to do instead of training the checkpoint further, to go on from "it is that library's: "."""
         return f"fine-tune it instead, robopolicy finetune {folder}."
+
+
+def bytes_of_files(folder: Path) -> int:
+    """Return the size of the files with weights in `folder` and below."""
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 def format_of(checkpoint: Checkpoint) -> ForeignFormat | None:

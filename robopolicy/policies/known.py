@@ -3,15 +3,13 @@
 Where a robot is far beyond them the policy guesses, and no answer of its shows that. Axes: N element.
 """
 
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from robopolicy.core.policy import Policy
 from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.nn.normalizer import NormalizationMode, Normalizer, ShowsNormalizers
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
 
 DEVIATIONS = 4.0
 """Standard deviations from the mean within which nearly all data lie, of policies that remember no more than these."""
@@ -20,17 +18,26 @@ type Ranges = dict[str, tuple[np.ndarray, np.ndarray]]
 """Observation key -> (least, greatest) [N] of a vector's elements."""
 
 
+@runtime_checkable
+class ShowsRanges(Protocol):
+    """A policy that keeps the statistics of its data in another way than our normalisers."""
+
+    def known_ranges(self) -> Ranges:
+        """Return between which values its vectors lay, of whatever keys it knows."""
+        ...
+
+
 def known_ranges(policy: Policy) -> Ranges:
     """Return between which values the vectors lay that a policy was trained on, of those that it remembers.
 
     Of an engine or another policy around one, that of the policy inside.
     """
     fields, inner = policy.spec.observation, policy
-    while not isinstance(inner, ShowsNormalizers | LeRobotPolicy):
+    while not isinstance(inner, ShowsNormalizers | ShowsRanges):
         inner = getattr(inner, "inner", None) or getattr(inner, "policy", None)
         if inner is None:
             return {}
-    found = _of_lerobot(inner) if isinstance(inner, LeRobotPolicy) else _of_normalizers(inner)
+    found = inner.known_ranges() if isinstance(inner, ShowsRanges) else _of_normalizers(inner)
     return {
         key: (low.reshape(-1), high.reshape(-1))
         for key, (low, high) in found.items()
@@ -55,20 +62,3 @@ def _of_normalizers(policy: ShowsNormalizers) -> Ranges:
 def _is_unfitted(normalizer: Normalizer) -> bool:
     """Whether a normaliser is the identity, as it is before it has seen data."""
     return not normalizer.offset.any() and bool((normalizer.scale == 1).all())
-
-
-def _of_lerobot(policy: LeRobotPolicy) -> Ranges:
-    """Read the statistics of LeRobot's processors: least and greatest, else quantiles, else mean and deviation."""
-    found: Ranges = {}
-    for step in policy.preprocess.steps:
-        stats: dict[str, dict[str, Any]] = getattr(step, "stats", None) or {}
-        for name, of in stats.items():
-            said = {each: torch.as_tensor(value).double().cpu().numpy() for each, value in of.items()}
-            if "mean" in said and "std" in said:
-                reach = DEVIATIONS * said["std"]
-                said |= {"below": said["mean"] - reach, "above": said["mean"] + reach}
-            for least, greatest in (("min", "max"), ("q01", "q99"), ("below", "above")):
-                if least in said and greatest in said:
-                    found[policy.key_of(name)] = said[least], said[greatest]
-                    break
-    return found

@@ -72,6 +72,16 @@ class OwnLatents(Protocol):
 
 
 @runtime_checkable
+class SaysWhatItDenoises(Protocol):
+    """Optional: a network that says whether its latents are normalised actions, padded at most."""
+
+    @property
+    def denoises_actions(self) -> bool:
+        """Whether they are, and not what actions are made of."""
+        ...
+
+
+@runtime_checkable
 class OwnSchedule(Protocol):
     """Optional: a network that was trained under a schedule which a `DenoisingPolicyConfig` does not describe."""
 

@@ -22,7 +22,7 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain
 from robopolicy.policies.checkpoint import saved_fields
-from robopolicy.policies.foreign import SETTINGS_FILE, ForeignFormat, format_of
+from robopolicy.policies.foreign import SETTINGS_FILE, ForeignFormat, bytes_of_files, format_of
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 PLUGIN, EXPORTED = "robopolicy", "checkpoint"
@@ -81,7 +81,8 @@ def checkpoint_in(folder: Path | str) -> Path:
 
 def weights_bytes(folder: Path) -> int:
     """Return how much memory the weights of the checkpoint in `folder` take, all that it holds; see `checkpoint_in`."""
-    return (foreign_format(folder) or ForeignFormat()).weights_bytes(folder)
+    foreign = foreign_format(folder)
+    return bytes_of_files(folder) if foreign is None else foreign.weights_bytes(folder)
 
 
 def _said_beside(folder: Path) -> Mapping[str, Any]:

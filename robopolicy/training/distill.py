@@ -25,7 +25,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
 from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
-from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.few_steps import clean_actions, few_step_student, require_fewer_steps
 from robopolicy.policies.network import PrefixedSteps
 from robopolicy.training.configuration import DistillConfig
@@ -119,13 +119,13 @@ def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
             f"{type(teacher).__name__} decides by means of another policy, and a student takes the steps of one alone: "
             "distil the checkpoint that it was made from."
         )
-    if not isinstance(teacher, DenoisingPolicy):
-        raise ConfigError(
-            f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow "
-            "policies are distilled."
-        )
-    require_fewer_steps(teacher, steps)
-    return teacher
+    denoising = require_denoising(
+        teacher,
+        f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow policies "
+        "are distilled.",
+    )
+    require_fewer_steps(denoising, steps)
+    return denoising
 
 
 def _observations(

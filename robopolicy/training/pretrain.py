@@ -24,7 +24,7 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import PolicySpec
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.precision import learning_in
-from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.abilities import LearnsPast
 from robopolicy.training.auxiliary import FieldHead, TellsFields, new_head, with_fields
 from robopolicy.training.configuration import PretrainConfig
 from robopolicy.training.experience import require_lowering
@@ -109,8 +109,8 @@ def regression_batches(
         batches = _worthy_batches(data, worth, spec, batch_size, generator, columns)
     else:
         batches = data.sampler(spec.history, spec.prediction, batch_size, generator, keys=columns)
-    if isinstance(policy, DenoisingPolicy) and policy.part.first:
-        batches = _with_past(batches, data, policy.part.first)
+    if isinstance(policy, LearnsPast) and policy.past_steps:
+        batches = _with_past(batches, data, policy.past_steps)
     return with_conditions(batches, read) if read else batches
 
 

@@ -25,14 +25,14 @@ from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
 from robopolicy.inference.comparison import timed
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.distill import Distillation, distill, distillable
 from robopolicy.verbs.job import Job, judge_in_its_world, say_model
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import EncodedPolicy, encoded
+from worldmodels.encoding import encoded
+from worldmodels.protocol import BehindEncoder
 
 VERB = Verb(
     summary="Distil a policy of many denoising steps into one of few",
@@ -57,16 +57,16 @@ def run(config: Config) -> int:
     path = default_path(config, "finetune", "checkpoint", section.policy, "distill.policy")
     teacher = load_policy(path, device)
     settings = narrowed(DistillConfig, section)
-    if isinstance(teacher, EncodedPolicy):
-        distillable(teacher.policy, section.steps)
+    if isinstance(teacher, BehindEncoder):
+        distillable(teacher.inner, section.steps)
     else:  # before it plays a single episode
         teacher = distillable(teacher, section.steps)
         plan(teacher, settings)
     episodes = asked_at(config, teacher, device)
     seed = derive(config.run.seed, "distill")
     clock = folder.clock()
-    if isinstance(teacher, EncodedPolicy):  # the encoder stays as it is
-        few, fitted = distill(teacher.policy, encoded(teacher.model, episodes), settings, folder, seed=seed)
+    if isinstance(teacher, BehindEncoder):  # the encoder stays as it is
+        few, fitted = distill(teacher.inner, encoded(teacher.encoder, episodes), settings, folder, seed=seed)
         student = teacher.around(few)
     else:
         student, fitted = distill(teacher, episodes, settings, folder, seed=seed)
@@ -99,7 +99,7 @@ def run(config: Config) -> int:
 
 def plan(teacher: DenoisingPolicy, settings: DistillConfig) -> None:
     """Say what distilling one of LeRobot's takes of memory, by a student that is dropped; raises as `say_model`."""
-    if isinstance(teacher.network, LeRobotModule):
+    if teacher.began_elsewhere:
         lesson = Distillation(teacher, settings)
         say_model(lesson.student, settings, lesson)
 

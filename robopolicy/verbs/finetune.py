@@ -27,9 +27,8 @@ from robopolicy.evaluation.success import compared, evaluate_policy
 from robopolicy.nn.precision import learning_in
 from robopolicy.nn.shapes import shapes_only
 from robopolicy.nn.sharing import share
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.abilities import HoldsModule, Tunable, began_elsewhere
 from robopolicy.policies.loading import checkpoint_in, foreign_format, weights_bytes
-from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
@@ -42,7 +41,7 @@ from robopolicy.training.update import by_episode, minibatch_rows
 from robopolicy.verbs.advice import Evidence, print_advice
 from robopolicy.verbs.job import Job, began_from, confirming_seeds, print_verdicts, require_target
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import EncodedPolicy
+from worldmodels.protocol import BehindEncoder
 
 VERB = Verb(
     summary="Fine-tune a policy with RL in its denoising chain or on its tokens",
@@ -70,12 +69,12 @@ def tune(config: Config) -> int:
     if foreign is not None:
         foreign.require_memory(checkpoint_in(path), device, copies=2)
     base = load_policy(path, device)
-    if isinstance(base, EncodedPolicy):
+    if isinstance(base, BehindEncoder):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
-    held = base.policy if isinstance(base, LeRobotPolicy) else base
+    held = base.module if isinstance(base, HoldsModule) else base
     if isinstance(held, nn.Module):
         share(policy, held)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
@@ -155,8 +154,7 @@ def say_memory(config: Config, policy: Trainable, base: Policy, world: World) ->
     nothing is said: they are small.
     """
     teacher = config.finetune.teacher
-    large = isinstance(base, LeRobotPolicy) or (isinstance(base, TokenPolicy) and base.config.token.model)
-    if not large and (teacher is None or foreign_format(teacher) is None):
+    if not began_elsewhere(base) and (teacher is None or foreign_format(teacher) is None):
         return
     device = next(policy.parameters()).device
     budget = memory_of(config, policy, base, world, device)
@@ -185,7 +183,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
         budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)
     if config.finetune.teacher is not None:
         budget = replace(budget, teacher=weights_bytes(checkpoint_in(config.finetune.teacher)))
-    if not (isinstance(base, LeRobotPolicy) and config.lerobot.checkpointing):
+    if not (isinstance(base, Tunable) and config.lerobot.checkpointing):
         return budget
     # On the way back the activations of one step at a time are there again, as they are without checkpointing.
     plain = base.tuned_by(replace(config.lerobot, checkpointing=False)).to_trainable()

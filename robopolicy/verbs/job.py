@@ -38,10 +38,8 @@ from robopolicy.evaluation.success import Verdict, evaluate_policy, judge, requi
 from robopolicy.evaluation.tables import instruction_table
 from robopolicy.evaluation.video import beside, record_grid, write_video
 from robopolicy.nn.precision import learning_in
-from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot.module import LeRobotModule
+from robopolicy.policies.abilities import DescribesReading, began_elsewhere
 from robopolicy.policies.loading import checkpoint_in
-from robopolicy.policies.token.policy import TokenPolicy
 from robopolicy.runs import finish, finished, open_run, output
 from robopolicy.training.configuration import RegressionConfig
 from robopolicy.training.memory import plan_pretraining
@@ -168,10 +166,9 @@ def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | 
     That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
     lesson: what teaches it, whose loss is another than its own.
     """
-    network = policy.network if isinstance(policy, DenoisingPolicy) else policy
-    if isinstance(policy, TokenPolicy) and policy.described:
+    if isinstance(policy, DescribesReading) and policy.described:
         output.print(policy.described, soft_wrap=True, highlight=False)
-    if not (isinstance(network, LeRobotModule) or (isinstance(policy, TokenPolicy) and policy.config.token.model)):
+    if not began_elsewhere(policy):
         return
     free = free_memory(next(policy.parameters()).device)
     with learning_in(section.precision):

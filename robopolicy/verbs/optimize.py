@@ -40,8 +40,7 @@ from robopolicy.inference.engine import ENGINES, with_engine
 from robopolicy.inference.plan import InferencePlan, device_name, save_plan, weights_hash
 from robopolicy.inference.schedules import plans_to_try
 from robopolicy.nn.schedules import FlowSchedule
-from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.lerobot.acting import LeRobotPolicy
+from robopolicy.policies.abilities import Denoises
 from robopolicy.policies.loading import checkpoint_in
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.runs import default_path, finish, open_fresh_run, output, print_table
@@ -157,7 +156,7 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
     deciding = innermost(policy)
     if not section.error:
         return ways
-    if not isinstance(deciding, DenoisingPolicy | LeRobotPolicy):
+    if not isinstance(deciding, Denoises):
         output.print(
             f"Exact engines alone: fewer steps, block caches and bf16 are for diffusion and flow policies, and this is "
             f"a {type(deciding).__name__}.",
@@ -171,12 +170,13 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
         return ways
     engine = InferenceConfig(cheaper[0])
     caches = cached_ways(section, policy, seen, engine)
-    if isinstance(deciding, LeRobotPolicy):
+    schedule = deciding.own_schedule
+    if schedule is None:
         return ways | caches
-    total = deciding.schedule.steps
+    total = schedule.steps
     ways["bf16"] = Way(replace(engine, precision="bf16"))
     # With fewer steps than these the second of each pair is the first.
-    samplers = {"euler": 1, "heun": 3} if isinstance(deciding.schedule, FlowSchedule) else {"ddim": 1, "dpm++": 2}
+    samplers = {"euler": 1, "heun": 3} if isinstance(schedule, FlowSchedule) else {"ddim": 1, "dpm++": 2}
     for sampler, least in samplers.items():
         for steps in section.steps:
             if least <= steps < total:
@@ -191,17 +191,17 @@ def cached_ways(
 
     None for a network without blocks that are known, nor for a policy that decides by means of another one.
     """
-    if not isinstance(policy, DenoisingPolicy | LeRobotPolicy):
+    if not isinstance(policy, Denoises):
         if section.schedulers:
             output.print(f"No block caches: a {type(policy).__name__} asks another policy, whose own they would be.")
         return {}
-    most = policy.schedule.steps if isinstance(policy, DenoisingPolicy) else sys.maxsize  # LeRobot's: once calibrated
+    schedule = policy.own_schedule
+    most = sys.maxsize if schedule is None else schedule.steps  # of another library's chain: once calibrated
     budgets = [budget for budget in section.budgets if 2 < budget < most]
     if not budgets or not section.schedulers:
         return {}
-    device = policy.device if isinstance(policy, LeRobotPolicy) else policy.action_low.device
     try:
-        found: Calibration = calibrate(policy, seen, torch.Generator(device).manual_seed(0))
+        found: Calibration = calibrate(policy, seen, torch.Generator(policy.device).manual_seed(0))
     except ConfigError as error:
         output.print(f"No block caches: {error}", markup=False, soft_wrap=True)
         return {}

@@ -27,9 +27,8 @@ from robopolicy.core.world import Controller, World
 from robopolicy.data.foresight import Foresight
 from robopolicy.data.record import record
 from robopolicy.evaluation.success import compared
-from robopolicy.policies.lerobot.configuration import LeRobotStart
-from robopolicy.policies.reach import Reach, reach_of
-from robopolicy.policies.token.configuration import TokenPolicyConfig
+from robopolicy.policies.abilities import began_elsewhere
+from robopolicy.policies.configuration import Reach, reach_of
 from robopolicy.runs import default_path, output
 from robopolicy.training.auxiliary import new_head
 from robopolicy.training.configuration import TeachConfig
@@ -98,9 +97,7 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
     It is built from one episode of the teacher's, before the first round. Raises ConfigError where less is free, or
     what its encoder makes cannot be kept, and what `new_head` raises.
     """
-    start = config.policy.config
-    elsewhere = isinstance(start, LeRobotStart) or (isinstance(start, TokenPolicyConfig) and start.token.model)
-    if not (elsewhere or config.teach.keep_conditions or config.teach.auxiliary_keys):
+    if not (began_elsewhere(config.policy.config) or config.teach.keep_conditions or config.teach.auxiliary_keys):
         return
     section = config.teach
     seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)

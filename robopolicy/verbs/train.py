@@ -38,8 +38,8 @@ from robopolicy.data.lerobot_format import read_dataset, recorded_origin
 from robopolicy.data.lerobot_reading import read_information, require_known
 from robopolicy.doctor.policy import check_normalizers
 from robopolicy.evaluation.report import UNPLANNED
+from robopolicy.policies.abilities import LeavesBase
 from robopolicy.policies.configuration import TextEncoder
-from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.loading import foreign_format
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import PretrainConfig
@@ -49,7 +49,8 @@ from robopolicy.training.pretrain import pretrain
 from robopolicy.training.reading import DataRead, describe_reading, require_fit_of
 from robopolicy.verbs.job import Job, began_from, print_verdicts, say_model
 from robopolicy.verbs.verb import Verb
-from worldmodels.encoding import EncodedPolicy, encoded, save_encoder
+from worldmodels.encoding import encoded, save_encoder
+from worldmodels.protocol import BehindEncoder
 
 VERB = Verb(
     summary="Pre-train a diffusion, flow or token policy on a dataset",
@@ -166,9 +167,9 @@ def continued(config: Config, path: Path, device: torch.device | str = "cpu") ->
     if foreign is not None:
         raise ConfigError(f"{path} is {foreign.library}'s: {foreign.how_to_train(path)}")
     policy = load_policy(path, device)
-    if isinstance(policy, EncodedPolicy):
+    if isinstance(policy, BehindEncoder):
         raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
-    if isinstance(policy, DenoisingPolicy) and policy.finetuning is not None:
+    if isinstance(policy, LeavesBase) and policy.finetuning is not None:
         output.print(f"{path} was fine-tuned: its frozen base is left behind, and one network learns all steps.")
         policy = policy.without_base()
     policy = require_trainable(policy)

@@ -17,9 +17,9 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE, Field, 
 from robopolicy.core.storage import write_json
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
+from robopolicy.policies.configuration import Reach, reach_of
 from robopolicy.policies.lerobot.configuration import LeRobotStart
 from robopolicy.policies.loading import load_policy
-from robopolicy.policies.reach import Reach, reach_of
 from robopolicy.training import teaching
 from robopolicy.training.configuration import FitConfig, TeachConfig
 from robopolicy.training.teaching import Teacher, teach

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import read_description
 from robopolicy.core.episodes import Episodes
@@ -34,6 +34,7 @@ from robopolicy.core.spec import WorldSpec, require_fit
 from robopolicy.core.storage import recover_folder
 from robopolicy.core.world import Rows
 from robopolicy.nn.pretrained import NEWEST_TRANSFORMERS, OLDEST_TRANSFORMERS
+from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.foreign import SETTINGS_FILE
 from robopolicy.policies.lerobot.checks import PROCESSORS, check_normalisation, check_numbers, check_processor
 from robopolicy.policies.lerobot.configuration import (
@@ -42,6 +43,7 @@ from robopolicy.policies.lerobot.configuration import (
     LeRobotTuning,
     folder_of,
 )
+from robopolicy.policies.lerobot.families import FAMILIES
 from robopolicy.policies.lerobot.features import (
     CHUNK_KEYS,
     HORIZONS,
@@ -185,6 +187,27 @@ class LeRobotPolicy(LeRobotReader):
         finally:
             policy.reset()
         return executed(self.postprocess, actions).to(self.device, torch.float32)
+
+    @property
+    def module(self) -> nn.Module:
+        """LeRobot's own policy, with all weights; see `abilities.HoldsModule`."""
+        return self.policy
+
+    @property
+    def began_elsewhere(self) -> bool:
+        """True: see `abilities.BeganElsewhere`."""
+        return True
+
+    @property
+    def own_schedule(self) -> None:
+        """None: the chain is LeRobot's, see `abilities.Denoises`."""
+        return None
+
+    def opened(self) -> DenoisingPolicy | None:
+        """Return a policy over the same weights whose denoising can be looked into, None where it does not denoise."""
+        config: Any = self.policy.config
+        learner = self.to_trainable() if config.type in FAMILIES else None
+        return learner if isinstance(learner, DenoisingPolicy) else None
 
     def to_trainable(self) -> Trainable:
         """Return a policy over the same weights that learns; raises ConfigError where there is none of its type."""

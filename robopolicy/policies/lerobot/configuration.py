@@ -6,9 +6,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.core.ranges import Count, NonNegative, Pixels, Positive
+from robopolicy.core.storage import read_object, reading, recover_folder
 from robopolicy.nn.configuration import FlowNoise
+from robopolicy.policies.configuration import Reach
 
 LEAST_STD = 1e-3
 """However much an act learns, exploration keeps this standard deviation, in normalised actions."""
@@ -80,12 +82,29 @@ class LeRobotStart:
     levels_per_sample: Count = 1
     """Noise levels at which each sample is denoised, with its observation read once."""
 
+    began_elsewhere: ClassVar[bool] = True
+
+    def reach(self) -> Reach:
+        """See `SaysReach`; raises ConfigError without a folder, CheckpointError where that is none of LeRobot's."""
+        path = recover_folder(folder_of(self)) / "config.json"
+        with reading(path, failure=CheckpointError):
+            return _reach_in(read_object(path))
+
 
 def folder_of(start: LeRobotStart) -> Path:
     """Return the folder of the policy to be trained further; raises ConfigError without one."""
     if start.path is None:
         raise ConfigError("Which policy of LeRobot's? Set policy.path=FOLDER, one with a config.json.")
     return start.path
+
+
+def _reach_in(found: Mapping[str, Any]) -> Reach:
+    history = int(found.get("n_obs_steps", 1))
+    chunk = int(found.get("n_action_steps") or found.get("action_chunk_size") or 1)
+    if found.get("type") == "pi0_fast":  # which learns what it executes
+        return Reach(history, chunk, chunk)
+    beyond = int(found.get("horizon", chunk + history - 1)) - (history - 1)
+    return Reach(history, chunk, int(found.get("chunk_size", beyond)))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from robopolicy.core.spec import (
 from robopolicy.core.storage import read_json, reading
 from robopolicy.core.structured import from_plain
 from robopolicy.policies.foreign import SETTINGS_FILE
+from robopolicy.policies.known import DEVIATIONS, Ranges
 from robopolicy.policies.lerobot.checks import PROCESSORS
 from robopolicy.policies.lerobot.configuration import LeRobotSettings, LeRobotTuning
 
@@ -103,6 +104,25 @@ class LeRobotReader:
     def key_of(self, feature: str) -> str:
         """Return the observation key of a feature of LeRobot's, its own name where the policy does not read it."""
         return self._keys.get(feature, feature)
+
+    def known_ranges(self) -> Ranges:
+        """Return what the processors' statistics say: least and greatest [N], else quantiles, else mean and deviation.
+
+        See `known.ShowsRanges`.
+        """
+        found: Ranges = {}
+        for step in self.preprocess.steps:
+            stats: dict[str, dict[str, Any]] = getattr(step, "stats", None) or {}
+            for name, of in stats.items():
+                said = {each: torch.as_tensor(value).double().cpu().numpy() for each, value in of.items()}
+                if "mean" in said and "std" in said:
+                    reach = DEVIATIONS * said["std"]
+                    said |= {"below": said["mean"] - reach, "above": said["mean"] + reach}
+                for least, greatest in (("min", "max"), ("q01", "q99"), ("below", "above")):
+                    if least in said and greatest in said:
+                        found[self.key_of(name)] = said[least], said[greatest]
+                        break
+        return found
 
     @property
     def device(self) -> torch.device:

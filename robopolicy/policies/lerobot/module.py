@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from robopolicy.core.errors import ConfigError, require_extra
+from robopolicy.core.spec import WorldSpec
 from robopolicy.core.storage import write_folder_atomic, write_json
 from robopolicy.core.structured import to_plain
 from robopolicy.policies.foreign import SETTINGS_FILE
@@ -44,6 +45,15 @@ class LeRobotModule(nn.Module):
     def acting(self) -> tuple[nn.Module, ...]:
         """Its modules that are behind what reads the observation, with their adapters."""
         return tuple(map(self.policy.get_submodule, self._acting))
+
+    @property
+    def began_elsewhere(self) -> bool:
+        """True: see `abilities.BeganElsewhere`."""
+        return True
+
+    def mapping_for(self, world: WorldSpec) -> str:
+        """See `abilities.MapsFeatures`."""
+        return self.reader.mapping_for(world)
 
     def train(self, mode: bool = True) -> Self:
         """Note the mode; what is inside stays in evaluation mode, so that scores are those of what acted."""
@@ -129,12 +139,6 @@ def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
             value = _with_adapter(value, adapted[owner])
         found[f"{owner}.{leaf}" if owner else name] = value.detach().contiguous()
     return found
-
-
-def lerobots_own(policy: object) -> LeRobotReader | None:
-    """Return LeRobot's policy that `policy` is, or learns over the weights of; None for others."""
-    inner = getattr(policy, "network", policy)
-    return policy if isinstance(policy, LeRobotReader) else inner.reader if isinstance(inner, LeRobotModule) else None
 
 
 def _with_adapter(weight: Tensor, layer: Any) -> Tensor:

@@ -125,6 +125,11 @@ class TokenPolicyConfig:
     """The same of actions."""
     token: TokenConfig = field(default_factory=TokenConfig)
 
+    @property
+    def began_elsewhere(self) -> bool:
+        """Whether it begins with a checkpoint of a language model; see `abilities.BeganElsewhere`."""
+        return bool(self.token.model)
+
     def __post_init__(self) -> None:
         if min(self.chunk, self.history) < 1:
             raise ConfigError(f"chunk is {self.chunk} and history {self.history}: both are at least 1.")

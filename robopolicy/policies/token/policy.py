@@ -134,6 +134,11 @@ class TokenPolicy(nn.Module):
             self.fit_normalizers(values)
 
     @property
+    def began_elsewhere(self) -> bool:
+        """Whether it began with a checkpoint of a language model; see `abilities.BeganElsewhere`."""
+        return bool(self.config.token.model)
+
+    @property
     def reads_instructions(self) -> bool:
         """Whether decisions follow the instruction."""
         return True

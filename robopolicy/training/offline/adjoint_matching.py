@@ -24,7 +24,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import TensorObservation, Trainable
 from robopolicy.core.randomness import Generators
 from robopolicy.nn.schedules import FlowSchedule, NoiseSchedule
-from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
 from robopolicy.policies.network import Steps, steps_of
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.training.offline.configuration import AdjointMatchingConfig
@@ -70,20 +70,21 @@ class AdjointMatching:
 
 def require_flow(policy: Trainable) -> DenoisingPolicy:
     """Return `policy`, a flow all of whose steps learn; raises ConfigError for others, saying why."""
-    if not isinstance(policy, DenoisingPolicy) or not isinstance(policy.schedule, FlowSchedule):
-        kind = f" with kind={policy.config.kind.value}" if isinstance(policy, DenoisingPolicy) else ""
+    refused = (
+        f"adjoint_matching regresses on velocities, and {type(policy).__name__}%s is no flow: train one "
+        "(policy.kind=flow), or climb the critic through a diffusion's steps (diffusion_ql)."
+    )
+    flow = require_denoising(policy, refused % "")
+    if not isinstance(flow.schedule, FlowSchedule):
+        raise ConfigError(refused % f" with kind={flow.config.kind.value}")
+    if flow.first_step:
         raise ConfigError(
-            f"adjoint_matching regresses on velocities, and {type(policy).__name__}{kind} is no flow: train one "
-            "(policy.kind=flow), or climb the critic through a diffusion's steps (diffusion_ql)."
-        )
-    if policy.first_step:
-        raise ConfigError(
-            f"adjoint_matching moves the velocities of all steps, and the first {policy.first_step} of this policy are "
+            f"adjoint_matching moves the velocities of all steps, and the first {flow.first_step} of this policy are "
             "taken by a frozen base (it was fine-tuned): give it the policy before fine-tuning."
         )
-    if policy.schedule.steps < 2:
+    if flow.schedule.steps < 2:
         raise ConfigError("adjoint_matching needs a chain of two steps or more, and this flow takes one.")
-    return policy
+    return flow
 
 
 def value_slope(lesson: Lesson, policy: DenoisingPolicy, state: Tensor, clean: Tensor, pessimism: float) -> Tensor:

@@ -19,7 +19,7 @@ from robopolicy.policies.advantage_conditioned import (
     Improvement,
     condition_on_advantage,
 )
-from robopolicy.policies.denoising import DenoisingPolicy
+from robopolicy.policies.denoising import require_denoising
 from robopolicy.rl.offline.decisions import ROWS, actions_at
 from robopolicy.training.offline.configuration import FilteredImitationConfig, RecapConfig
 from robopolicy.training.offline.improvers import Lesson, imitate
@@ -33,20 +33,14 @@ class Recap:
 
     def prepare(self, policy: Trainable) -> None:
         """Give the network an input for the indicator, which changes nothing yet; see `Improver`."""
-        if not isinstance(policy, DenoisingPolicy):
-            raise ConfigError(
-                f"recap tells the policy's network what to do, and {type(policy).__name__} is no DenoisingPolicy: "
-                "weighted_imitation and best_of take any policy."
-            )
-        condition_on_advantage(policy)
+        network_to_tell(policy)
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Imitate all decisions under their indicators; see `Improver`."""
         config, data = self.config, lesson.data
-        assert isinstance(policy, DenoisingPolicy) and isinstance(policy.network, AdvantageConditioned)
-        policy.network.guidance.fill_(config.guidance)
+        network_to_tell(policy).guidance.fill_(config.guidance)
         better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
         told = torch.where(better, int(Improvement.POSITIVE), int(Improvement.NEGATIVE))
         draws = generators["indicator"]
@@ -59,6 +53,15 @@ class Recap:
 
         loss = imitate(policy, batch, len(data), config, step, generators, where)
         return {"loss": loss, "positive": float(better.float().mean())}
+
+
+def network_to_tell(policy: Trainable) -> AdvantageConditioned:
+    """Return the network of `policy`, with an input for the indicator; raises ConfigError where it can have none."""
+    refused = (
+        f"recap tells the policy's network what to do, and {type(policy).__name__} is no DenoisingPolicy: "
+        "weighted_imitation and best_of take any policy."
+    )
+    return condition_on_advantage(require_denoising(policy, refused))
 
 
 class FilteredImitation:
