@@ -143,6 +143,7 @@ class MujocoWorld:
         generator = numpy_generator(seed, f"sims/{task.name}/episode_seeds")
         self._episodes = EpisodeRows(self._spec, batch_size, lambda count: generator.integers(0, 2**62, size=count))
         self.threads = min(threads if threads is not None else usable_threads(), batch_size)
+        # 0 threads means the caller's own: a pool of one would only add a hand-over.
         self._pool: Rollout | None = Rollout(nthread=self.threads if self.threads > 1 else 0)
         self._data = [mujoco.MjData(self.model) for _ in range(max(1, self.threads))]
         self._models = [self.model] * batch_size
@@ -311,6 +312,7 @@ class MujocoWorld:
         rows: [R] their numbers in the batch; before: [R, nstate]; after: [R, C, nstate]. Raises NonFiniteError.
         """
         elapsed = after[:, -1, 0] - before[:, 0]
+        # Half a control step of tolerance: the clock is a sum of rounded timesteps.
         bad = ~np.isfinite(after).all(axis=(1, 2)) | ~(elapsed > (after.shape[1] - 0.5) / self.task.fps)
         if bad.any():
             raise NonFiniteError(

@@ -44,6 +44,7 @@ def encode(model: DecoderFree, frames: Mapping[str, Tensor]) -> dict[str, Tensor
     for key in model.reads:
         if key not in frames:
             raise SpecError(f"The model of '{model.spec.name}' reads '{key}', and what is observed lacks it.")
+    # One frame of history each, so that a model with a memory encodes every frame as an episode's first.
     arrays = {key: frames[key].cpu().numpy()[:, None] for key in model.reads}
     context = Context(arrays)
     return dict(model.show(model.initial(context, np.zeros(len(context), dtype=np.int64))))
@@ -56,6 +57,7 @@ def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
     """
     fields = model.spec.observation
     found: dict[str, list[Tensor]] = {key: [] for key in fields}
+    # An episode has one frame more than steps. The last one is encoded too: values bootstrap from it.
     for rows in torch.arange(episodes.step_count + len(episodes)).split(PART):
         shown = encode(
             model, {key: episodes.observation[key][rows] for key in model.reads if key in episodes.observation}

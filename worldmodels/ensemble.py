@@ -55,11 +55,14 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         super().__init__(config, spec, structure, success_bonus)
         self.state_vector = StateVector.learned(spec)
         fields = {key: field for key, field in spec.observation.items() if key in self.state_vector.fields}
+        # history=1: the model sees single frames; `ImaginedWorld` stacks the history that a policy reads.
         self._spec = replace(spec, observation=fields, rewards=(PROGRESS, SUCCESS), history=1)
         register_structure(self, structure)
         states = self.state_vector.size
         actions = spec.action.size
         free = len(structure.free)
+        # Weights follow from `seed` alone, and the global generator stands where it stood: what is built before or
+        # after this model does not change with it.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
@@ -127,6 +130,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         error = (mean - target).square()
         likelihood = ((error * (-logvar).exp() + logvar) * (self.config.beta * logvar.detach()).exp()).mean(-1)
         bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()
+        # The heads are no ensemble: they learn from the rows of the first member.
         first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
         others = {name: value for name, value in batch.items() if name.startswith("success")}
         return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | others, generator)}
@@ -188,15 +192,19 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         for step, taken in enumerate(self.standard("action", actions)):
             output = self._outputs(self.standard("state", path[-1]), taken)
             mean, logvar = output.chunk(2, -1)
+            # Each row draws its member anew at every step (PETS calls this TS1), so that the bias of one member does
+            # not add up along a rollout.
             chosen = mean[members[step], rows]
             if self.config.sample:
                 deviation = (0.5 * self._bounded(logvar[members[step], rows])).exp()
                 chosen = chosen + deviation * noise[step]
             change = torch.addcmul(self.delta_mean, self.delta_std, chosen)
+            # The change is added to the state before, so constants keep their value bit by bit.
             path.append(structure.complete(path[-1].index_add(1, structure.free, change)))
             means.append(mean)
         states = torch.stack(path)
         progress, success = self.heads.judge(states, actions)
+        # Never terminated by itself: success ends an episode, once the world around the model has debounced it.
         paid, never = self.success_bonus * success.to(states.dtype), torch.zeros_like(success)
         fields, doubt = self.state_vector.unpack(states[1:]), _disagreement(torch.stack(means, 1))
         found = [
@@ -219,6 +227,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """Return log-variances [..., F] within soft, learned bounds (PETS): far from the data a free variance would be
         arbitrary, and its likelihood explode.
         """
+        # max - softplus(max - x) is about x far below the bound and never above it; the second line mirrors this at
+        # the lower bound. A clamp would have no gradient beyond the bounds, and the bounds themselves would not learn.
         logvar = self.max_logvar - functional.softplus(self.max_logvar - logvar)
         return self.min_logvar + functional.softplus(logvar - self.min_logvar)
 
@@ -229,6 +239,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """
         from scipy.special import ndtri  # who imagines with noise, pays for its import
 
+        # The counters that single steps would have: a chunk imagined at once draws what `imagine` draws in turn.
         step = latent["step"] + torch.arange(steps, device=latent["step"].device)[:, None]
         counted = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
         draws = draws_of(counted, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)
@@ -240,4 +251,5 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
 def _disagreement(mean: Tensor) -> Tensor:
     """Return how much the members' means [M, ..., F] differ, [...]."""
+    # Population deviation: with one member it is 0, where the sample deviation would be NaN.
     return mean.std(0, correction=0).mean(-1)

@@ -123,11 +123,13 @@ class ImaginedWorld:
         trace = {key: np.repeat(arrays[f"history/{key}"][:, -1:], shape[1], 1) for key in self._spec.observation}
         if isinstance(index, slice) or len(index):
             limit = min(self._spec.horizon, self._truncation.steps or self._spec.horizon)
+            # The row with the most steps left decides how many are imagined; the others' surplus steps are not valid.
             count = min(shape[1], limit - int(arrays["steps"][index].min()))
             future = self._imagine(chosen[:, :count], index)
             moved = self._advance(index, future)
             path = self._seen(index, future, moved)
             for key, frames in path.items():
+                # Steps of the chunk that nobody imagined repeat the last frame.
                 trace[key][index] = frames[:, self._spec.history :][:, np.minimum(np.arange(shape[1]), count - 1)]
             episodes.update_history(index, path, moved.length)
             valid[index, :count] = moved.live
@@ -199,8 +201,10 @@ class ImaginedWorld:
         least = self._spec.least_return
         success = self._looks_done(index, future) if least is None else self._earned(index, future, least)
         if least is None:
+            # The model's success is not believed before it is debounced, so it must not end the episode here either.
             terminated &= ~future.success.cpu().numpy()
         moved = self._episodes.advance(index, success, terminated=terminated, cut=self._cut(index, uncertainty))
+        # Rows that ended go on being imagined and may leave the data; only steps that count must be finite.
         if not np.isfinite(uncertainty[moved.live]).all():
             raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
         return moved
@@ -223,6 +227,7 @@ class ImaginedWorld:
         paid = arrays["paid"][index, None] + np.cumsum(np.sum(terms, axis=0, dtype=np.float64), axis=1)
         steps = arrays["steps"][index, None] + np.arange(1, paid.shape[1] + 1)
         arrays["paid"][index] = paid[:, -1]  # of a row that ends in the chunk nobody asks again
+        # Only the return at the end counts: one that is reached on the way may be lost again.
         return (paid >= least) & (future.terminated.cpu().numpy() | (steps >= self._spec.horizon))
 
     def _seen(self, index: slice | np.ndarray, future: Imagined, moved: Advanced) -> dict[str, np.ndarray]:
@@ -250,6 +255,7 @@ def _scatter(whole: Latent, part: Latent, index: np.ndarray, rows: int) -> Laten
     """Return `whole` with rows `index` replaced by `part`; made on first use."""
     result = {}
     for name, value in part.items():
+        # A copy: the tensor may be shared with a latent that a caller or a snapshot still holds.
         target = whole[name].clone() if name in whole else value.new_zeros((rows, *value.shape[1:]))
         target[torch.from_numpy(np.asarray(index))] = value.to(target.device, target.dtype)
         result[name] = target

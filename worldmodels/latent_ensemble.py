@@ -84,6 +84,7 @@ class FrameAutoencoder(nn.Module):
         for key in self.images:
             name, frames = module_name(key), batch["frames"][key]
             drawn = self.decoders[name](self.encoders[name](frames))
+            # Divided by the variance over time: 1 is the error of always drawing the mean frame, however little moves.
             errors.append((drawn - halved(frames)).square().flatten(1).mean(-1) / batch["variance"][key])
         return {"drawn": torch.stack(errors).mean(0)}
 
@@ -140,8 +141,10 @@ class LatentEnsembleModel(nn.Module):
         state = vector.pack(episodes.observation)
         known = find_structure(state[frames], state[frames + 1], vector.names) if vector.size else no_structure()
         features = config.features * sum(key.startswith(IMAGE_PREFIX) for key in reads)
+        # Nothing is known of the features' structure: behind the vectors, all of them are predicted.
         free = torch.cat([known.free, vector.size + torch.arange(features)])
         model = cls(config, spec, reads, replace(known, free=free), success_bonus(episodes), seed)
+        # Set here and not in the constructor: `restore` must not train the encoder of a finished model again.
         if config.encoder is None:
             model._learns_encoder = True
         else:
@@ -188,6 +191,7 @@ class LatentEnsembleModel(nn.Module):
     def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield what `EnsembleModel.loss` takes for ever; the statistics become those of the latents."""
         seen = encoded(self, episodes)
+        # The statistics of `build` would be those of an untrained encoder's latents.
         self.ensemble.fit_statistics(recorded_transitions(seen, self.ensemble.state_vector))
         yield from self.ensemble.batches(seen, generator)
 
@@ -212,6 +216,7 @@ class LatentEnsembleModel(nn.Module):
     def description(self) -> dict[str, Any]:
         """Return what `restore` needs besides spec and weights."""
         return {
+            # The weights of the encoder are in this checkpoint; the other model may be gone when it is loaded.
             "config": to_plain(replace(self.config, encoder=None)),
             "success_bonus": self.success_bonus,
             "reads": {key: field.to_json() for key, field in self.reads.items()},

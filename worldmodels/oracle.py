@@ -45,6 +45,7 @@ class OracleModel:
                 self._started = True
             return _latent(Snapshot(dict(context.state)))
         rows = np.arange(len(seeds))
+        # The first reset of a world must be of every row; only later ones may choose rows.
         if len(rows) < self._world.batch_size:
             self._world.reset()
         self._world.reset(rows=rows, seeds=seeds)
@@ -57,6 +58,7 @@ class OracleModel:
         """
         count, rows = len(actions), np.arange(len(actions))
         self._world.restore(Snapshot({name: value.numpy() for name, value in latent.items() if value.numel()}), rows)
+        # Rows of the world that nobody imagines get zero actions, and what happens in them is not read.
         moves = np.zeros((self._world.batch_size, 1, actions.shape[1]), actions.numpy().dtype)
         moves[:count, 0] = actions.numpy()
         step = self._world.step(moves)

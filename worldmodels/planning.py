@@ -91,6 +91,7 @@ class PlannedPolicy(nn.Module):
         config, rollouts = self.config, self.config.rollouts
         chunk = first.repeat_interleave(rollouts, 0)
         world = self._begin(observation, len(chunk))
+        # Every rollout has a seed of its own: rollouts of one candidate differ by the model's noise.
         seeds = integers(2**62, (len(chunk),), generator).cpu().numpy()
         seen = world.reset(seeds=seeds)
         total = np.zeros(len(chunk))
@@ -108,9 +109,11 @@ class PlannedPolicy(nn.Module):
             seen = step.observation
             if imagined >= config.horizon or step.ended.all():
                 break
+            # After its first chunk the policy itself goes on: the score of a candidate estimates the policy's Q.
             chunk = self.policy.act(to_tensors(seen, chunk.device), generator).actions
         if self.value is not None:
             beyond = self.value(to_tensors(seen, chunk.device)).cpu().numpy()
+            # Nothing comes after the task's end; a row that was cut by a time limit is worth what its last frame is.
             total += np.where(step.terminated, 0.0, factor * beyond)
         return torch.from_numpy(total)
 

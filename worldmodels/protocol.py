@@ -37,6 +37,8 @@ def counters(seeds: np.ndarray, device: torch.device | str) -> Latent:
 
 def draws_of(latent: Latent, count: int) -> np.ndarray:
     """Return `count` uniforms in [0, 1) a row, [B, count]: a function of its episode's seed and step number alone."""
+    # The factor, a prime, is above any episode's length, so that neighbouring seeds share no (seed, step) pair. int64
+    # may wrap around, which is harmless: `uniforms` only hashes the number.
     seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
     return uniforms(seeds, count)
 

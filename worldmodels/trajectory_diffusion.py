@@ -77,6 +77,7 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         structure = find_structure(data.state, data.next_state, vector.names)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
         rows = beginnings(episodes, config.length)
+        # Evenly spaced over all episodes: the first 20,000 would show the data's first episodes alone.
         rows = rows[:: max(1, len(rows) // 20_000)]
         steps = model._channels(SequenceData(episodes).cut(rows, 0, config.length))
         with torch.no_grad():
@@ -136,6 +137,7 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
     def transitions(self, steps: Tensor) -> Transitions:
         """Return the transitions of subsequences [N, L, S + A], up to success; rewards include the bonus."""
         state, action = steps.split([self.states, self.actions], -1)
+        # The last step has no state after it: L steps are L - 1 transitions.
         before, taken, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
         success = self.heads.succeeded(after)
         reward = self.heads.progress(before, taken, after) + self.heads.bonus * success
@@ -155,6 +157,8 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
 
         def push(clean: Tensor, share: float) -> Tensor:
             with torch.enable_grad():
+                # Detached: guided is by the slope of the policy's likelihood at what was denoised, not through the
+                # denoiser.
                 whole = (clean * self.std + self.mean).detach()
                 chosen = clean[..., actions].detach().requires_grad_()
                 raw = chosen * self.std[actions] + self.mean[actions]
@@ -180,15 +184,20 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         """
         structure, count = structure_of(self), self.states
         drawn, change, actions = steps.split([count, count, self.actions], -1)
+        # Double precision, as changes may be a thousand times smaller than states and their weights are inverse
+        # squares.
         trust, step_trust = (std.double().pow(-2)[:, None] for std in self.std[: 2 * count].split(count))
         # Weighted least squares, element by element: minimise |s - drawn|^2 / var(s) + |D s - change|^2 / var(change)
         # over whole subsequences s; D takes differences in time. Its normal equations are sides @ s = target.
         whole = torch.eye(self.config.length, dtype=torch.float64, device=steps.device)
         difference = whole.diff(dim=0)
         sides = trust[..., None] * whole + step_trust[..., None] * (difference.T @ difference)
+        # The last drawn change leads out of the subsequence, so it constrains none of its states.
         target = trust * drawn.double().mT + step_trust * (change[:, :-1].double().mT @ difference)
         state = torch.linalg.solve(sides, target[..., None])[..., 0].mT.to(steps.dtype)
         fixed = structure.constant
+        # A constant has a deviation within the data but none within an episode: its best estimate is the mean of all
+        # steps.
         state[..., fixed] = drawn[..., fixed].mean(1, keepdim=True)
         return torch.cat([structure.complete(state), actions], -1)
 

@@ -58,6 +58,7 @@ class Standardised(nn.Module):
 
 def means_and_deviations(values: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return name -> (mean [D], standard deviation [D], at least 1e-6) of values [N, D]."""
+    # With 1e-6 for a deviation of 0, what never varied stays at 0; should it move, `standardised` limits it.
     return {name: (value.mean(0), value.std(0, correction=0).clamp_min(1e-6)) for name, value in values.items()}
 
 
@@ -72,6 +73,7 @@ def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure
     require_fields(spec, spec.observation, episodes)
     vector = StateVector.of(spec)
     state = vector.pack(episodes.observation)
+    # Episode e has one frame more than steps: step i of it begins at frame i + e and leads to the next one.
     frames = torch.arange(episodes.step_count) + episodes.episode_of_step
     values = {
         "state": state,

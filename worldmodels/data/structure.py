@@ -52,8 +52,10 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
     Elements are taken in order: one is derived if the earlier non-derived ones give it by least squares within
     TOLERANCE of its standard deviation, in every transition.
     """
+    # In double precision: rounding of floats would look like a residual of an exact affine relation.
     samples = torch.cat([state[:5000], next_state[:5000]]).double()
     scale = samples.std(0, correction=0)
+    # Relative to the spread over all episodes, so that jitter of a stored goal does not count as movement.
     moves = (next_state - state).abs().amax(0).double() > TOLERANCE * scale.clamp_min(1e-9)
     circles = [
         (index, index + 1)
@@ -65,6 +67,7 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
     derived: list[int] = []
     for index in range(samples.shape[1]):
         varies = bool(scale[index] > 1e-9)
+        # Both elements of an angle stay free: `complete` needs the two to put them back on the circle.
         if varies and kept and index not in on_circle and _residual(samples, kept, index) < TOLERANCE * scale[index]:
             derived.append(index)
         elif varies:
@@ -72,13 +75,16 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
     # One affine fit of all derived elements on those kept; its last row, that of the column of ones, is the bias.
     design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
     solution = torch.linalg.lstsq(design, samples[:, derived]).solution
+    # What the fit leaves of a zero must be exactly 0, or every kept element would leak into every derived one.
     solution[solution.abs() < 1e-6] = 0.0
     free = [index for index in kept if moves[index]]
+    # Goals vary between episodes but not within them: kept, not free.
     constant = [index for index in range(samples.shape[1]) if index not in free and index not in derived]
     return StateStructure(
         torch.tensor(free),
         torch.tensor(constant, dtype=torch.int64),
         torch.tensor(derived, dtype=torch.int64),
+        # Derived elements may rest on constants too, as "object minus goal" does.
         torch.tensor(kept),
         solution[:-1].float(),
         solution[-1].float(),

@@ -80,6 +80,7 @@ class LatentHeads(nn.Module):
         success_head: str = "contrastive",
     ):
         super().__init__()
+        # Last weights of zero: before training all bins weigh the same and the reward is 0, as in DreamerV3.
         self.reward = perceptron(width + 2 * elements, width, layers, BINS, scale=0.0)
         self.success = make_success_head(success_head, width + 2 * elements, width, layers)
         self.guesses = Members(members, width + elements + actions, width, 2, guessed)

@@ -82,6 +82,8 @@ class StepHeads(Standardised):
         reached = self.standard("state", batch["success_state"])
         return {
             "reward": (predicted - reward).square(),
+            # In the world's units: increases of a potential sum to 0 around a circle. Standardised rewards, which are
+            # shifted by their mean, do not.
             "potential": (self._increase(state, after) - batch["reward"]).square() / self.reward_std.square(),
             "success": self.success.loss(reached, batch["success_label"]),
         }

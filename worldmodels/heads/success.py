@@ -99,6 +99,7 @@ def make_success_head(name: str, inputs: int, width: int, depth: int) -> Success
         raise ConfigError(f"The success head '{name}' must be a torch.nn.Module with a method loss(inputs, label).")
     head.eval()
     with torch.no_grad():
+        # With two leading axes, as imagination reads whole paths: a head that takes [N, F] only must fail here.
         logits = tuple(head(torch.zeros(2, 3, inputs)).shape)
         losses = tuple(loss(torch.zeros(2, inputs), torch.tensor([False, True])).shape)
     if logits != (2, 3) or losses != (2,):

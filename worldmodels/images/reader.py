@@ -122,6 +122,8 @@ class FrameReader(Judged):
         while True:
             size = count, 1 + len(self.structure.free)
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
+            # Uniform times normal: errors of every size occur, none among them, so that the readout learns to trust a
+            # good state and to mend a bad one. Column 0 of the uniforms chooses the step.
             noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
             chosen = choose(draws[:imagined_steps, 0], len(imagined), imagined_won, config.positive_share)
             true = choose(draws[imagined_steps:, 0], len(data), won, config.positive_share)
@@ -138,6 +140,7 @@ class FrameReader(Judged):
         seen = seen.to(device)
         coarse = functional.adaptive_avg_pool2d(to_pixels(seen[:, 2]), THUMBNAIL).flatten(1)
         change = ((after - state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
+        # Summaries are made in `FrameReadout.losses`, where the encoder receives gradients.
         empty = torch.zeros(len(state), 0, device=device)
         steps = LatentSteps(
             empty,
@@ -149,6 +152,7 @@ class FrameReader(Judged):
             self.standard_reward(cut.reward[:, -1].to(device)),
             cut.success[:, -1].to(device),
         )
+        # From the state as given, errors included, to the true one: the change head learns to remove the errors.
         mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
         return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
 
@@ -163,6 +167,7 @@ class FrameReader(Judged):
     @torch.no_grad()
     def _imagine_frames(self, count: int, won: Tensor, imagine: ImagineFrames) -> tuple[Tensor, Tensor]:
         """Return steps [D] and the frames [D, 3, height, width, 3] around them, as far as possible imagined."""
+        # Its own generator with a fixed seed: a resumed stage imagines the same frames again.
         generator = torch.Generator().manual_seed(0)
         draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
         steps, found = choose(draws, count, won, self.config.positive_share), []
@@ -192,6 +197,7 @@ class FrameReader(Judged):
         found = []
         assert episodes.step_success is not None
         for part in steps.split(PART):
+            # Seeded by the step's index, so that the calibration does not depend on how steps are cut into parts.
             latent = initial(context_at(episodes, part, history), part.numpy())
             inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
             read.append(inputs)
@@ -220,6 +226,7 @@ class FrameReader(Judged):
     def noise(self, latent: Latent, shape: tuple[int, ...]) -> Tensor:
         """Return standard normal noise [B, *shape], a function of each row's seed and step alone."""
         draws = torch.from_numpy(draws_of(latent, int(np.prod(shape))).astype(np.float32))
+        # ndtri inverts the normal cumulative distribution; it is infinite at 0 and 1.
         return torch.special.ndtri(draws.to(self.state_mean.device).clamp(1e-6, 1 - 1e-6)).reshape(-1, *shape)
 
     def read(self, frames: Tensor, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,6 +239,8 @@ class FrameReader(Judged):
         given = self.standard("state", state)
         taken = self.standard("action", action)
         past = readout.summary(frames[:, 0], frames[:, 1])
+        # Uncertainty is of what the action will do, so it reads the frames before it; reward and success read the pair
+        # that ends with the new frame.
         summary = readout.summary(frames[:, 1], frames[:, 2])
         after = state.clone()
         free = self.structure.free

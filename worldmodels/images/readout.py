@@ -58,6 +58,7 @@ class FrameReadout(nn.Module):
         area = (height >> stages) * (width >> stages)
         self.encoder = nn.Sequential(*layers, nn.Flatten(), dense(area * channels[-1], hidden))
         guessed = free + 3 * THUMBNAIL**2
+        # Last weights of zero: an untrained readout says that nothing moves.
         self.change = perceptron(hidden + elements + actions, hidden, 2, free, scale=0.0) if free else None
         about = {"elements": elements, "actions": actions, "guessed": guessed}
         self.heads = LatentHeads(hidden, 2, members, **about, success_head=success_head)

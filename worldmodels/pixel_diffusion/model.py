@@ -94,6 +94,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         for cut in data.sampler(config.context - 1, 1 + config.unroll, config.batch_size, generator):
             states = reader.vector(cut.frames, slice(-1)).to(device)
             size = *states.shape[:-1], len(reader.structure.free)
+            # Poses are off as they will be in imagination, where they come from the readout.
             noise = config.readout.state_noise * torch.randn(size, generator=generator, device=generator.device)
             yield {
                 "frames": reader.stack(cut.frames).to(device),
@@ -109,10 +110,12 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         frames = reader.stack(cut.frames).to(reader.state_mean.device)
         actions = reader.standard("action", cut.actions.to(frames.device))
         poses = reader.poses(reader.vector(cut.frames, slice(None)).to(frames.device))
+        # The second frame follows an imagined one, so the readout meets this model's own errors in both.
         for step in range(2):
             noise = torch.randn(len(steps), 3, *reader.size, generator=generator).to(frames.device)
             window = slice(step, step + past)
             new = self.denoiser.next_frame(frames[:, window], actions[:, window], poses[:, step + past - 1], noise)
+            # Where no step was recorded, the repeated true frame stays.
             known = cut.valid[:, step + past - 1].to(frames.device)
             frames[known, step + past] = new[known]
         return frames[:, -3:]
@@ -166,6 +169,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         else:
             noise = state.new_zeros(len(state), 3, *reader.size)
         frame = self.denoiser.next_frame(frames, recent, reader.poses(state), noise)
+        # With a context of one frame, that frame stands for its own predecessor.
         before = frames[:, max(0, frames.shape[1] - 2)]
         seen = torch.stack([before, frames[:, -1], frame], 1)
         return frame, *reader.read(seen, state, actions)

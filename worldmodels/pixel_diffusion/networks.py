@@ -79,6 +79,7 @@ class PixelDenoiser(nn.Module):
         """
         x = torch.cat([maps, functional.pixel_unshuffle(noisy, self.patch)], 1)
         with autocast(self.config.precision, x.device):
+            # diffusers embeds time steps of up to 1000; EDM's label log(sigma) / 4 spans about one unit.
             found = self.unet(x, 100 * label, class_labels=steering).sample
         return functional.pixel_shuffle(found.float(), self.patch)
 
@@ -96,6 +97,7 @@ class PixelDenoiser(nn.Module):
         """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
         before, after = to_pixels(frames).unbind(1)
         change = (after - before).square().mean().sqrt()
+        # A floor for data in which hardly anything moves: dividing by less would train on the noise of pixels.
         self.change_std.copy_((change / self.config.edm.sigma_data).clamp_min(1e-3))
 
     def losses(
@@ -126,8 +128,10 @@ class PixelDenoiser(nn.Module):
             denoised = edm.denoise(partial(self, **conditions), noisy, sigma, config.edm)
             error = edm.weighted_error(denoised, clean, sigma, config.edm).mean((1, 2, 3))
             counts = valid[:count, past + step - 1].float()
+            # Rows that do not go on add nothing to the sums.
             total = total + functional.pad(error * counts, (0, rows - count))
             known = known + functional.pad(counts, (0, rows - count))
+            # No gradient through time, and rounded to 8 bits: the context is what imagination will read.
             new = self._shown(context[:, -1], denoised.detach())
             context = torch.cat([context[:, 1:], to_pixels(new)[:, None]], 1)
         return total * rows / known.sum().clamp_min(1)
@@ -147,5 +151,6 @@ class PixelDenoiser(nn.Module):
     def _shown(self, last: Tensor, change: Tensor) -> Tensor:
         """Return the frames [N, height, width, 3] that a change of pixels makes of the last ones, noise held back."""
         change = self.change_std * change
+        # Pixels lie in -1 to 1 and the threshold in 0 to 1: hence the factor 2.
         moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.change_threshold
         return to_frames(torch.where(moved, last + change, last))

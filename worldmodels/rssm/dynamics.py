@@ -95,6 +95,7 @@ class LatentDynamics(nn.Module):
         if self.change_decoder is None:
             return state
         change = self.change_decoder(torch.cat([summary, state], -1))
+        # Limited at every step: beyond the data an error would feed itself along a rollout.
         return (state + change @ spread).clamp(-BOUND, BOUND)
 
     def image(self, key: str, summary: Tensor) -> Tensor:
@@ -110,6 +111,7 @@ class LatentDynamics(nn.Module):
         seen: [M, T + 1] bool, whether the frame is read or guessed (the first is always read); draws: [T + 1, M, S]
         uniforms that choose the samples.
         """
+        # The frames' half of the posterior does not depend on the recurrence: one matrix product for all of them.
         core, frames = self.core, self.core.posterior_frame(embedding).unbind(1)
         deter = core.start(embedding[:, 0])
         sample = state[:, 0, :0]
@@ -119,6 +121,7 @@ class LatentDynamics(nn.Module):
             if index:
                 deter = self.step(deter, sample, current, actions[:, index - 1])
             read = seen[:, index, None]
+            # An unseen frame goes on from the prior and from its own decoded vector, exactly as imagination does.
             prior, posterior = core.prior(deter), core.posterior(deter, frame)
             sample = straight_through(torch.where(read[..., None], posterior, prior), draws[index]).flatten(1)
             summary = self.summary(deter, sample)

@@ -126,6 +126,8 @@ class RssmModel(Described[RssmConfig], Judged):
         lengths = episodes.lengths
         size = (count, frames + 4)
         while True:
+            # One draw of fixed size holds all randomness of a batch: the generator moves alike whatever is used of it.
+            # In double precision, because the 24 bits of a float would miss steps of a long dataset.
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
             steps = (draws[:, 0] * len(data)).long()
             chosen = (draws[:early, 1] * len(episodes)).long()
@@ -134,10 +136,12 @@ class RssmModel(Described[RssmConfig], Judged):
             if len(won):
                 chosen = won[(draws[early : early + late, 1] * len(won)).long()]
                 back = (draws[early : early + late, 2] * (frames - 1)).long()
+                # The success may be at any place of the subsequence, which must not begin before its episode.
                 steps[early : early + late] = (chosen - back).maximum(starts[episodes.episode_of_step[chosen]])
             # Padded ones are cut around a step at or a little after the episode's start, so that frames before it
             # repeat the first one, as in a context that reaches back before an episode.
             parts = data.cut(steps[:padded], past, config.length), data.cut(steps[padded:], 0, frames - 1)
+            # The first 1 to burn_in frames are always read, like the context of an imagined episode.
             prefix = 1 + (draws[:, 3:4] * config.burn_in).long()
             seen = (draws[:, 4:] < config.seen_share) | (torch.arange(frames) < prefix)
             device = self.spread.device
@@ -184,6 +188,7 @@ class RssmModel(Described[RssmConfig], Judged):
     ) -> Tensor:
         """Return the squared error [M], summed over pixels, of some frames of every subsequence."""
         order = torch.randperm(known.shape[1], generator=generator, device=generator.device)
+        # Images cost most of a training step, and single frames already say whether the latent holds them.
         chosen = order[: self.config.images].to(known.device)
         flat = rearrange(latents.summary[:, chosen], "m t f -> (m t) f")
         total = torch.zeros_like(known[:, chosen])
@@ -208,6 +213,7 @@ class RssmModel(Described[RssmConfig], Judged):
         """Return up to HEAD_STEPS steps of `episodes` as latents that have seen every frame; no chance is in it."""
         data, length = SequenceData(episodes, tuple(self._spec.observation)), self.config.length
         place = torch.arange(len(data)) - episodes.starts[episodes.episode_of_step]
+        # Subsequences side by side from each episode's start: every step is in exactly one.
         first = (place % length == 0).nonzero()[:, 0]
         generator = torch.Generator().manual_seed(0)
         first = first[torch.randperm(len(first), generator=generator)[: -(-HEAD_STEPS // length)]]
@@ -269,10 +275,12 @@ class RssmModel(Described[RssmConfig], Judged):
         count = state.shape[1]
         given = np.zeros((rows, 0, self._spec.action.size)) if count == 1 else context.actions
         actions = self.standard("action", torch.from_numpy(np.asarray(given, dtype=np.float32)).to(device))
+        # Frames of the context have the step numbers -T to -1: no imagined step draws from their numbers.
         draws = [self._draws({**latent, "step": latent["step"] - count + index}) for index in range(count)]
         seen = torch.ones(rows, count, dtype=torch.bool, device=device)
         embedding = self.dynamics.embed(state, frames)
         latents = self.dynamics.unroll(state, embedding, actions, seen, torch.stack(draws), self.spread)
+        # Class indices instead of one-hot rows: a latent, and each snapshot of it, is smaller by C.
         sample = rearrange(latents.sample[:, -1], "r (s c) -> r s c", c=self.config.networks.classes).argmax(-1)
         return {"deter": latents.deter[:, -1], "sample": sample, **latent}
 
@@ -322,6 +330,7 @@ def _spread(structure: StateStructure, state_std: Tensor, change_std: Tensor) ->
     spread = torch.zeros(len(structure.free), len(state_std))
     spread[torch.arange(len(spread)), structure.free] = 1.0
     if len(structure.derived):
+        # derived = source @ weights + bias: a unit change of a free element moves it by that element's weights.
         spread[:, structure.derived] = spread[:, structure.source] @ structure.weights
     return spread * change_std[structure.free, None] / state_std
 

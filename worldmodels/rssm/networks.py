@@ -15,11 +15,13 @@ from robopolicy.nn.blocks import dense, perceptron
 
 def unimixed(logits: Tensor, share: float) -> Tensor:
     """Return log-probabilities [..., C] of the softmax of `logits` mixed with `share` of the uniform distribution."""
+    # Every class keeps share / C, so log-probabilities and KL stay finite when the two distributions disagree.
     return ((1 - share) * logits.softmax(-1) + share / logits.shape[-1]).log()
 
 
 def draw(log_probability: Tensor, uniform: Tensor) -> Tensor:
     """Return class indices [...] by the inverse of the cumulative distribution at `uniform` [...]."""
+    # Rounding may leave the cumulative sum below 1: a uniform beyond it means the last class.
     below = log_probability.detach().exp().cumsum(-1) <= uniform[..., None]
     return below.sum(-1).clamp(max=log_probability.shape[-1] - 1)
 
@@ -28,6 +30,7 @@ def straight_through(log_probability: Tensor, uniform: Tensor) -> Tensor:
     """Return one-hot samples [..., S, C] whose gradient is the probabilities' (Bengio 2013)."""
     probability = log_probability.exp()
     chosen = functional.one_hot(draw(log_probability, uniform), probability.shape[-1])
+    # p - p.detach() is 0 but has the gradient of p.
     return chosen.to(probability.dtype) + probability - probability.detach()
 
 
@@ -41,6 +44,8 @@ def balanced_divergence(posterior: Tensor, prior: Tensor, free_nats: float) -> t
 
     Below `free_nats` both are constant.
     """
+    # DreamerV3's KL balancing: both terms have one value, and their weights say which of the two distributions moves
+    # towards the other. Clamped at `free_nats` there is no gradient ("free bits").
     dynamics = divergence(posterior.detach(), prior).clamp_min(free_nats)
     representation = divergence(posterior, prior.detach()).clamp_min(free_nats)
     return dynamics, representation

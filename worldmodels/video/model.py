@@ -130,6 +130,7 @@ class VideoModel(ImageModel[VideoConfig]):
         """Return a model of the same weights whose chains remember by `caching`; raises as `Cacheable` says."""
         if caching is not None:
             caching.check(self.block_names, self.calls)
+        # A shallow copy: both models share their modules, hence their weights.
         found = copy(self)
         found.caching = caching
         return found
@@ -154,6 +155,7 @@ class VideoModel(ImageModel[VideoConfig]):
         reader, coder = self.reader, self.autoencoder
         frames = [episodes.observation[key] for key in reader.images]
         found = []
+        # With mean 0 and deviation 1 `encode` returns raw latents, from which the statistics are taken.
         coder.mean.zero_()
         coder.std.fill_(1.0)
         with progress("Encoding frames", len(frames[0])) as advance:
@@ -234,6 +236,7 @@ class VideoModel(ImageModel[VideoConfig]):
         device = self.change_std.device
         length = self.config.history_span
         chunk = self.config.chunk
+        # A repeated frame is encoded once, and its latent copied.
         place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
         used = torch.tensor(self._slots, device=device) if brief else place.unique()
         flat = rearrange(frames[:, 1:][:, used], "r l h w c -> (r l) h w c")
@@ -328,6 +331,7 @@ class VideoModel(ImageModel[VideoConfig]):
         memory = self.transformer.remember(history, taken, poses, history.new_zeros(history.shape[:2]))
         present, begin = history[:, -1], latent["step"] - latent["phase"]
         network = self.transformer.network(memory, present, reader.standard("action", actions), caching=self.caching)
+        # Every frame has the noise of its own step, whether it is predicted alone or within a chunk.
         frames = [{**latent, "step": begin + step} for step in range(actions.shape[1])]
         noise = torch.stack([reader.noise(frame, self.latent) for frame in frames], 1)
         change = edm.sample(network, config.temperature * noise, config.edm, scaled=False)
@@ -344,6 +348,7 @@ class VideoModel(ImageModel[VideoConfig]):
         reference = latent["decoded"]
         frames = []
         for new in decoded.unbind(1):
+            # As int: differences of uint8 would wrap around.
             moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.change_threshold
             frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
             frames.append(frame)

@@ -78,6 +78,7 @@ class ViewAutoencoder(nn.Module):
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Return standardised latents [N, C, V * height / factor, width / factor] of views [N, V, 3, height, width]."""
+        # The mean and no sample: a frame has one latent.
         found = self._posterior(pixels).mode().float()
         found = (found - self.mean[:, None, None]) / self.std[:, None, None]
         return rearrange(found, "(n v) c h w -> n c (v h) w", v=len(self.background))
@@ -96,7 +97,9 @@ class ViewAutoencoder(nn.Module):
         noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean.device)
         apart = (pixels - self.background).abs().mean(2, keepdim=True)
         weight = 1 + moving * (apart / VISIBLE).clamp(max=1)
+        # Weights of mean 1 keep the loss on one scale, however much of the image moves.
         error = (weight / weight.mean()) * (self._decode(mean + deviation * noise) - pixels).square()
+        # KL(N(mean, deviation^2) || N(0, 1)), averaged over the latent's elements.
         divergence = 0.5 * (mean.square() + deviation.square() - 1 - 2 * deviation.log()).mean((1, 2, 3))
         return {
             "pixels": error.mean((1, 2, 3, 4)),
@@ -126,6 +129,7 @@ class FrameBlock(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.mix = nn.Linear(width, width)
         self.expand, self.shrink = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        # DiT's adaLN-Zero: shift, scale and gate are 0, so every block begins as the identity.
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.modulation.bias)
 
@@ -255,6 +259,7 @@ class VideoTransformer(nn.Module):
         self.blocks = nn.ModuleList(FrameBlock(wide, sizes.heads) for _ in range(sizes.depth))
         self.norm, self.last = nn.LayerNorm(wide, elementwise_affine=False), nn.Linear(wide, 2 * wide)
         self.head = nn.Linear(wide, sizes.maps * sizes.patch**2)
+        # An untrained network predicts no change: the present frame again.
         nn.init.zeros_(self.leave.weight)
         nn.init.zeros_(cast(Tensor, self.leave.bias))
 
@@ -266,6 +271,7 @@ class VideoTransformer(nn.Module):
         """
         slots = self.slots[: history.shape[1]]
         with autocast(self.precision, history.device):
+            # The second half, the sum of actions since the present frame, is zero in the history.
             embedded = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
             condition = slots + embedded + self.pose(poses) + self.noise(noise[..., None])
             tokens = self.past(self._patches(history)) + self.position + self.summand(condition)[:, :, None]
@@ -313,7 +319,9 @@ class VideoTransformer(nn.Module):
     ) -> Tensor:
         frames = noisy.shape[1]
         with autocast(self.precision, noisy.device):
+            # A hidden action counts as zero in the sum as well; `unknown` tells it apart from an action that is zero.
             shown = actions if known is None else actions * known[..., None]
+            # Divided by the chunk's length, the sum has the scale of a single action.
             embedded = self.action(torch.cat([shown, shown.cumsum(1) / self.chunk], -1))
             if known is not None:
                 hidden = embedded + self.unknown.to(embedded.dtype)
@@ -328,6 +336,7 @@ class VideoTransformer(nn.Module):
             maps = before(maps, each, blocks, 0)
             stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
             tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
+            # A single frame sees everything; attention without a mask takes the faster kernel.
             mask = self._causal(frames, memory[0][0].shape[2], noisy.device) if frames > 1 else None
             for place, (block, remembered) in enumerate(zip(self.blocks, memory, strict=True)):
                 tokens = block(tokens, condition, remembered, mask, blocks, 1 + 2 * place)

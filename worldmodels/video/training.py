@@ -113,6 +113,7 @@ class DynamicsStage(nn.Module):
         video = self._encode(episodes)
         self._still = video.actions[:1].to(self._change_std.device)
         if self.config.bootstrap:
+            # As large as the encoded dataset, hence in half precision.
             self.cache = video.latents.half()
         return self._batches(video, len(video.latents), generator)
 
@@ -131,11 +132,13 @@ class DynamicsStage(nn.Module):
         subsequence, config = batch["subsequence"], self.config
         rows = len(subsequence.future)
 
+        # Drawn on the generator's device and then moved, so that the numbers do not depend on where the model is.
         def draw(*shape: int) -> Tensor:
             return torch.rand(shape, generator=generator, device=generator.device).to(subsequence.future.device)
 
         history, actions, poses = self._degraded(subsequence, draw)
         reach = torch.full(history.shape[1:2], config.memory_noise, device=history.device)
+        # Every frame draws its own deviation up to its reach, and `remember` is told it. Imagination says 0.
         reach[-config.recent :] = config.present_noise
         noise = reach * draw(*history.shape[:2])
         drawn = torch.randn(history.shape, generator=generator, device=generator.device).to(history.device)
@@ -160,6 +163,7 @@ class DynamicsStage(nn.Module):
         count = history.shape[1]
         own, collapsed = draw(len(history)), draw(len(history)) < config.collapse
         if config.bootstrap:
+            # Early predictions are hardly better than noise: their share grows with the updates.
             share = config.bootstrap * min(1.0, float(self.updates) / config.bootstrap_steps)
             kept = self.cache[subsequence.places[:, :count].to(self.cache.device)].to(history)
             history = torch.where((own < share)[:, None, None, None, None], kept, history)
@@ -171,6 +175,7 @@ class DynamicsStage(nn.Module):
     @torch.no_grad()
     def _keep(self, subsequence: Subsequence, predicted: Tensor, first: Tensor) -> None:
         """Put predictions [M, F, ...] of rows that began as the sampler does into the cache, and count the update."""
+        # Rows at other noise levels saw the truth through the noise: their predictions are better than imagined ones.
         places = subsequence.places[:, -predicted.shape[1] :]
         for row in first.nonzero()[:, 0].tolist():
             valid = subsequence.valid[row]
