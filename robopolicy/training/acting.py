@@ -78,11 +78,14 @@ class MixedPolicy:
         [B, K], 0 and False where the teacher acts. Raises what the two raise.
         """
         own = self.learner.act(observation, generator, deterministic=deterministic)
+        # Drawn for every row at every decision, also where the share is 0: what is drawn later does not depend on it.
         taught = uniform((len(own.actions),), generator, own.actions.device) < self.turns.share
         latents = {**own.latents, TAUGHT: taught}
         if not bool(taught.any()):
             return Decision(own.actions, latents, own.logp, own.mask)
         told = self.turns.teacher.act(observation, generator, deterministic=True).actions[:, : own.actions.shape[1]]
         actions = torch.where(taught[:, None, None], told.to(own.actions.dtype), own.actions)
+        # The learner has proposed something else than what is executed, so a policy gradient on it would reward an
+        # action that nobody took.
         mask = own.mask & ~taught[:, None]
         return Decision(actions, latents, torch.where(mask, own.logp, 0.0), mask)

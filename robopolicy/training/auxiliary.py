@@ -43,6 +43,7 @@ class FieldHead(nn.Module):
         self.weight, self.keys = weight, tuple(fields)
         self.units = nn.ModuleDict({module_name(key): Normalizer(field.shape) for key, field in fields.items()})
         with torch.random.fork_rng(devices=[]):
+            # The head's weights must not move the draws of the policy, which learns the same with and without it.
             torch.manual_seed(seed)
             size = sum(field.size for field in fields.values())
             self.layers = nn.Sequential(nn.Linear(seen, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, size))
@@ -72,6 +73,7 @@ class TellsFields(nn.Module):
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the policy's losses [N] of a batch, and what its encoder saw to tell its "fields" wrong."""
+        # The encoder's output is caught on its way through the policy's own loss, so the images are encoded once.
         with _outputs(*self._encoder) as seen:
             losses = self.policy.loss(batch, generator)
         return {**losses, LOSS: self.head.errors(seen[0], batch[FIELDS])}

@@ -72,6 +72,7 @@ class Course:
         low = figures.get("deterministic_real_low")
         if low is None:
             return
+        # By the lower bound of what was measured: a better mean alone may be luck.
         rising = self.best is None or low > self.best
         fallen = self.best is not None and figures["deterministic_real_high"] < self.best
         # What fell at first and climbs again is not over, though it has not come back to where it began.
@@ -101,6 +102,7 @@ class Course:
 
     def reaches(self, figures: Mapping[str, float]) -> bool:
         """Whether this evaluation reaches the target, and so does what confirms it, if that has been measured."""
+        # The success that counts towards the target may be another one than this world's, such as the real one.
         achieved = figures.get("deterministic_achieved", figures["deterministic_success"])
         return self.target is not None and min(achieved, figures.get("confirmed_success", 1.0)) >= self.target
 

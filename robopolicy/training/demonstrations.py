@@ -20,6 +20,7 @@ class Demonstrations:
     def state(self, start: int, share: float) -> tuple[Snapshot | None, float]:
         """Return the state after about `share` of the start's demonstration, None for 0, and the share it is."""
         path = self.states.get(start, [])
+        # State i is the one after i * every steps, so place / len(path) is the share of time that is already done.
         place = min(int(share * len(path)), len(path) - 1)
         return (path[place], place / len(path)) if place > 0 else (None, 0.0)
 
@@ -39,6 +40,7 @@ def demonstrate(
     with progress("Demonstrations", len(seeds)) as advance:
         for first in range(0, len(seeds), world.batch_size):
             wave = np.asarray(seeds[first : first + world.batch_size], dtype=np.int64)
+            # A last wave is shorter than the world's rows; what the surplus rows are told does not matter.
             chosen = np.resize(tasks[first : first + len(wave)], world.batch_size) if len(tasks) else None
             player.start_wave(wave, options=None if chosen is None else {"task": chosen})
             paths: list[list[Snapshot]] = [[] for _ in wave]

@@ -59,6 +59,7 @@ class Distillation(nn.Module):
         def draw_noise() -> Tensor:
             return torch.randn((rows, *student.noise_shape), generator=generator, device=generator.device).to(device)
 
+        # Teacher and student begin in the same noise: a consistency function maps one point to one end.
         noise, given = draw_noise(), None
         with torch.no_grad():
             if most := teacher.config.prefix_steps:  # it continues the beginning of a plan, here another one of its own
@@ -66,8 +67,10 @@ class Distillation(nn.Module):
                 given = teacher.trajectory(observation, draw_noise())[:, -1], count
             guided = None if given is None else lambda steps: PrefixedSteps(steps, *given)
             path = teacher.trajectory(observation, noise, guided=guided)
+            # Points of the student's own chain carry its errors, which are what its later steps have to mend.
             own = student.trajectory(observation, noise, guided=guided) if self.config.steps > 1 else noise[:, None]
         point, time = _drawn(own[:, : self.config.steps], student.schedule.times, draw(rows))
+        # Noise is already the first point of the student's chain, and at the clean action there is nothing to learn.
         inner = path.shape[1] - 2  # points of the teacher's chain between noise and action
         if inner and self.config.teacher_points:
             theirs, at = _drawn(path[:, 1:-1], teacher.schedule.times[1:], draw(rows))
@@ -75,6 +78,7 @@ class Distillation(nn.Module):
             point, time = torch.where(chosen[:, None, None], theirs, point), torch.where(chosen, at, time)
         told = point if given is None else with_prefix(point, *given)
         prediction = student.network.denoise(told, time, student.encode(observation))
+        # The student's estimate of the end from this point alone, compared with where the teacher's chain ends.
         clean = clean_actions(student, point, prediction, time)
         distance = (clean - path[:, -1])[..., : student.part.size].square()  # what pads an action is executed by nobody
         if given is None:

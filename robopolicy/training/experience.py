@@ -49,6 +49,7 @@ def with_executed(
     The decisions concerned get fresh behaviour scores from `policy`, which must be the one that acted, unchanged; those
     of other versions than `version` (None: none) were scored when it did.
     """
+    # A scored log-probability of a whole chunk counts actions that were never executed, behind the episode's end.
     cut = rollouts.alive & (~rollouts.valid).any(-1)
     if not bool(cut.any()):
         return rollouts
@@ -83,9 +84,11 @@ def with_values(
     """
     rewards = torch.stack(list(rollouts.rewards.values())).sum(0)
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
+    # Before dividing, with rewards as they came: the scale must not depend on itself.
     return_scale.update(per_chunk, rollouts.ended, discount ** rollouts.duration.float())
     rewards = rewards / return_scale.scale.to(rewards.dtype)
     values = critic_values(critic, rollouts, torch.ones_like(rollouts.alive)).reshape(rollouts.shape)
+    # Where an episode goes on, V of the next column is at hand; after a real end V is 0. Only these are left.
     needed = rollouts.ended & ~rollouts.terminated
     needed[:, -1] = True
     at_end = torch.zeros_like(values)
@@ -102,6 +105,7 @@ def with_values(
     )
     found = {"value": values, "value_target": returns, "advantage_gae": advantages}
     if finished:
+        # Rewards have been divided by the scale by now, so the finished returns are in the critic's units.
         scaled = chunk_rewards(rewards, rollouts.valid, discount)
         decay = discount ** rollouts.duration.float()
         found["value_target"], found["target_known"] = finished_returns(rollouts, scaled, decay)
@@ -247,12 +251,14 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 def learning_metrics(prepared: Rollouts) -> dict[str, float]:
     """Return what is learned from: the share of rows with an advantage, reward terms per decision, models' accuracy."""
+    # Groups whose episodes all end alike have an advantage of 0 everywhere and teach nothing.
     signal = (prepared.extras["advantage"].abs().amax((1, 2)) > 1e-6).float().mean()
     metrics = {"signal": float(signal)}
     decisions = max(1, int(prepared.alive.sum()))
     if len(prepared.rewards) > 1:
         metrics |= {f"reward_{name}": float(reward.sum()) / decisions for name, reward in prepared.rewards.items()}
     if prepared.logp_proximal is not None:
+        # log of pi_now / pi_behaviour, summed over a sequence below.
         moved = torch.where(prepared.mask, prepared.proximal - prepared.logp_behaviour, 0.0).flatten(1)
         metrics["sequence_ess"] = float(effective_sample_size(moved, torch.ones_like(moved, dtype=torch.bool)))
     accuracy = prepared.extras.process_accuracy
@@ -280,6 +286,7 @@ def require_same_scores(
     if not len(chosen):
         return
     count = min(len(chosen), 256)
+    # Evenly spaced over rows and time, without drawing: a check must not move any generator.
     chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
     some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
     images = reads_images(policy, rollouts)
@@ -288,6 +295,7 @@ def require_same_scores(
     acted = torch.where(mask, rollouts.logp_behaviour[some], 0.0)
     difference = torch.where(mask, logp - acted, 0.0).abs()
     require_finite("the log-probability", difference.max(), where)
+    # A sum whose terms cancel is small, but its rounding is of the size of the terms: hence the mean as a floor.
     size = acted.abs().clamp(min=max(1.0, float(acted.abs().sum() / mask.sum().clamp(min=1))))
     worst = (difference / size).argmax()
     apart, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])

@@ -78,6 +78,7 @@ class ExpertRows:
         if not count or not prepared.whole:
             return prepared
         draws, total = self.generator, len(self.episodes)
+        # Whole passes over the experts: no episode is drawn twice before all have been drawn once.
         order = [torch.randperm(total, generator=draws, device=draws.device) for _ in range(-(-count // total))]
         rows = expert_rollouts(self.policy, self.episodes, torch.cat(order)[:count], self.instructions, draws)
         version = torch.full_like(rows.policy_version, context.iteration)
@@ -85,10 +86,12 @@ class ExpertRows:
         for shape in self.rewards:
             rows = shape(rows, context)
         returns = torch.cat([prepared.row_return, rows.row_return])
+        # Population deviation; the floor is for returns that are all alike.
         advantage = (rows.row_return - returns.mean()) / (returns.std(unbiased=False) + 1e-6)
         if any(is_condition(name) for name in prepared.latents):  # the policy's rows keep what a frozen encoder made
             rows = replace(rows, latents={**rows.latents, **conditions_of(rows, self.policy, self.instructions)})
         rows = _like(rows, prepared, advantage)
+        # As on-policy data: the ratio begins at 1 and moves with the updates.
         logp = rescored(rows, self.policy, self.instructions)[0]
         return concatenate([prepared, replace(rows, logp_behaviour=torch.where(rows.mask, logp, 0.0))])
 
@@ -106,6 +109,7 @@ def expert_rollouts(
     spec, lengths = policy.spec, episodes.lengths[chosen]
     place = torch.arange(int(-(-lengths.max() // spec.chunk)), device=lengths.device) * spec.chunk
     alive = place < lengths[:, None]
+    # Padding repeats the last step, so that every index is valid; `alive` hides it.
     steps = episodes.starts[chosen][:, None] + torch.minimum(place, lengths[:, None] - 1)
     found = episodes.windows(steps.flatten(), spec.history, spec.chunk, keys=list(episodes.observation))
     shape = alive.shape
@@ -160,6 +164,7 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     extras = {name: value.new_zeros((*rows.shape, *value.shape[2:])) for name, value in prepared.extras.items()}
     scored = rows.mask
     extras["advantage"] = torch.where(scored, advantage[:, None, None].float(), 0.0)
+    # What normalises an episode's weight in the loss, as `prepare` gives it to own rows.
     extras["episode_steps"] = scored.sum((1, 2))[:, None].expand(rows.shape)
     names = list(prepared.rewards)
     paid = (

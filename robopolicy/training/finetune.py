@@ -211,6 +211,8 @@ class _Finetuning:
             with progress("Fine-tuning", self.config.iterations) as advance:
                 advance(self.iteration)
                 while self.iteration < self.config.iterations and self.course.ended is None:
+                    # Asked again when a run is resumed at a checkpoint, so that a resumed run sees the same world as
+                    # one that was not killed.
                     due = self.iteration > 0 and self._due(self.config.checkpoint_every, False)
                     if after_checkpoint is not None and due and after_checkpoint(self.iteration, self.policy):
                         # what follows is measured in another world, unless policies are chosen by what is real
@@ -248,6 +250,7 @@ class _Finetuning:
                 told = self.world.spec.instructions
                 require_same_scores(rollouts, self.policy, self.iteration, told, tolerance, self._where)
             learning = learning_metrics(rollouts)
+            # Before the update: a controller sees the last update's figures and this iteration's data.
             for controller in self.controllers.values():
                 self.learner.knobs.update(controller.step({**self.learner.stats, **learning}, self._context))
             update = self.learner.update(
@@ -263,6 +266,7 @@ class _Finetuning:
         if self.config.staleness or self.config.delay or self.config.overprovision:
             played = collected_rollouts.played
             metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())
+        # Only fresh decisions count: replayed ones cost no step in the world.
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1
         last = self.iteration == self.config.iterations
@@ -274,6 +278,7 @@ class _Finetuning:
         if self.run_folder is not None:
             self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
         if self._due(self.config.checkpoint_every, last or self.course.ended is not None):
+            # Also where the run goes on: a resumed run begins with fresh resets, and both must collect the same.
             self.collector.restart()
             self._save()
         return metrics
@@ -282,6 +287,7 @@ class _Finetuning:
         """Turn rewards into one advantage a step."""
         instructions = self.world.spec.instructions
         sources = Sources(self.policy, self.teacher, instructions, self.generators, self.iteration)
+        # Before anything reads ends: values, returns and side models must agree on what a time limit means.
         if self.config.time_limit == "end":
             rollouts = rollouts.ended_by_limits()
         rollouts = provide(rollouts, self.algorithm.needs, sources)
@@ -290,6 +296,7 @@ class _Finetuning:
         for shape_rewards in self.algorithm.rewards:
             rollouts = shape_rewards(rollouts, self._context)
         if self.critic is not None:
+            # Normalised once: statistics that moved would change the values of all older targets.
             if self.iteration == 0:
                 self.critic.fit(rollouts.observation)
             discount, gae_lambda = self.config.discount, self.config.gae_lambda
@@ -298,6 +305,7 @@ class _Finetuning:
             require_finite("the return", rollouts.extras["value_target"], self._where)
         prepared = self.algorithm.prepare(rollouts, self._context)
         require_finite("the advantage", prepared.extras["advantage"], self._where)
+        # Before replayed or expert rows join, which say nothing about the starts that were proposed.
         if rollouts.whole:
             self.collector.observe(rollouts.fresh, prepared.fresh)
         prepared = prepared.without(following=True)  # targets and advantages are made: nothing looks ahead any more
@@ -309,8 +317,11 @@ class _Finetuning:
             prepared = self.expert_rows.beside(prepared, self._context)
         if rollouts.whole:
             fresh = rollouts.fresh
+            # Mean returns of the latest 256 groups, fresh ones only: what baselines across iterations compare with.
             self.history = (*self.history, *Segments.of(fresh.group).mean(fresh.row_return).tolist())[-256:]
         stale = prepared.played & (prepared.policy_version != self.iteration)
+        # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
+        # the proximal one.
         if bool(stale.any()) and self.config.proximal == "current":
             prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
         return with_reference(prepared, self.algorithm.needs, self.learner.base, instructions)
@@ -328,6 +339,7 @@ class _Finetuning:
             observe=lambda rollouts, where: decisions_at(rollouts, where, spec.instructions)[0],
             score=self._score,
         )
+        # A mechanism added or left out must not change the draws of everything else.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(self.seed, "models"))
             return {name: build(tools) for name, build in self.algorithm.models.items()}
@@ -371,6 +383,7 @@ class _Finetuning:
             figures = self.course.confirmed(figures, partial(self.confirm, self.policy, self.iteration))
         self.course.observe(figures)
         reached = self.course.ended is Ended.TARGET
+        # The policy that reached the target is kept even if an earlier one scored higher.
         if reached or not self.best_believed or score(figures) > score(self.best):
             self.best, self.best_believed = {"iteration": self.iteration, **figures}, True
             self.best_weights = {name: value.clone() for name, value in learned(self.policy).items()}
@@ -440,5 +453,6 @@ class _Finetuning:
         for name, controller in self.controllers.items():
             controller.restore(tree["controllers"][name])
         self.return_scale.load_state_dict(tree["return_scale"])
+        # Last, when no constructor or `restore` draws any more.
         self.generators.restore(tree["generators"])
         self.run_folder.rewind("iteration", self.iteration)

@@ -44,6 +44,7 @@ def learning_rate_at(step: int, config: FitConfig) -> float:
     """Return the rate of update number `step` (from 0): linear warm-up, then a cosine (Loshchilov and Hutter 2017)."""
     if step < config.warmup:
         return config.learning_rate * (step + 1) / config.warmup
+    # The rate of the last step is a little above the final one: the cosine ends at step `steps`, which is never taken.
     share = (step - config.warmup) / max(1, config.steps - config.warmup)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
     return config.learning_rate * (config.final_rate + (1 - config.final_rate) * cosine)
@@ -99,6 +100,7 @@ class _Fit:
         self.run_folder = run
         self.precision: LearningPrecision = precision
         self.micro_batch = micro_batch
+        # Taken once: the order names the moving averages in resume points.
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         rate, decay = config.learning_rate, config.weight_decay
         self.optimiser = make_optimiser(config.optimiser, self.parameters, rate, decay)
@@ -120,8 +122,10 @@ class _Fit:
                 if self.step % self.config.log_every == 0 or done:
                     self._log(evaluate)
                 advance(note=" ".join(f"{name} {value:.4g}" for name, value in self.losses.items()))
+                # After the log line, so that a resumed run neither repeats nor loses it.
                 if self.step % self.config.checkpoint_every == 0 or done:
                     self._save()
+        # The average is what is kept of the run; an evaluation above has put the raw weights back.
         self._exchange()
         self.model.eval()
         return FitResult(self.step, self.losses)
@@ -133,6 +137,7 @@ class _Fit:
         for piece, share in self._pieces(batch):
             with learning_in(self.precision):
                 losses = self.model.loss(piece, self.generators["loss"])
+            # Each piece counts by its share of the rows, so the summed gradients are those of the whole batch's mean.
             parts = {name: share * value.mean() for name, value in losses.items()}
             total = torch.stack(list(parts.values())).sum()
             require_finite("the loss", total.detach(), where)
@@ -177,6 +182,7 @@ class _Fit:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Put the moving average in the place of the weights, and the second time these back."""
+        # The raw weights set aside double as the sign of which of the two is in place.
         aside = None if self.aside else [parameter.clone() for parameter in self.parameters]
         for parameter, value in zip(self.parameters, self.aside or self.average, strict=True):
             parameter.copy_(value)
@@ -213,6 +219,7 @@ class _Fit:
         self.model.load_state_dict(tree["model"])
         for number, average in enumerate(self.average):
             average.copy_(tree["average"][str(number)])
+        # After the weights: the generators come last, when nothing draws from them any more.
         restore_optimiser(self.optimiser, tree["optimiser"])
         self.generators.restore(tree["generators"])
         rows = zip(*tree.get("history", {}).values(), strict=True)

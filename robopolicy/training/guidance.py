@@ -69,6 +69,7 @@ class Guidance:
         if turns is None or self.acting is None:
             return turns or self.acting
         acting = self.acting
+        # Planning inside, turns outside: where the teacher does not act, the planned decision is executed.
         return lambda policy: turns(acting(policy))
 
     def check_teacher(self, policy: Policy, needs: frozenset[Need]) -> None:

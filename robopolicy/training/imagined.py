@@ -89,9 +89,11 @@ class ModelRefresh:
         recorded = [read_dataset(folder / str(done)) for done in self.iterations]
         cameras = cameras_of(fields_read(model))
         everything = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *recorded, fresh])
+        # The same seed at every refresh: the split does not depend on how often the model was refreshed.
         training, held = everything.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
         fit_stages(model, training, FitConfig(steps=self.steps, learning_rate=1e-3, warmup=20), generators)
         model.calibrate(held)
+        # Evaluation and training imagine in copies of the model; figures would not compare if one stayed behind.
         self._share(model.state_dict())
         self.iterations.append(iteration)
         self.env_steps += fresh.step_count
@@ -159,6 +161,8 @@ def synthesise_and_imitate(
             imagined += played.step_count
             figures |= {"env_steps": imagined, "success": float(played.success.float().mean())}
             if bool(played.success.any()):
+                # Successes of earlier rounds stay: the policy is fitted to all of them, or it would forget the starts
+                # that this round happened to miss.
                 kept.append(played.select(played.success))
             if kept:
                 config = PretrainConfig(batch_size, FitConfig(steps=steps, learning_rate=learning_rate, warmup=20))
@@ -170,6 +174,7 @@ def synthesise_and_imitate(
         course.observe(figures)
         if run is not None:
             run.log(figures)
+        # The first round that reaches the target is kept even if an earlier, unconfirmed one scored higher.
         if course.ended is Ended.TARGET or not best or score(figures) > score(best):
             best, weights = figures, {name: value.clone() for name, value in learned(policy).items()}
         if course.ended is not None:

@@ -131,11 +131,13 @@ def roll_out(
             (state, action), step = played.info, played.step
             following = interface.state(step.observation)
             reward = np.stack(list(step.rewards.values())).sum(0)[:, 0]
+            # Only a terminated task ends the backup: where imagination or time stops, the next state's value counts.
             paid, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
             if edge_value is not None and step.horizon_end is not None:
                 stopped = torch.from_numpy(step.horizon_end)
                 paid, over = torch.where(stopped, paid + edge_value(following), paid), over | stopped
             found = Transitions(state, action, paid, following, over, torch.from_numpy(step.success))
+            # `running` is of before the step, so the transition that ends an episode is kept and no later one.
             parts.append(found.take(torch.from_numpy(played.running & step.valid[:, 0])))
     return Transitions.join(parts)
 
@@ -161,11 +163,13 @@ def learn_in_imagination(
     """
     interface, records = Interface.of(world.spec), []
     kept: list[Transitions] = []
+    # Rounded on the recorded side, so both parts always add up to the batch.
     imagined_count = config.batch_size - round(config.real_share * config.batch_size)
     with progress("Learning in imagination", config.epochs) as advance:
         for epoch in range(1, config.epochs + 1):
             name, draws = f"rollout/{epoch}", generators["act"]
             fresh = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)
+            # Old transitions are of an agent that acts differently by now, and of states that it no longer visits.
             kept = [*kept, fresh.check()][-config.keep :]
             imagined = Transitions.join(kept)
             figures: dict[str, Tensor] = {}

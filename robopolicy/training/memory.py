@@ -160,6 +160,7 @@ def plan_memory(
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
     with FlopCounterMode(display=False) as scoring:
+        # The difference between two rows and one is what a row adds; what remains of the first is shared by all rows.
         one = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
     doubled = _twice(seen), _twice(latents)
     each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - one
@@ -208,6 +209,7 @@ def plan_pretraining(
     activations = one + (at_once - 1) * (two - one)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
+    # Gradient and optimiser state; the weights from before a step count too where the optimiser keeps them.
     learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
     needed = learning + activations
     if available is not None and needed > available:
@@ -257,6 +259,7 @@ def _held(policy: Trainable, seen: TensorObservation, share: float | None) -> tu
     cameras = 0 if share is None else sum(_bytes(value) for value in cameras_in(fields).values())
     vectors = sum(_bytes(value) for key, value in fields.items() if key not in cameras_in(fields))
     own, history = min(policy.spec.chunk, policy.spec.history), policy.spec.history
+    # Consecutive decisions share frames of their histories, so a decision owns min(chunk, H) of its H frames.
     return vectors + round((share or 0.0) * cameras * own) // history, vectors + cameras
 
 

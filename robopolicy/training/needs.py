@@ -68,6 +68,7 @@ def add_blackout_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
 def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
     """Add `contrast_logp` [B, T, K] under another instruction, the next one in turn from iteration to iteration."""
     count = len(sources.instructions)
+    # Offsets 1 to n - 1 modulo n: never the instruction itself, and all others in turn.
     other = replace(rollouts, task=(rollouts.task + 1 + sources.iteration % (count - 1)) % count)
     return rollouts.with_extras(contrast_logp=rescored(other, sources.policy, sources.instructions)[0])
 

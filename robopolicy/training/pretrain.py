@@ -100,6 +100,7 @@ def regression_batches(
     spec = policy.spec
     device = next(policy.parameters()).device
     labels = episodes.labels if episodes.labels is not None and episodes.labels.shape[1] > 1 else None
+    # A teacher's labels are right wherever the student went, so no step is left out.
     data = (episodes if labels is not None else episodes.to_imitate()).to(device)
     worth = worth_imitating(data) if labels is None else None
     columns = () if read else spec.columns
@@ -134,6 +135,7 @@ def _labelled_batches(
     Of a policy that predicts further than the teacher, or than its episode goes on, the rest is not valid.
     """
     chosen, length = torch.arange(spec.prediction, device=data.device), labels.shape[1]
+    # The teacher may predict fewer steps than the policy: its last one fills the rest, which `chosen < said` hides.
     last = chosen.clamp(max=length - 1)
     said = torch.full((data.step_count,), length, device=data.device) if data.label_steps is None else data.label_steps
     while True:
@@ -165,6 +167,7 @@ def _worthy_batches(
         drawn = torch.randint(len(among), (size,), generator=generator, device=generator.device)
         steps = among[drawn.to(data.device)]
         batch = data.windows(steps, spec.history, spec.prediction, columns)
+        # cumprod: from the first unworthy step on nothing of the chunk is imitated, even what is worthy again later.
         good = worth[(steps[:, None] + ahead).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
         batch["action_valid"] = batch["action_valid"] & good
         yield batch
@@ -177,6 +180,7 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
     Raises ConfigError where the encoder learns, sees no images, or what it makes of them does not fit into memory.
     """
     spec, found = policy.spec, {}
+    # Evaluation mode: with dropout on, what is kept would be one random draw for the whole run.
     encoder = _resting(policy.eval())
     with progress("Reading", data.step_count) as advance, learning_in(precision):
         for steps in torch.arange(data.step_count, device=data.device).split(AT_ONCE):
@@ -252,6 +256,7 @@ def _taken(parts: Sequence[Tensor], steps: Tensor) -> Tensor:
         return parts[0][steps]
     found, first = parts[0].new_empty((len(steps), *parts[0].shape[1:])), 0
     for part in parts:
+        # Parts follow one another, so a step belongs to the part whose range it is in.
         here = ((steps >= first) & (steps < first + len(part))).nonzero()[:, 0]
         found[here] = part[steps[here] - first]
         first += len(part)

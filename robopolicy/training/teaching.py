@@ -85,6 +85,7 @@ def teach(
         else:
             played.append(_play(teacher, student, world, config, number, seed, device))
             write_dataset(played[-1], kept, images="png", existing="replace")
+        # The checkpoint is written last, so where it exists the round is complete.
         if place.checkpoint.exists():
             student = load_student(place.checkpoint)
             continue
@@ -93,6 +94,7 @@ def teach(
             require_fit(student.spec, world.spec)
         if config.auxiliary_keys and head is None:
             head = new_head(student, played[0], config, seed)
+            # The head has no place in the policy's checkpoint, but goes on learning from round to round.
             before = place.path.parent / str(number - 1) / HEAD
             head = read_weights(head, before, device) if number else head
         losses = _learn(student, played, config, number, place, seed, read, head)
@@ -118,6 +120,7 @@ def _play(
 ) -> Episodes:
     """Return the labelled episodes of a round: the teacher's share of them first, then the student's."""
     seeds = episode_seeds(seed, f"teach/{number}", config.episodes)
+    # Seeds and draws of a round depend on its number alone: one that is played again is the same.
     draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
     share = config.played_by_teacher(number)
     parts: list[Episodes] = []
@@ -139,6 +142,7 @@ def _learn(
 ) -> dict[str, float]:
     """Fit the student to everything played so far; return the last losses. read, head: see `imitate`."""
     generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
+    # Earlier students only have to play the next round; the last one is what is kept, and learns longer.
     chosen = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
     found = imitate(student, played, chosen, generators, place, f"Round {number + 1} of {config.rounds}", read, head)
     return dict(found.losses)

@@ -123,6 +123,7 @@ class Learner:
         self.sampling_steps = policy.spec.scored_steps
         device = self.parameters[0].device
         base_width = config.clip if config.clip_base is None else config.clip_base
+        # DPPO: the clip width grows along the denoising steps, from `clip_base` at the noisiest.
         widths = clip_schedule(self.sampling_steps, base_width, config.clip, config.clip_rate).to(device)
         self.clip_low = widths
         self.clip_high = widths if config.clip_high is None else widths * (config.clip_high / config.clip)
@@ -149,6 +150,7 @@ class Learner:
         source = self._source(rollouts)
         self.live = self._live(source)
         self.most = self._most_noisy(source) if self.chooses else len(self._steps())
+        # After the KL stop the critic finishes this epoch, since its targets do not depend on the policy.
         for _ in range(self.config.epochs):
             for index in self._minibatches(source, draws):
                 batch = source.take(index)
@@ -179,6 +181,7 @@ class Learner:
         stands for the images, unless an auxiliary loss asks a policy for fresh decisions.
         """
         unseen = self.critic is None or not self.critic.reads_images
+        # Auxiliary losses may ask a policy for fresh decisions, for which a cached condition is not enough.
         images = not self._asked() and unseen and not reads_images(self.policy, rollouts)
         rollouts = rollouts.without(following=True, images=images)
         if self.by_episode:
@@ -203,6 +206,7 @@ class Learner:
             return list(torch.randperm(rows, generator=draws, device=draws.device).split(size))
         groups = Segments.of(source.group)
         order = torch.randperm(groups.count, generator=draws, device=draws.device)
+        # A group is compared as a whole, so minibatches are of whole groups of about the wanted number of rows.
         some = order.split(max(1, round(size * groups.count / rows)))
         return [torch.isin(groups.index, part).nonzero().squeeze(1) for part in some]
 
@@ -235,6 +239,7 @@ class Learner:
             latents["chosen"] = step[alive]
         scores = scores_of(self.policy, observation, latents)
         if chosen and not config.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
+            # A policy that ignores "chosen" scores all steps: from now on none is chosen.
             self.chooses, self.most = False, self.sampling_steps  # it scores all steps, whatever is asked for
             return self._actor_step(batch, context, draws, where)
         if scores.logp.shape != (int(alive.sum()), step.shape[-1]):
@@ -244,11 +249,14 @@ class Learner:
             )
         logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
         if self.average is not None:
+            # From the moving average, step by step, as it is now: PPO-EWMA's proximal policy.
             proximal = logp.detach().masked_scatter(alive[..., None], self.average.log_prob(observation, latents))
             batch = replace(batch, logp_proximal=batch.proximal.float().scatter(-1, step, proximal))
+        # Detached: the gradient runs through logp in `policy_loss` alone, never through ratios.
         scored = self._score(batch, logp.detach(), step, scores, context.share)
         require_finite("the log-probability", torch.where(scored.mask, scored.logp, 0.0), where)
         stats = self._diagnose(scored)
+        # Measured before the step, so it is of all steps so far; beyond twice the target the last one is undone too.
         if config.target_kl is not None and float(stats["kl"]) > config.target_kl:
             if float(stats["kl"]) > 2 * config.target_kl:
                 self._take_back()
@@ -279,6 +287,7 @@ class Learner:
         if config.target_kl is not None:
             self.before_step = keep_weights(self.optimiser)
         self.steps += 1
+        # Warm-up counts the actor's own steps: while only the critic learns it stands still.
         rate = config.learning_rate * min(1.0, self.steps / config.actor_warmup) * self.knobs.get("lr_scale", 1.0)
         set_learning_rate(self.optimiser, rate)
         self.optimiser.step()
@@ -295,6 +304,7 @@ class Learner:
         )
         mask = mask & batch.alive[..., None]
         level, limit = self.algorithm.ratio_level, self.config.log_ratio_clamp
+        # The ratio is to the proximal policy; what lies between that and the behaviour policy is `staleness` below.
         ratios = log_ratios(logp, proximal, mask, limit, level, self.policy.spec.steps_per_action)
         alive = batch.alive
 
@@ -336,6 +346,7 @@ class Learner:
 
     def _live(self, source: Rollouts) -> Tensor | None:
         """Return which steps are not pruned in every decision alike, [k] of K; None where none is."""
+        # A step that no decision of this iteration learns from is not even scored.
         pruned = source.extras.pruned
         dead = None if pruned is None or not len(pruned) else pruned.flatten(0, 1).all(0)
         return None if dead is None or not bool(dead.any()) else (~dead).nonzero().squeeze(1)
@@ -346,6 +357,7 @@ class Learner:
 
     def _most_noisy(self, source: Rollouts) -> int:
         """Return how many steps a decision chose at most; the others, such as those without noise, earn nothing."""
+        # Steps without noise have no density and no gradient: scoring them would be wasted.
         steps = self._steps().to(source.mask.device)
         return max(1, int(source.mask[..., steps].sum(-1).max())) if len(source.mask) else len(steps)
 
@@ -358,6 +370,7 @@ class Learner:
         order = batch.mask[..., steps].to(draws.device, torch.float32)
         if self.config.scored_steps:
             drawn = torch.rand(shape, generator=draws, device=draws.device)
+            # A random order among the noisy steps, with the others behind all of them.
             order = torch.where(order > 0, drawn, -1.0)
         return steps[order.topk(count, dim=-1).indices], True
 
@@ -434,10 +447,12 @@ class PolicyAverage:
     @torch.no_grad()
     def update(self, policy: Trainable) -> None:
         """Take in the weights after an update."""
+        # Kept for `take_back`, where the KL stop undoes the step that this average has taken in.
         self._before = self.total, [weight.clone() for weight in self._learning]
         self.total = self.decay * self.total + 1
         learning = (weight for weight in policy.parameters() if weight.requires_grad)
         for mean, weight in zip(self._learning, learning, strict=True):
+            # mean_n = mean_{n-1} + (w_n - mean_{n-1}) / total, which is the weighted mean of the docstring.
             mean.lerp_(weight, 1 / self.total)
 
     @torch.no_grad()

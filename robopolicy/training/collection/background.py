@@ -77,10 +77,12 @@ class BackgroundCollector(CopyCollector):
 
     def collect(self, iteration: int) -> Rollouts:
         """Hand over the weights after `iteration` updates and wait for the next batch; raises the thread's errors."""
+        # A copy under no lock: the learner is between updates here.
         weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
         with self._changed:
             self._weights, self._version = weights, iteration
             self._changed.notify_all()
+            # The first batch after a (re)start is of the present iteration: nothing is collected for updates gone by.
             if self._thread is None:
                 self._submitted = self._version = iteration
                 self._stopping = False
@@ -119,6 +121,7 @@ class BackgroundCollector(CopyCollector):
         try:
             while True:
                 with self._changed:
+                    # AReaL's admission: batch n waits until n - staleness updates are done.
                     while not self._stopping and self._submitted > self._version + self.staleness:
                         self._changed.wait()
                     if self._stopping:
@@ -127,12 +130,14 @@ class BackgroundCollector(CopyCollector):
                     version = self._version
                     weights = self._weights
                     self._submitted, self._weights = batch + 1, None
+                # Between batches only: a batch is of one version.
                 if weights is not None:
                     load_learned(self.actor, weights)
                 rollouts = self.collector.batch(batch, version)
                 with self._changed:
                     self._ready.append(rollouts)
                     self._changed.notify_all()
+        # Kept for `collect`, which raises it in the trainer's thread; otherwise the trainer would wait for ever.
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -154,6 +159,7 @@ class DelayedCollector(CopyCollector):
         """Collect with the oldest weights there are, at most `delay` updates old."""
         self.past.append({name: value.detach().clone() for name, value in learned(self.policy).items()})
         load_learned(self.actor, self.past[0])
+        # While fewer than delay + 1 weights are there, the oldest is younger than `delay` updates.
         return self.collector.batch(iteration, iteration + 1 - len(self.past))
 
     def tree(self) -> dict[str, Any]:

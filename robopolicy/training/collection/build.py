@@ -57,6 +57,7 @@ def make_collector(
 
     if not (config.props or config.staleness or config.delay):
         return in_turns(policy, config)
+    # Acting with the learner's own weights would change them under a batch that is being played.
     actor = copied(policy).requires_grad_(False).eval()
     if config.props:
         share = replace(

@@ -74,6 +74,7 @@ class EpisodeCollector:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
             found = with_executed(self._groups(number, version), self.policy, self.world.spec.instructions, version)
+            # Held episodes too: only now does the policy have the weights that acted in them.
             self.player.rescore(lambda held: self._executed(held, version))
             return found
 
@@ -109,6 +110,7 @@ class EpisodeCollector:
 
     def _groups(self, batch: int, version: int) -> Rollouts:
         """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
+        # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
         config, first = self.config, batch * self.provision
         seeds, starts = self._propose(batch, self.provision - len(self.player.held))
         _, pool = start_pool(self.seed, config.starts, len(self.world.spec.instructions))
@@ -160,6 +162,7 @@ class EpisodeCollector:
         if self.hint is None or self.demonstrations is None:
             return [None] * len(starts), [0.0] * len(starts)
         context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
+        # Of the batch's number, not of a generator that moves: a resumed run draws the same.
         draws = np.random.default_rng(derive(self.seed, f"hints/{batch}"))
         depths = self.hint.depth(starts, self.sampler.predict(starts), context, draws)
         found = [

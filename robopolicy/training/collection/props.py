@@ -35,7 +35,9 @@ def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weig
     r: the sampling policy's probability over the policy's. It has no gradient below 1 - eps: no step is pushed further.
     """
     ratio = log_ratio.exp()
+    # max(r, clip(r)): above 1 - eps a step is pushed down, below it is left alone.
     surrogate = torch.max(ratio, ratio.clamp(1 - epsilon, 1 + epsilon))
+    # E_policy[r log r - r + 1] = KL(actor || policy), each term at least 0.
     divergence = ratio * log_ratio - ratio + 1
     return (step_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
 
@@ -131,6 +133,7 @@ class PropsCollector(CopyCollector):
         """Take one step of the adjustment; False, and no step, where the actor is too far from the policy already."""
         everywhere = torch.ones_like(batch.alive)
         logp = scores_of(self.actor, *decisions_at(batch, everywhere, self.instructions)).logp
+        # Clamped for the exponential; the stop below ends the adjustment long before a ratio of e^3 is common.
         mask, log_ratio = batch.mask[:, 0], (logp - batch.logp_behaviour[:, 0]).clamp(-3, 3)
         divergence = torch.where(mask, log_ratio.detach().expm1() - log_ratio.detach(), 0.0)  # k3 of the whole decision
         if float(divergence.sum(-1).mean()) > self.kl_stop:

@@ -53,6 +53,7 @@ class StoredPairs:
         What a frozen encoder makes of their images is beside them, for this iteration.
         """
         groups = Segments.of(self.rollouts.group)
+        # On the CPU and of the iteration's number: the same groups on any device, and after a resume.
         draws = torch.Generator().manual_seed(derive(self.seed, f"pairs/{iteration}"))
         chosen = torch.randperm(groups.count, generator=draws)[: self.groups].to(groups.index.device)
         found = self.rollouts.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))
@@ -80,6 +81,7 @@ class StoredPairs:
 
 def _paid_by_verdict(rollouts: Rollouts) -> Rollouts:
     """Replace the rewards by the verdict, paid at the end of an episode."""
+    # The last executed step of the last decision: rewards are summed per step, and padding pays nothing.
     length, last = rollouts.alive.sum(1, keepdim=True), (rollouts.duration - 1).clamp(min=0)[..., None]
     final = torch.zeros_like(rollouts.alive).scatter(1, (length - 1).clamp(min=0), True)
     verdict = torch.where(final, rollouts.extras["preferred"], 0)[..., None].float()

@@ -55,6 +55,7 @@ def critic_interface(policy: Policy, episodes: Episodes, *, deployed: bool = Fal
     """
     tasks = tuple(sorted(set(episodes.tasks) | set(policy.spec.instructions)))
     bounds = recorded_range(episodes)
+    # A copy: the critic's inputs must not move while the policy's encoder learns.
     seer = copy.deepcopy(policy) if policy.spec.cameras else policy
     known = {key: field for key, field in episodes.observation_fields.items() if key in policy.spec.observation}
     fields = known if deployed else episodes.observation_fields

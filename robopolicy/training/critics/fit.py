@@ -36,6 +36,7 @@ def fit_agent(
     data.check()
     place = None if run is None else run.path / "resume" / label
     step = _resumed(agent, generators, place, run, label)
+    # After the resume point is read: statistics are taken from the same data again, not saved.
     agent.begin(data)
     figures: dict[str, torch.Tensor] = {}
     draws = generators[f"{label}/batches"]

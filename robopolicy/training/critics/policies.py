@@ -168,6 +168,7 @@ class SteeredPolicy(nn.Module):
 
     def decide(self, observation: TensorObservation, noise: Tensor) -> Tensor:
         """Return what the base does from noise [B, P, A], [B, C, A]; differentiable in the noise."""
+        # The base's weights are frozen but not detached: the agent's gradient runs through its denoising steps.
         return self.base.to_actions(self.base.trajectory(observation, noise)[:, -1])
 
     def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ def value_slope(lesson: Lesson, policy: DenoisingPolicy, state: Tensor, clean: T
     """
     with torch.enable_grad():
         clean = clean.detach().requires_grad_()
+        # To the agent's units and back is part of the chain rule: the slope is by the policy's clean latents.
         q = lesson.critic.action_values(state, lesson.interface.to_agent(policy.to_actions(clean)))
         worth = q.mean(0) - pessimism * q.std(0, unbiased=False)
         return torch.autograd.grad(worth.sum(), clean)[0]
@@ -117,10 +118,12 @@ def matching_loss(
         shape = sampler.steps + 1, rows, *policy.noise_shape
         noise = torch.randn(shape, generator=generator, device=generator.device).to(times.device)
         chain = draw_chain(sampler, moving, noise)
+        # Lean: pulled back through the base, so it is free of the learner's own Jacobian and needs no gradient here.
         adjoint = lean_adjoints(sampler, still, chain, -strength * slope(chain[:, -1]))
         gain = gains(times)[:, None, None]
         pull, reference = gain * adjoint, still.several(chain[:, :-1], None)
     velocity = moving.several(chain[:, :-1], None)
+    # With v = -u and sigma^2 = 2 g: || 2 (v - v_base) / sigma + sigma a ||^2 = (2 / g) || u - u_base - g a ||^2.
     loss = (2 / gain * (velocity - reference - pull).square()).mean()
     return loss, pull.abs().mean()
 
@@ -132,11 +135,13 @@ def memoryless(steps: int, clip: float | None = None) -> NoiseSchedule:
     q^2 = t^2 - r^2 s^2; Bayes' rule then gives mean (1 - s) q^2 / t^2 clean + r s^2 / t^2 x_t and std s q / t.
     clip: bound on the clean estimate, as the policy's own chain has it.
     """
+    # Double precision: `added` is a difference of nearly equal squares on fine grids.
     time = torch.arange(steps, 0, -1, dtype=torch.float64) / steps
     after = time - 1 / steps
     ratio = (1 - time) / (1 - after)
     added = time.square() - (ratio * after).square()
     clean, kept = (1 - after) * added / time.square(), ratio * after.square() / time.square()
+    # At the first step t = 1, so ratio is 0, added is 1 and `kept` is 0: the noise is forgotten entirely.
     std = after * added.sqrt() / time
     table = torch.stack([torch.ones_like(time), -time, clean, kept, std], -1)
     table[-1, 4] = 0.0  # what follows the last step is the clean estimate itself
@@ -163,6 +168,7 @@ def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tenso
         with torch.enable_grad():
             x = chain[:, index].detach().requires_grad_()
             mean = sampler.transition(x, base.one(x, index), index).mean
+            # a(t) = J^T a(s) with J the Jacobian of the transition's mean: the discrete adjoint equation.
             adjoint = torch.autograd.grad(mean, x, adjoint)[0]
         found.append(adjoint)
     return torch.stack([found[-1], *reversed(found)], 1)

@@ -42,9 +42,11 @@ class DiffusionQl:
         def climb(rows: Tensor, drawn: dict[str, Any]) -> Tensor:
             draws = generators["noise"]
             noise = torch.randn((len(rows), *actor.noise_shape), generator=draws, device=draws.device)
+            # Through the last step only, memory does not grow with the chain; earlier steps learn by imitation.
             through = None if config.through == "all" else 1
             latents = actor.trajectory(drawn["observation"], noise.to(data.step.device), through)
             action = lesson.interface.to_agent(actor.to_actions(latents[:, -1]))
+            # The smallest critic: a single one would be climbed where it errs upwards.
             q = lesson.critic.action_values(data.transitions.state[rows], action).amin(0)
             found.append(q.detach().mean())
             return scaled_ascent(q, config.eta)

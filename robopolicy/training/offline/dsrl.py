@@ -67,10 +67,12 @@ class Dsrl:
         config = self.config
         data = lesson.data
         agent, view = cast(Sac, steering.agent), steering.interface
+        # Values of noise are distilled from the lesson's critic, so they must discount alike.
         agent.config = replace(agent.config, discount=lesson.critic.discount)
         for optimiser in agent.optimisers.values():
             set_learning_rate(optimiser, config.learning_rate * step)
         states = frame_states(lesson.episodes, view)
+        # Once, in the first round: moving statistics would change what the noise critics have learned.
         if not bool(steering.steers):
             agent.fit_statistics(states[data.frame])
         keys = list(dict.fromkeys((*steering.spec.observation, *lesson.interface.keys)))
@@ -83,6 +85,7 @@ class Dsrl:
             state = states[data.frame[rows]]
             noise = drawn_noise(steering, state, config.own_share, generators["noise"])
             worth = noise_values(steering, lesson, seen, data.transitions.state[rows], noise)
+            # No backup and no target network: Q^W(s, w) = Q(s, pi(s, w)) is known for any w.
             loss = (agent.critics(state, noise) - worth).square().mean(1).sum()
             require_finite("the loss", loss.detach(), where)
             agent.step("critics", loss)

@@ -83,6 +83,7 @@ def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: 
     """
     spec, length = policy.spec, model.config.length
     begins = torch.arange(0, length, spec.chunk)
+    # Before the subsequence its first frame repeats.
     frames = (begins[:, None] + torch.arange(1 - spec.history, 1)).clamp(min=0)
     width = model.std[2 * model.states :]
 
@@ -91,11 +92,13 @@ def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: 
         whole = rearrange(states, "(n l) s -> n l s", l=length)
         shown = model.state_vector.unpack(rearrange(whole[:, frames], "n t h s -> (n t) h s"))
         seen = {key: shown[key] for key in spec.observation} | {TASK: [instruction] * (len(whole) * len(begins))}
+        # A fixed seed: drawn anew at every denoising step, decisions would pull elsewhere each time.
         noise = torch.Generator(states.device).manual_seed(seed)
         actions = policy.act(seen, noise, deterministic=True).actions
         return rearrange(actions, "(n t) c a -> n (t c) a", n=len(whole))[:, :length].flatten(0, 1)
 
     def log_prob(states: Tensor, actions: Tensor) -> Tensor:
+        # Unnormalised: the guidance uses the gradient alone.
         return -0.5 * ((actions - decisions(states)) / width).square().sum(-1)
 
     return log_prob
@@ -116,6 +119,7 @@ def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -
     won = success.long().cumsum(1)
     kept = (won == 0) | ((won == 1) & success)  # up to the first success, that step included
     lengths = kept.sum(1)
+    # The frame before the first action, and then one frame behind every kept action.
     shown = torch.cat([torch.ones_like(kept[:, :1]), kept], 1)
     return Episodes(
         observation_fields=model.state_vector.fields,

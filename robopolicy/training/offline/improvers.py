@@ -160,6 +160,7 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
     index = torch.randint(len(data), (count,), generator=draws, device=draws.device).to(episodes.device)
     spec = policy.spec
     seen = observed_at(episodes, data.frame[index], spec.history, list(spec.observation))
+    # On-policy at recorded observations: one decision each, paid by the critic at once, so no rollout is needed.
     decision = policy.act(seen, generators["act"])
     state = data.transitions.state[index]
     q, v = lesson.values(state, lesson.interface.to_agent(decision.actions))
@@ -178,6 +179,7 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
         rewards={},
         valid=torch.ones(count, 1, spec.chunk, dtype=torch.bool, device=raw.device),
         terminated=nothing,
+        # Episodes of one decision that do not end the task; nothing bootstraps from them, as the advantage is given.
         truncated=~nothing,
         horizon_end=nothing,
         success=nothing,
@@ -336,6 +338,7 @@ def descend(
     Nobody else's weights get a gradient. Raises NonFiniteError naming the round, `where`.
     """
     parameters = list(policy.trainable_parameters())
+    # A fresh optimiser in every round: moments of a refused candidate must not outlive it.
     optimiser = adamw(parameters, config.learning_rate * step, 0.0)
     draws, losses = generators["batches"], list[Tensor]()
     for number in range(config.steps):
@@ -343,6 +346,7 @@ def descend(
         found = loss(rows)
         require_finite("the loss", found.detach(), where)
         optimiser.zero_grad(set_to_none=True)
+        # The loss may run through critics and a frozen base, whose weights must collect no gradient.
         found.backward(inputs=parameters)
         clip_gradients(parameters, 1.0, where)
         set_learning_rate(optimiser, config.learning_rate * step * (1 - number / config.steps))
@@ -358,6 +362,7 @@ def imitation_weights(lesson: Lesson, temperature: float, cap: float) -> Tensor:
     advantage = q - v
     standard = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-6)
     weight = (temperature * standard).exp().clamp(max=cap)
+    # Mean 1, so the learning rate means the same at every temperature.
     return weight / weight.mean()
 
 

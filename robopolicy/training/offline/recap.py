@@ -47,6 +47,7 @@ class Recap:
 
         def batch(rows: Tensor) -> dict[str, Any]:
             found = lesson.recorded(rows, policy.spec)
+            # Classifier-free guidance needs the network without its condition as well.
             hidden = torch.rand(len(rows), generator=draws, device=draws.device).to(told.device) < config.dropout
             found["observation"][IMPROVEMENT] = told[rows].masked_fill(hidden, int(Improvement.NONE))
             return found
@@ -103,6 +104,7 @@ def advantages(
         return q - v
     if config.advantage == "steps":
         with torch.no_grad():
+            # One-step advantage r + gamma V(s') - V(s): no Q of actions is asked.
             return data.backup(critic.value(data.next_state), critic.discount) - v
     means = list[Tensor]()
     for rows in torch.split(torch.arange(len(q), device=q.device), ROWS // config.decisions):

@@ -95,6 +95,7 @@ def improve_in_rounds(
         for number in range(done + 1, rounds + 1):
             started = time.perf_counter()
             candidate = copy.deepcopy(policy)
+            # Of the round's number alone: it draws alike whether earlier rounds were accepted, refused or resumed.
             generators = Generators(derive(seed, f"round/{number}"), device)
             figures = improver.improve(candidate, lesson, generators, step, f"round {number}")
             record: dict[str, Any] = {"round": number, "step_size": step, **figures}
@@ -104,6 +105,7 @@ def improve_in_rounds(
                 record |= {"gate": verdict.line(f"round {number}"), "verdict": verdict.to_json()}
             record |= {"accepted": accepted, "seconds": time.perf_counter() - started}
             if accepted:
+                # In place, as callers hold this policy.
                 policy.load_state_dict(candidate.state_dict())
                 step = 1.0
             else:

@@ -105,6 +105,7 @@ class Experience:
         ahead = reward.new_full((rows,), -torch.inf)
         following = action.new_zeros((rows, action.shape[1]))
         known = torch.zeros(rows, dtype=torch.bool, device=reward.device)
+        # G_t = r_t + decay_t G_{t+1}, from the last turn back; -inf stays -inf where the end was a time limit.
         for places, of in reversed(wave):
             value = torch.where(columns["terminated"][places], 0.0, ahead[of])
             ahead[of] = reward[places] + columns["decay"][places] * value
@@ -227,6 +228,7 @@ class Online:
     def play(self, player: Player[tuple[Tensor, Tensor]], seed: int, advance: Advance) -> None:
         """Play a wave of episodes, as far as the budget goes, and learn after every decision from the switch on."""
         chunk, rows = self.policy.spec.chunk, player.world.batch_size
+        # As many episodes as can each take one more decision within the budget.
         count = min(rows, (self.config.steps - self.env_steps) // chunk)
         self.wave += 1
         player.start_wave(episode_seeds(seed, f"online/{self.wave}", count))
@@ -243,6 +245,7 @@ class Online:
                 self.learn(len(turns[-1][1]))
             self.explorer.share = self.share
             advance(self.env_steps - before, f"{self.updates} updates")
+            # Stop before the budget is exceeded: what is not complete by then has no outcome, as behind a time limit.
             if self.env_steps + player.running.sum() * chunk > self.config.steps:
                 break
         self.experience.tell(turns, rows)
@@ -270,6 +273,7 @@ class Online:
         valid = torch.from_numpy(np.asarray(step.valid, dtype=np.float32)).to(device)
         reward = torch.from_numpy(np.asarray(step.reward, dtype=np.float32)).to(device)
         discount = self.agent.discount
+        # A chunk is one decision: its rewards are discounted within it, and its backup by gamma^(executed steps).
         worth = discount ** torch.arange(valid.shape[1], device=device)
         columns = {
             "reward": (reward * valid * worth).sum(1),
@@ -287,6 +291,7 @@ class Online:
         """Take the updates that so many new decisions ask for, evaluating on the way."""
         if not self.switched:
             self.switch()
+        # Fractions of an update are carried over, so `updates` may be below one a decision.
         self.owed += decisions * self.config.updates
         while self.owed >= 1:
             self.figures = self.agent.update(self.batch(), self.generators["update"])
@@ -374,6 +379,7 @@ class Online:
         self.agent.restore(saved["agent"])
         if self.switched:
             self.policy.begin_to_act()
+        # Statistics are not saved but taken again, of the same first decisions.
         if self.basis:
             self.agent.begin(self.experience.transitions.take(torch.arange(self.basis)))
         self.generators.restore(saved["generators"])
@@ -426,6 +432,8 @@ def into_the_world(agent: OfflineAgent, config: OnlineConfig) -> None:
     """Do to an agent what the switch from recorded data to the world asks for; see `OnlineConfig`."""
     if config.moments == "reset":
         for optimiser in agent.optimisers.values():
+            # Adam's moments are of the recorded data's gradients, which the first online steps would follow.
             optimiser.state.clear()
     if isinstance(agent, Cql) and not config.conservative:
+        # Pessimism about unrecorded actions protects offline; online it would hold back what is just being tried.
         agent.config = replace(agent.config, alpha=0.0, calibrated=False)
