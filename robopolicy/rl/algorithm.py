@@ -60,6 +60,7 @@ class Algorithm:
         [B, T, K]: what to take gradients through (the rest is `pruned` in the extras). Where episodes branch, what they
         share gets the mean of their advantages.
         """
+        # Before the advantage: baselines are made of what is kept.
         for choice in self.selection:
             rollouts = rollouts.take(choice(rollouts, context).nonzero().squeeze(-1))
         found = self.advantage(rollouts, context)
@@ -69,6 +70,7 @@ class Algorithm:
             advantage = advantage[..., None].expand(rollouts.mask.shape)
         for function in self.credit:
             advantage = function(rollouts, advantage, context)
+        # A pruned step leaves the mask, so it counts in no ratio and in no average of the loss.
         if keep is not None and keep.dim() == 3:
             rollouts, keep = replace(rollouts, mask=rollouts.mask & keep).with_extras(pruned=~keep), None
         scored = rollouts.mask & rollouts.alive[..., None]
@@ -76,6 +78,7 @@ class Algorithm:
             advantage=torch.where(scored, advantage, 0.0),
             episode_steps=scored.sum((1, 2))[:, None].expand(rollouts.shape),
         )
+        # Rows leave last: their returns have counted in the baselines.
         return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))
 
 

@@ -16,6 +16,7 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     One decision for each of the minibatch's n states, scored by its log-probabilities [n, K]. Returns a scalar. Raises
     ConfigError without a base policy.
     """
+    # Fresh decisions in the states that the policy visits by now; the recorded ones are its own, not the base's.
     decision = given(inputs.base, "base").act(inputs.observation, inputs.context.generator)
     scores = scores_of(inputs.policy, inputs.observation, decision.latents)
     likelihood = (step_mean(decision.mask) * torch.where(decision.mask, scores.logp, 0.0)).sum()

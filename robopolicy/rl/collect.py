@@ -74,6 +74,7 @@ def play(
     frames = store_for(images)
     for played in islice(player, decisions):
         found = column(played, world.spec.instructions, generator.device, version)
+        # Before ended rows are reset, so that an episode's last decision holds its whole return.
         streams.returns = streams.returns + played.step.reward.sum(-1)
         found["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
         # nothing follows the last column either
@@ -92,6 +93,7 @@ def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
     """Begin fresh episodes in `rows`."""
     if not len(rows):
         return
+    # Seeds are a list of which a prefix never changes: the n-th episode has the n-th seed, whoever needs it.
     seeds = episode_seeds(streams.seed, streams.name, streams.episodes + len(rows))[streams.episodes :]
     player.start(seeds, rows)
     streams.episodes += len(rows)
@@ -118,6 +120,7 @@ def column(
         return {key: value for key, value in observation.items() if key != TASK and not key.startswith(IMAGE_PREFIX)}
 
     def tensor(array: Array, dtype: torch.dtype | None = None) -> Tensor:
+        # A copy: a world may write its next step into the same arrays.
         return torch.as_tensor(np.asarray(array), dtype=dtype).to(device).clone()
 
     horizon_end = np.zeros_like(step.terminated) if step.horizon_end is None else step.horizon_end

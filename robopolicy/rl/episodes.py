@@ -198,6 +198,7 @@ class EpisodePlayer:
         elif flying:
             self._drop(torch.tensor([row.number for _, row in flying]), 0)
             flying = [(index, _Running(row.request)) for index, row in flying]
+        # extendleft turns the order around; turned around before, rows keep theirs.
         self.waiting.extendleft(row for _, row in reversed(flying))
         self._vacate()
 
@@ -246,6 +247,7 @@ class EpisodePlayer:
         free = [index for index, row in enumerate(self.rows) if row is None]
         taken = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
         for index, running in taken:
+            # Numbered when they begin and not when they are queued: results come in the order of beginning.
             if running.number < 0:
                 running.number, self.count = self.count, self.count + 1
                 self.lineage[running.number] = running.origin
@@ -288,6 +290,7 @@ class EpisodePlayer:
             state = states.take([place])
             returned = float(self.returns[index])
             step = running.steps
+            # Before everything else that waits: a child holds a saved state until it is played.
             for shared in self._splits(running) * children[place]:
                 child = _Running(running.request, step, state, returned, running.number, -1, step, shared)
                 self.waiting.appendleft(child)
@@ -301,6 +304,7 @@ class EpisodePlayer:
                 running.still = 0 if moves else running.still + 1
                 stopped[index] = running.still >= self.stop_still
         cut = torch.as_tensor(stopped, device=column["truncated"].device)
+        # Whoever ends by itself in this very decision keeps its own end, which may cut the bootstrap.
         column["truncated"] = column["truncated"] | cut & ~column["terminated"] & ~column["horizon_end"]
         self.player.running = self.player.running & ~stopped
         return stopped
@@ -334,6 +338,7 @@ class EpisodePlayer:
             if running is not None:
                 if surprises is not None:
                     running.surprise = float(surprises[index])
+                # Children that share steps of this decision find its latents by the parent's number and decision.
                 if max(self._splits(running), default=-1) >= 0:
                     kept = {name: value[index].clone() for name, value in column["latents"].items()}
                     self.shared[running.number, running.steps] = kept
@@ -377,6 +382,7 @@ class EpisodePlayer:
             return torch.where(there.reshape(*there.shape, *[1] * (tensor.dim() - 1)), found, torch.zeros_like(found))
 
         padded = _tree(gather, flat)
+        # A copied prefix is scored once, in the row that played it.
         padded["mask"] = padded["mask"] & own[..., None]
         group = [self.finished[number] for number in numbers]
         if "after" in padded:  # a value after padding counts nowhere, but is asked for
@@ -404,6 +410,7 @@ class EpisodePlayer:
         self.finished = {number: group for number, group in self.finished.items() if number not in dropped}
         self.lineage = {number: origin for number, origin in self.lineage.items() if number not in dropped}
         self.shared = {key: found for key, found in self.shared.items() if key[0] not in dropped}
+        # Nothing held refers to a number any more, so they may begin anew.
         if not self.lineage:
             self.count = 0
 

@@ -53,6 +53,7 @@ def _shared(values: Tensor, mask: Tensor, level: RatioLevel, steps_per_action: i
     elif level.whole_episodes:
         axes = (-2, -1)
     total = values.sum(axes, keepdim=True)
+    # The mean of log-ratios is the logarithm of the ratios' geometric mean, GSPO's ratio of a sequence.
     if level.value.endswith("mean"):
         total = total / mask.sum(axes, keepdim=True).clamp(min=1)
     return total.expand_as(values).reshape(shape)
@@ -91,6 +92,7 @@ def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
     per-dimension figure that cannot be compared with a summed one.
     """
     terms = torch.where(mask, torch.expm1(log_ratio) - log_ratio, 0.0)
+    # By the chain rule the KL of a decision is the sum over its steps, each a mean over the decisions that have it.
     return (terms.sum(0) / mask.sum(0).clamp(min=1)).sum()
 
 
@@ -104,6 +106,7 @@ def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: Tensor | float, cli
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Return (sum w)^2 / (n sum w^2) in (0, 1], a scalar; w [N]: the ratio of the whole decision, exp(sum [N, K])."""
     joint = torch.where(mask, log_ratio, 0.0).sum(-1)
+    # Shifted by the largest before exp: the common factor cancels in the quotient.
     weights = (joint - joint.max()).exp()
     return weights.sum().square() / (weights.square().sum() * weights.numel())
 

@@ -160,6 +160,7 @@ class Preferences(Buffer):
             iteration, part = self.kept[0]
             fits = max(2, int(self.most / (_bytes(part) / len(part.group))))
             groups = Segments.of(part.group)
+            # Episodes from each group up to the last: the newest groups that fit stay.
             rows_from_here = groups.size().flip(0).cumsum(0).flip(0)
             stays = rows_from_here <= fits
             stays[-1] = True
@@ -184,6 +185,7 @@ def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollout
     every = concatenate(parts)
     groups, draws = Segments.of(every.group), context.generator
     order = torch.randperm(groups.count, generator=draws, device=draws.device)
+    # At least one group, even where the first alone has more episodes than are wanted.
     chosen = order[: max(1, int((groups.size()[order].cumsum(0) <= wanted).sum()))]
     return [every.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))]
 

@@ -127,6 +127,7 @@ class Spear(Buffer):
 
     def _keep(self, rollouts: Rollouts, today: int) -> None:
         played = rollouts.mask.any(-1) & rollouts.alive
+        # Over own decisions only: a copied prefix belongs to its parent.
         total = torch.where(played, rollouts.extras["advantage"].mean(-1), 0.0).sum(1)
         good = (total > 0).nonzero().squeeze(-1)
         self.kept = [(iteration, part) for iteration, part in self.kept if today - iteration < self.age]

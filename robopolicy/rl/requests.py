@@ -97,7 +97,9 @@ def shared_out(surprises: Sequence[float], branches: int) -> list[int]:
     """
     exact = np.exp(np.array(surprises) - max(surprises))
     exact = branches * exact / exact.sum()
+    # 1e-9: a share of 2.9999999, which is 3 but for rounding, must not lose a branch.
     counts = np.floor(exact + 1e-9).astype(int)
+    # counts - exact is minus the remainder, so the largest remainders come first.
     counts[np.argsort(counts - exact, kind="stable")[: branches - counts.sum()]] += 1
     return [int(count) for count in counts]
 

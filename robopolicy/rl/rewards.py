@@ -30,11 +30,13 @@ def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] 
     """Pay 1 at the decision in which an episode succeeds; of the world's own rewards only `keep` stays, the price of
     uncertainty in imagination.
     """
+    # `success` may stay true until the episode ends: paid is only where it turns true.
     before = torch.cat(
         [torch.zeros_like(rollouts.success[:, :1]), rollouts.success[:, :-1] & ~rollouts.ended[:, :-1]], 1
     )
     first = rollouts.success & ~before & rollouts.alive
     reward = torch.zeros_like(rollouts.valid, dtype=torch.float32)
+    # At the last executed step of the decision, where the world itself would pay it.
     last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
     reward = reward.scatter(-1, last[..., None], first[..., None].float())
     kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
@@ -152,6 +154,7 @@ def frames_of(rollouts: Rollouts, instructions: Sequence[str]) -> tuple[dict[str
         before = tensor_of(rollouts.observation, key)[:, :, -1]
         after = tensor_of(rollouts.next_observation, key)[:, :, -1]
         path = torch.cat([before, torch.zeros_like(before[:, :1])], 1)
+        # No decision begins in an episode's last frame, so it is taken from what followed the last decision.
         path[rows, length] = after[rows, last]
         frames[key] = _array(path.double())
     frames[TASK] = np.array([instructions[index] for index in integers(rollouts.task[:, 0])])[:, None]

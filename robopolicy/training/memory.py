@@ -169,6 +169,7 @@ def plan_memory(
     return MemoryBudget(
         weights=weights,
         copies=copies,
+        # Gradients, the weights from before a step (`Learner` keeps them for the KL stop), the optimiser's state.
         learning=sum(map(_bytes, learns)) + kept_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
         kept=decisions * (once + told) + rows * (copied + told),
         decisions=decisions,
@@ -209,7 +210,6 @@ def plan_pretraining(
     activations = one + (at_once - 1) * (two - one)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
-    # Gradient and optimiser state; the weights from before a step count too where the optimiser keeps them.
     learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
     needed = learning + activations
     if available is not None and needed > available:

@@ -60,6 +60,7 @@ def gae(
     for column in reversed(range(delta.shape[1])):
         running = delta[:, column] + carry[:, column] * running
         advantages[:, column] = running
+    # A + V is the lambda-return, which the critic regresses on.
     return Advantages(advantages, advantages + values)
 
 
@@ -118,6 +119,7 @@ def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> t
     finished: list[Tensor] = []
     for column in reversed(range(rewards.shape[1])):
         ended = rollouts.ended[:, column]
+        # `ended` of this column: what lies in the next one is another episode.
         following = rewards[:, column] + discount[:, column] * following * ~ended
         known = ended | known
         returns.append(following)

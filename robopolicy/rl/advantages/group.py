@@ -84,6 +84,7 @@ def mc_grpo(
     centred = returns - groups.median(returns, counts)[groups.index]
     spread = groups.median(centred.abs(), counts)[groups.index]
     size = groups.size(counts)[groups.index]
+    # Ranks are distinct, so of an odd number exactly one episode is in the middle, ties or not.
     middle = (groups.rank(returns, counts) == (size - 1) // 2) & (size % 2 == 1) & (size > 1)
     advantage = torch.where(counts, (centred / (spread + epsilon)).clamp(-limit, limit), 0.0)
     return broadcast(advantage, rollouts), counts & ~middle
@@ -104,6 +105,7 @@ def ngrpo(
     seen = float(returns[counts].max()) if bool(counts.any()) else 0.0
     context.memory["ngrpo"] = max(seen, context.memory.get("ngrpo", seen))
     top = torch.as_tensor(context.memory["ngrpo"] if best is None else best, dtype=returns.dtype)
+    # Virtual episodes enter mean and spread of the group, and nothing is learned from them.
     size = groups.size(counts) + virtual
     mean = (groups.sum(returns, counts) + virtual * top) / size
     squares = groups.sum((returns - mean[groups.index]).square(), counts) + virtual * (top - mean).square()

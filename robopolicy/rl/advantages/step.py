@@ -62,6 +62,7 @@ def gigpo(
     of the group's returns and among the visits (the paper has both forms). Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
+    # By group as well: another start's episodes are no baseline even in a state that looks alike.
     keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten())
     step, _ = group_baseline(to_go.flatten(), keys, rollouts.alive.flatten(), scale)
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts) if scale else dr_grpo(rollouts, context)

@@ -20,6 +20,7 @@ def in_sampling_steps(rollouts: Rollouts) -> bool:
 def lineage(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     """Return the position [B] of every row's parent, -1: none, and the decision (or step) [B] it branched off at."""
     branch = rollouts.branch_decision
+    # Where branches share steps of a decision, time counts steps: decision * K + step.
     if in_sampling_steps(rollouts):
         assert rollouts.branch_sampling_step is not None
         branch = branch * rollouts.mask.shape[-1] + rollouts.branch_sampling_step
@@ -81,6 +82,7 @@ def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
         here = (parent < 0) | (branch <= split)
         forks = Segments.of(torch.where((parent >= 0) & (branch == split), parent, row)[here])
         logit, leaf = edge[here, split].to(value.dtype), value[here]
+        # Softmax among the branches that part here, shifted by their largest logit.
         weight = (logit - forks.maximum(logit)[forks.index]).exp()
         value = value.masked_scatter(here, (forks.sum(weight * leaf) / forks.sum(weight))[forks.index])
     values[:, :end] = value[:, None]

@@ -18,6 +18,7 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
     The papers have no cap; AReaL's code drops steps above 5 or, as here, caps them.
     """
     c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    # Two ratios with two tasks: this one corrects for who played, the clip around proximal bounds the step.
     weight = scored.staleness.exp().clamp(max=limit)
     return weight * c, {"staleness_weight": weight[scored.mask].mean()}
 

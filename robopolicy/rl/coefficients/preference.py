@@ -20,6 +20,7 @@ def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
     group: [b].
     """
     size = counted.sum((1, 2))
+    # In double precision: equal advantages must have equal means, or rounding would make pairs of ties.
     mean = torch.where(counted, advantage, 0.0).double().sum((1, 2)) / size.clamp(min=1)
     groups = Segments.of(group)
     apart = mean - groups.mean(mean, size > 0)[groups.index]
@@ -63,6 +64,7 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     pairs = (group[:, None] == group[None]) & (side[:, None] > 0) & (side[None] < 0)
     margin = beta * (change[:, None] - change[None])
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * pair_mean(pairs)
+    # Row sums: what an episode wins as the chosen one; column sums: what it loses as the rejected one.
     per_episode = ((pull.sum(1) - pull.sum(0)) * share).to(scored.logp.dtype)
     stats = {"pairs": pairs.sum().float()}
     if bool(pairs.any()):

@@ -55,6 +55,7 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     mean, std = scored.extra("mean"), scored.extra("std")
     old = scored.rollouts.latents["mean"]
     old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))
+    # What lies behind the executed steps of a chunk was drawn but has moved nothing.
     executed = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
     chunk = executed.shape[3]
     distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
@@ -91,6 +92,7 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
     if summed:
         shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
     log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
+    # d log r' / d log pi = std, by the chain rule.
     c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
     if balance:
         c = c * std[scored.mask].square().mean() / std.square().clamp(min=1e-12)

@@ -110,6 +110,7 @@ def risk_po(
     in the paper, that is how often to repeat what; a Gaussian step it moves away from everything but the best.
     """
     returns, counts, groups = outcomes(rollouts)
+    # Number of an episode within its group, in the order of play.
     place = groups.rank(torch.arange(len(returns), device=returns.device).double(), counts)
     part = groups.index // bundle
     bundles = Segments.of(part)
@@ -121,6 +122,7 @@ def risk_po(
     remembered: list[float] = context.memory.get("risk_po", [])
     q_low, q_high = remembered or [float(quantile(found, level)) for level in (low, high)]
     below_low, below_high = (float((found < bound).float().mean()) for bound in (q_low, q_high))
+    # A quantile rises while fewer than its level lie below it.
     context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
     middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
     value = (middle / (high - low) - tail * (q_low - score).clamp(min=0) / low) / (1 + tail)
@@ -249,6 +251,7 @@ def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks
     values, _ = subtree_values(rollouts)
     returns, counts, groups = outcomes(rollouts)
     root = groups.mean(returns, counts)[groups.index]
+    # The subtree's mean one decision earlier; before the first one, the whole group's.
     before = torch.cat([root[:, None], values[:, :-1]], 1)
     episode = broadcast(group_normalised(returns, counts, groups), rollouts)
     share = values.shape[1] // rollouts.shape[1]

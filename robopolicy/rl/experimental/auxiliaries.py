@@ -67,6 +67,7 @@ def distill(
     own = inputs.scores.extras
     if "log_probabilities" in own and "log_probabilities" in theirs:
         student, teacher = own["log_probabilities"], theirs["log_probabilities"]
+        # Summed over the vocabulary and not sampled, so it has no variance of its own.
         divergence = (student.exp() * (student - teacher)).sum(-1)
         mask = inputs.mask
         if share < 1:
@@ -146,6 +147,7 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
     with torch.no_grad():
         base = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
     x = (inputs.scores.logp - base).clamp(-10, 10)
+    # k3: under pi the mean of exp(-x) = pi_base / pi is 1, so that of exp(-x) - 1 + x is KL(pi || pi_base).
     forms = {"k1": x, "k2": 0.5 * x.square(), "k3": torch.expm1(-x) + x}
     if estimator not in forms:
         raise unknown_option("kl_base.estimator", estimator, forms)
@@ -192,6 +194,7 @@ def best_of_n(
         value = model.action_values(repeated, decision.actions).reshape(candidates, -1)
         best, winner = value.max(0)
         better = best > model.values(here)
+    # Rows are ordered by candidate first: candidate c of state i is row c * n + i.
     rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
     latents = {key: item[rows] for key, item in decision.latents.items()}
     mask = decision.mask[rows]
@@ -253,6 +256,7 @@ def step_preferences(
     with torch.no_grad():
         reference = score_extra(scores_of(given(inputs.base, "base"), here, one), "mean")[:, 0]
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
+    # Children are samples; gradients run through their log-densities alone.
     latents = mean.detach() + std * noise
     repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
     with torch.no_grad():
@@ -266,6 +270,7 @@ def step_preferences(
 
     def log_ratio(child: Tensor) -> Tensor:
         drawn, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
+        # log N(x; mean, std) - log N(x; reference, std): normalisers cancel, as the base has the policy's std.
         return (((drawn - reference).square() - (drawn - mean).square()) / variance).mean((-2, -1))
 
     loss = step_preference_loss(log_ratio(best), log_ratio(worst), beta, clip)

@@ -164,6 +164,7 @@ def mdpo(scored: Scored, *, start: float = 1.0, end: float = 0.1) -> Coefficient
     the run, not to 0, where 1 / t_k would explode.
     """
     step = start + (end - start) * scored.share
+    # d(r log r) = (log r + 1) r d log pi, and the 1 has mean 0 under the old policy: E_old[r grad log pi] = 0.
     c = scored.ratio * (scored.advantage - scored.log_ratio / step)
     return torch.where(scored.clamped, 0.0, c), {"mirror_step": torch.tensor(step)}
 
@@ -311,6 +312,7 @@ def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 
     from robopolicy.rl.coefficients.ppo import ppo
 
     teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
+    # The gradient of KL(pi || teacher) is E_pi[(log pi - log teacher) grad log pi]; this is minus that.
     gap = teacher - scored.logp
     c = gap.clamp(-cap, cap)
     if reward:

@@ -70,6 +70,7 @@ def empg(
     gain = torch.exp(-damping * step)
     gain = gain / gain[alive].mean()
     ahead = torch.cat([step[:, 1:], torch.ones_like(step[:, :1])], 1)
+    # An episode's last decision leads to none, so it earns no bonus.
     follows = torch.cat([alive[:, 1:], torch.zeros_like(alive[:, :1])], 1)
     shaped = advantage * gain[..., None] + bonus * (torch.exp(-clarity * ahead) * follows)[..., None]
     return torch.where(rollouts.mask, shaped - shaped[rollouts.mask].mean(), 0.0)

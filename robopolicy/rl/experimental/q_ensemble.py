@@ -112,6 +112,7 @@ class QEnsemble(SideNetwork[ValueModel]):
         """Learn, then add what it thinks of every decision."""
         if not self.network.v.fitted:
             self.network.fit(rollouts)
+            # Also for the standardisation, without which the slow copy would read other inputs.
             self.slow.load_state_dict(self.network.state_dict())
         alive = rollouts.alive
         before, actions = visible(rollouts, alive), rollouts.actions[alive]
@@ -171,6 +172,7 @@ class QEnsemble(SideNetwork[ValueModel]):
             order = torch.randperm(len(self.kept["reward"]), generator=draws, device=draws.device)[:wanted]
             data = _joined(fresh, _taken(self.kept, order))
             fresh = _joined(self.kept, fresh)
+        # The newest stay.
         self.kept = _taken(fresh, slice(-self.capacity, None))
         return data
 

@@ -35,6 +35,7 @@ def partial_credit(
     for column in range(rollouts.shape[1]):
         total = sum_before[:, None] + gained[:, column].cumsum(-1)
         passed = (total[..., None] >= levels).sum(-1)
+        # A milestone stays passed where the sum falls again: it is paid once.
         passed = torch.maximum(passed.cummax(-1).values, reached[:, None])
         fresh = torch.cat([reached[:, None], passed], 1).diff(dim=1)
         pay = torch.where(rollouts.valid[:, column] & ~won[:, None], fresh * (credit / len(milestones)), 0.0)

@@ -46,6 +46,7 @@ class Discriminator(SidePerceptron):
         for index in minibatches(len(mine), self.minibatch, self.epochs, context):
             here = rows_of(seen, index)
             margin = self.network(here, theirs[index]) - self.network(here, mine[index])
+            # softplus(-m) = -log sigmoid(m), without overflow.
             self.step(functional.softplus(-margin).mean())
         with torch.no_grad():
             found = self.network(seen, mine).squeeze(-1)
@@ -201,6 +202,7 @@ class Oprl(ImplicitReward):
         returns, group = rollouts.row_return, rollouts.group
         better = (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
         if not bool(better.any()):
+            # Without a gradient, which tells `annotate` to take no step.
             return logits.sum().detach()
         margin = logits[:, None] - logits[None]
         return functional.softplus(-margin[better]).mean()

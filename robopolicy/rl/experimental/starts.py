@@ -69,6 +69,7 @@ class SecSampler(Beliefs):
         share = np.exp(scaled) / np.exp(scaled).sum()
         order = generator.permutation(pool)
         weight = share[order % self.categories]
+        # Efraimidis and Spirakis: the largest log(u) / weight are a weighted draw without replacement.
         keys = np.log(np.maximum(generator.random(pool), 1e-300)) / np.maximum(weight, 1e-12)
         return order[np.argsort(-keys, kind="stable")[:count]]
 
@@ -110,6 +111,7 @@ class ReplaySampler(Beliefs):
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return starts [n], replayed ones first, then those used least."""
         self.round += 1
+        # Ties are broken by chance: `sorted` is stable, and the order is a random one.
         order = generator.permutation(pool)
         distance = dict(zip(order.tolist(), np.abs(self.predict(order) - 0.5).tolist(), strict=True))
         rested = [
@@ -242,6 +244,7 @@ class AdaptiveHint(_Rates):
         """Return the shares [n]."""
         left = max(0.0, 1 - context.share / self.fades)
         rate = np.array([self.rates.get((number, 0), 0.0) for number in start.tolist()])
+        # A start never seen counts as failing: it gets the most help.
         return draws.uniform(size=len(start)) * self.most * (1 - rate) * left
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:

@@ -56,7 +56,9 @@ class Cql(Sac):
         if self.config.calibrated:
             known = recorded_outcome(batch)
             figures["calibrated"] = (sampled.detach()[:, samples:] < known).float().mean()
+            # Calibrated are the actor's own actions; uniform ones are pushed down as in CQL.
             sampled = torch.cat([sampled[:, :samples], torch.maximum(sampled[:, samples:], known)], 1)
+        # log integral exp Q, by importance sampling; the logarithm of the number of samples has no gradient.
         gap = (sampled - density).logsumexp(1) - values
         return penalty + self.config.alpha * gap.mean(1).sum(), {**figures, "conservative_gap": gap.detach().mean()}
 

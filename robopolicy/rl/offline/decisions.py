@@ -115,6 +115,7 @@ def recorded_decisions(
     chunk, steps = interface.chunk, torch.arange(episodes.step_count, device=episodes.device)
     episode = episodes.episode_of_step
     last, until = (episodes.starts + episodes.lengths - 1)[episode], last_of_turn(episodes)
+    # A decision ends with its chunk, its episode or its turn, whatever comes first.
     executed = (until - steps + 1).clamp(max=chunk)
     actions = interface.to_agent(_chunks(episodes, steps, until, chunk))
     paid = torch.zeros_like(found)
@@ -126,6 +127,7 @@ def recorded_decisions(
     states, frame = frame_states(episodes, interface), steps + episode
     following = torch.minimum(steps + executed, last)
     outcome = returns_to_go(found.cpu(), episodes.to("cpu"), discount).to(found.device)
+    # Cut by a time limit: what would have followed is not known.
     outcome = torch.where(episodes.terminated[episode], outcome, -torch.inf)
     if (before := before_intervention(episodes)) is not None:
         outcome = outcome.masked_fill(before, -torch.inf)

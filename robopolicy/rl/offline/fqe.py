@@ -79,6 +79,7 @@ def fit_q(
     """
     device = data.state.device
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
+        # Of the generator's seed and not its state: how much was drawn before does not change the weights.
         torch.manual_seed(generator.initial_seed())  # pyright: ignore[reportUnknownMemberType]
         sizes = data.state.shape[1], data.action.shape[1], config.width, config.depth
         critics = Critics(config.members, *sizes, config.layer_norm).to(device)
@@ -95,6 +96,7 @@ def fit_q(
             batch, actions = data.take(index.to(device)), drawn[index.to(device)]
             raw = td_targets(slow, batch, actions, config.discount)
             target = raw.clamp(*bounds) if config.clip else raw
+            # Summed over members: each has the gradient that it would have alone.
             loss = (critics(batch.state, batch.action) - target).square().mean(1).sum()
             optimiser.zero_grad()
             loss.backward()  # pyright: ignore[reportUnknownMemberType]

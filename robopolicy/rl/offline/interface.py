@@ -122,6 +122,7 @@ class Interface:
     def to_agent(self, chunks: Tensor) -> Tensor:
         """Return chunks [N, C, A], or single steps [N, A], in [-1, 1] and flat: [N, C * A]."""
         low, high = self.low.to(chunks.device), self.high.to(chunks.device)
+        # Recorded actions may lie outside of the range; agents know only the box.
         return (2 * (chunks - low) / (high - low) - 1).clamp(-1, 1).flatten(1).float()
 
     def _tasks(self, texts: Sequence[str]) -> Tensor:

@@ -89,6 +89,7 @@ class Actor(nn.Module):
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
         """Return the log density [B] of actions [B, A], which are kept off the edges of the box."""
         mean, spread = self.parameters_of(state)
+        # atanh is infinite at the edges of the box, where recorded actions often lie.
         raw = torch.atanh(action.clamp(-1 + 1e-5, 1 - 1e-5))
         noise = (raw - mean) * (-spread).exp()
         return ((-0.5 * noise.square() - spread - 0.5 * math.log(2 * math.pi)) - log_slope(raw)).sum(-1)
@@ -103,6 +104,7 @@ def squashed(mean: Tensor, spread: Tensor, generator: torch.Generator) -> tuple[
     noise = normal(mean.shape, generator, mean.device)
     raw = mean + spread.exp() * noise
     density = (-0.5 * noise.square() - spread - 0.5 * math.log(2 * math.pi)).sum(-1)
+    # Change of variables: log p(tanh x) = log p(x) - log(d tanh x / dx), summed over elements.
     return raw.tanh(), density - log_slope(raw).sum(-1)
 
 

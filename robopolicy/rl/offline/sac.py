@@ -102,8 +102,10 @@ class Sac(OfflineAgent):
         action, density = self.actor.sample(state, generator)
         values = self.critics(state, action)
         value = values.min(0).values if self.config.subset is None else values.mean(0)
+        # E[temperature log pi - Q]: the temperature has a loss of its own below.
         self.step("actor", (self.log_temperature.exp().detach() * density - value).mean())
         if self.config.learn_temperature:
+            # The temperature rises while the entropy, -density, is below its target.
             self.step("temperature", -(self.log_temperature.exp() * (density + self.target_entropy).detach()).mean())
         return -density.detach().mean()
 
@@ -135,6 +137,7 @@ def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tenso
     """
     count = critics.count
     actions = action.expand(count, -1, -1).detach().requires_grad_()
+    # Each critic has its own copy of the actions, so the sum's gradient is every critic's own.
     (slope,) = torch.autograd.grad(critics(state, actions).sum(), actions, create_graph=True)
     length = cast(Tensor, slope.norm(dim=-1, keepdim=True))  # pyright: ignore[reportUnknownMemberType]
     direction = slope / (length + 1e-10)

@@ -78,6 +78,7 @@ class Td3(OfflineAgent):
         config = self.config
         with torch.no_grad():
             noise = torch.randn(batch.action.shape, generator=generator, device=batch.action.device)
+            # Target smoothing: a narrow peak of Q, often an error, must not set the target.
             noise = (config.policy_noise * noise).clamp(-config.noise_clip, config.noise_clip)
             action = (self.slow_actor(batch.next_state) + noise).clamp(-1, 1)
             return batch.backup(self.following(batch, action), config.discount)
@@ -91,6 +92,7 @@ class Td3(OfflineAgent):
         critic_loss = (values - self.target(batch, generator)).square().mean(1).sum()
         self.step("critics", critic_loss)
         self.updates += 1
+        # The actor waits for critics that have settled: TD3's delayed updates, slow copies included.
         if self.updates % self.config.delay == 0:
             self.step("actor", self.actor_loss(batch, self.actor(batch.state)))
             follow(self.slow_actor, self.actor, self.config.tau)

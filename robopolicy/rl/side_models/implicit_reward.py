@@ -39,8 +39,10 @@ class ImplicitReward(SideNetwork[Trainable]):
         for places in minibatches(len(telling), self.minibatch, self.epochs, context):
             index = telling[places]
             part = rollouts.take(index)
+            # The logit of success is the sum over all steps, so no single step is told what it was worth.
             logits = self.beta * (self._logp(self.network, part) - reference[index]).sum((1, 2))
             loss = self.loss(logits, part)
+            # A minibatch without two different outcomes may have no loss (OPRL).
             if loss.requires_grad:
                 self.step(loss)
         with torch.no_grad():

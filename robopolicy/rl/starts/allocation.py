@@ -57,16 +57,19 @@ def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
     sizes = np.arange(low, high + 1)
     value = signal_value(sizes[None], rate[:, None])
     spare = budget - low * count
+    # best[e]: largest value of the starts so far with e episodes beyond `low` each; -inf where e is impossible.
     best = np.full(spare + 1, -np.inf)
     best[0] = 0.0
     choice = np.zeros((count, spare + 1), dtype=np.int64)
     for start in range(count):
         options = np.full((len(sizes), spare + 1), -np.inf)
         for extra in range(min(len(sizes), spare + 1)):
+            # This start takes `extra`, those before it the rest.
             options[extra, extra:] = best[: spare + 1 - extra] + value[start, extra]
         choice[start] = options.argmax(0)
         best = options.max(0)
     result, left = np.zeros(count, dtype=np.int64), spare
+    # Back through the choices from where all of `spare` is spent.
     for start in reversed(range(count)):
         result[start] = low + choice[start, left]
         left -= choice[start, left]

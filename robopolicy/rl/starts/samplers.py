@@ -69,6 +69,7 @@ class Beliefs:
         """Add successes and failures, each [n]; what was counted before fades towards the prior by `decay`."""
         for number, won, played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
             a, b = self.counts.get(number, (self.prior, self.prior))
+            # Faded before the new counts are added: the latest visit counts fully.
             kept = [self.decay * value + (1 - self.decay) * self.prior for value in (a, b)]
             self.counts[number] = (kept[0] + won, kept[1] + played - won)
 
@@ -112,5 +113,6 @@ class MoppsSampler(Beliefs):
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return the `count` starts [n] whose drawn rate is nearest to the target."""
         a, b = self.beta(np.arange(pool))
+        # A draw and not the mean: starts that are hardly known are tried now and then.
         drawn = generator.beta(a, b)
         return np.argsort(np.abs(drawn - self.target), kind="stable")[:count]

@@ -67,7 +67,7 @@ class Dsrl:
         config = self.config
         data = lesson.data
         agent, view = cast(Sac, steering.agent), steering.interface
-        # Values of noise are distilled from the lesson's critic, so they must discount alike.
+        # Values of noise are distilled from the lesson's critic: they are discounted as those are.
         agent.config = replace(agent.config, discount=lesson.critic.discount)
         for optimiser in agent.optimisers.values():
             set_learning_rate(optimiser, config.learning_rate * step)
