@@ -69,6 +69,7 @@ class AdvantageConditioned(nn.Module):
         if isinstance(told, Tensor):
             return {CONDITION: seen, TOLD: told.reshape(len(seen), 1)}
         positive = torch.full((len(seen), 1), int(Improvement.POSITIVE), device=seen.device)
+        # At weight 1 guidance is the told prediction alone: no second pass.
         if bool(self.guidance == 1):
             return {CONDITION: seen, TOLD: positive}
         return {CONDITION: seen, TOLD: positive, WEIGHT: self.guidance.expand(len(seen), 1)}

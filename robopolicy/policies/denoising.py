@@ -329,6 +329,7 @@ class DenoisingPolicy(nn.Module):
         actions, valid = check_predicted(batch, self.config.prediction_steps, self.part.first, self.action.size)
         clean = self._own[0].to_latents(actions.float()) if self._own else self.action_normalizer(actions.float())
         levels = self.config.levels_per_sample
+        # Several levels of a sample share its encoded observation, whose reading is most of the work.
         clean, valid = clean.repeat_interleave(levels, 0), valid.repeat_interleave(levels, 0)
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
@@ -336,12 +337,14 @@ class DenoisingPolicy(nn.Module):
         noisy, times = self.schedule.corrupt(clean, noise, level), self.schedule.level_times(level)
         if most := self.config.prefix_steps:
             count = draw_counts(len(clean), most, self.config.prefix_decay, generator)
+            # Given steps enter clean and are no target: the network learns to go on from them.
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
         given = noisy, times, condition, generator
         prediction = multiplied(lambda: denoise_in_loss(self.network, *given), noisy.device)
         error = step_errors(self.network, self.action.size, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
+        # The mean over a row's valid steps first: a sample counts once, however much of its chunk is padding.
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
 
     def normalizers(self) -> dict[str, Normalizer]:
@@ -378,6 +381,7 @@ class DenoisingPolicy(nn.Module):
         count = steps if steps is not None else self.config.finetuned_steps or (total + 1) // 2
         if not 1 <= count <= total:
             raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
+        # Without a density no step has a log-probability, and there would be nothing to learn by.
         if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
                 f"None of the last {count} steps has noise, so there is nothing to score: "
@@ -459,6 +463,7 @@ class DenoisingPolicy(nn.Module):
         mask = choices(self.schedule, self.first_step, draws, kept)
         logp = torch.zeros(mask.shape, device=actions.device)
         if not deterministic:
+            # By the very Gaussians that were sampled from: before an update `log_prob` gives the same numbers.
             logp, _ = reduce_logp(self.config, chain.normal, chain.latents[:, 1:], None, self.part)
         return Decision(actions, latents, logp, mask)
 

@@ -34,6 +34,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
     changed = replace(
         config,
         sampling_steps=steps,
+        # Trailing: the grid ends at the noisiest level, where the first (perhaps only) step begins.
         spacing=Spacing.TRAILING,
         prediction=Prediction.SAMPLE if diffusion else config.prediction,
         likelihood=Likelihood.CHAIN,
@@ -67,5 +68,6 @@ def clean_actions(student: DenoisingPolicy, x: Tensor, prediction: Tensor, time:
     x, prediction: [N, P, A] at times [N] in (0, 1].
     """
     if isinstance(student.schedule, FlowSchedule):
+        # x = (1 - t) data + t noise and u = noise - data, so x - t u is the data.
         return x - time[:, None, None] * prediction
     return prediction

@@ -88,6 +88,7 @@ def register_range(policy: nn.Module, action: Field) -> None:
 
 def in_range(actions: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return `actions` [N, C, A], each at least `low` [A] and at most `high` [A]; raises NonFiniteError."""
+    # The check comes after: a clamp brings infinities back into a finite range, and lets NaN through.
     actions = actions.clamp(low, high)
     check_finite("actions", actions)
     return actions

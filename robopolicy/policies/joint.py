@@ -85,6 +85,7 @@ class JointModel(nn.Module):
         rewards, or states or actions of another size than the world's.
         """
         model = cls(config, spec, seed)
+        # Evenly spaced over all episodes; so many are enough for means and deviations.
         rows = torch.arange(episodes.step_count)[:: max(1, episodes.step_count // 20_000)]
         for name, value in model._frames(episodes, rows).items():
             if value.shape[1] != model.sizes[name]:
@@ -131,6 +132,7 @@ class JointModel(nn.Module):
             clean = torch.cat([frames[name] for name in drawn], 1)
             network = self._network({name: frames[name] for name in ROLES[role]}, drawn)
             error = edm.loss(network, clean, self.config.edm, generator)
+            # Frames count alike: without the split a state of many elements would drown the value's single one.
             parts = error.split([self.sizes[name] for name in drawn], 1)
             losses[role] = torch.stack([part.mean(1) for part in parts]).mean(0)
         return losses
@@ -165,6 +167,7 @@ class JointModel(nn.Module):
         seen = {name: value.repeat_interleave(config.values, 0) for name, value in futures.items()}
         value = self.draw(seen, generator)[VALUE][:, 0]
         scores = AGGREGATED[config.aggregate](value.reshape(len(state), config.candidates, -1))
+        # Candidates of a state lie side by side in the rows of `action`.
         best = scores.argmax(1) + torch.arange(len(state), device=scores.device) * config.candidates
         return action[best], scores
 
@@ -242,6 +245,7 @@ class JointModel(nn.Module):
             for place, name in enumerate(FRAMES):
                 known = name in given
                 token = self.read[name](given[name] if known else noisy[name]) + self.place[place]
+                # A given frame has no noise: an embedding says so in the place of its level.
                 tokens.append(token + (self.given if known else noise_level))
             read = self.body(torch.stack(tokens, 1))
             return torch.cat([self.write[name](read[:, FRAMES.index(name)]) for name in drawn], 1)

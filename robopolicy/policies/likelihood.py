@@ -42,6 +42,7 @@ def chain_scores(
     chain, chosen = latents["chain"], latents.get("chosen")
     times = schedule.times[first:]
     step: Tensor | slice = slice(first, None)
+    # A recorded chain says what entered each step and what came out: its transitions need not wait for each other.
     x, after = chain[:, :-1], chain[:, 1:]
     if chosen is not None:
         rows = torch.arange(len(chain), device=chain.device)[:, None]
@@ -139,6 +140,7 @@ def matching_scores(
     clean = action[:, None].expand(noise.shape).flatten(0, 1)
     flat_noise, flat_level = noise.flatten(0, 1), level.flatten()
     noisy = schedule.corrupt(clean, flat_noise, flat_level)
+    # Noises and levels are those of the decision: their luck cancels in the ratio of new to old.
     times, conditions = schedule.level_times(flat_level), repeat_rows(condition, samples)
     prediction = multiplied(lambda: network.denoise(noisy, times, conditions), noisy.device)
     error = part.of((prediction - schedule.target(clean, flat_noise, flat_level)).square()).mean(-1)

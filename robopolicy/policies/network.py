@@ -244,6 +244,7 @@ class SharedSteps:
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
         """Predict [N, k, P, A]; see `Steps`."""
         times = self.times if chosen is None else self.times[chosen]
+        # Broadcast along the k steps: what is encoded once is not copied k times.
         return self.denoiser.denoise(x, times, self.condition[:, None])
 
 

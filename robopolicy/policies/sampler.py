@@ -124,6 +124,7 @@ def draw(
         return Draws(start)
     steps = truncated_noise((schedule.steps, *shape), noise_clip, generator, axis=1).to(device)
     if explored is not None:
+        # After drawing, so that how much is drawn does not depend on what pads an action.
         steps[..., explored:] = 0.0
     quiet = draw_quiet_steps(schedule.density[scored], noisy_steps, shape[0], generator, device)
     return Draws(start, steps, quiet, explored)
@@ -141,6 +142,7 @@ def draw_quiet_steps(
     if noisy_steps is None or noisy_steps >= int(dense.sum()):
         return None
     drawn = uniform((batch, len(dense)), generator, device)
+    # The largest of equally distributed numbers are a uniform choice; at -1 a step without density is never one.
     noisy = torch.where(dense, drawn, -1.0).topk(noisy_steps, dim=1).indices
     return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
 
@@ -201,6 +203,7 @@ def finish_chain(schedule: NoiseSchedule, first: int, scored: Steps, x: Tensor, 
     """Return what noise-free steps make of latents x [N, P, A] about to enter scored step next_step [N], 0..K'."""
     for index, step in enumerate(range(first, schedule.steps)):
         after = schedule.transition(x, scored.one(x, step), step, deterministic=True).mean
+        # A row further along keeps its latents until the loop has come to its step.
         x = torch.where((next_step <= index)[:, None, None], after, x)
     return x
 

@@ -171,6 +171,7 @@ class GaussianACT(LeRobotModule):
         error, weight = (chunk - wanted).abs().mean(-1), valid.to(chunk.dtype)
         terms = {"l1": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}
         if mean is not None:
+            # KL(N(mean, variance) || N(0, 1)), summed over the elements of ACT's latent.
             divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(-1)
             terms["kl"] = inner.config.kl_weight * divergence
         return terms

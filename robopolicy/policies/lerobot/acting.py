@@ -169,6 +169,7 @@ class LeRobotPolicy(LeRobotReader):
         frames = self.frames(observation)
         batch, options = frames[-1], self._noise(rows_of(observation), generator)
         policy: Any = self.policy
+        # LeRobot's policies keep queues of observations and actions: nothing of another call may be left in them.
         policy.reset()
         if hasattr(policy, "_queues"):
             # LeRobot stacks the queues of the last observations; for this one call they hold the world's history.

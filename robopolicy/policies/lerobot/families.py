@@ -134,6 +134,7 @@ class Pi(Prefixed):
         batch, joint = frames[-1], self.model.paligemma_with_expert
         images, image_masks = self.policy._preprocess_images(batch)
         embedded, seen, order = self.model.embed_prefix(images, image_masks, batch[TOKENS], batch[TOKEN_MASK].bool())
+        # As LeRobot's own `sample_actions` does before it reads a prefix under such a mask.
         joint.paligemma.model.language_model.config._attn_implementation = "eager"
         mask = prepare_attention_masks_4d(make_att_2d_masks(seen, order))
         state = {STATE: self.policy.prepare_state(batch)} if self.reads_state_apart else {}
@@ -345,6 +346,7 @@ class XVLA:
             return torch.stack([*losses.values()]).sum()
 
         pair = (each.chunk(2, -1)[0].flatten(0, 1) for each in (prediction, target))
+        # The mode's own loss averages over steps and rows, so it is asked of one step at a time.
         return torch.func.vmap(of_step)(*pair).unflatten(0, prediction.shape[:2])
 
     @property
@@ -439,6 +441,7 @@ def _diffusion_schedule(lerobots: Any, config: DenoisingPolicyConfig) -> Schedul
 
 def _index(time: Tensor, config: Any) -> Tensor:
     """Return the steps [N] of the training grid that times [N] in (0, 1] stand for."""
+    # Step i of the grid, from 0, lies at time (i + 1) / count: see `DiffusionSchedule`.
     return (time * config.num_train_timesteps).round().long() - 1
 
 
@@ -456,6 +459,7 @@ def _read_prefix(joint: Any, embedded: Tensor, seen: Tensor, mask: Tensor) -> di
 
     joint: LeRobot's language model and expert; embedded: the prefix [N, S, width]; mask: who attends to whom.
     """
+    # Padding takes no place: positions count the tokens that are seen.
     positions = seen.cumsum(1) - 1
     given = {"past_key_values": None, "inputs_embeds": [embedded, None], "use_cache": True}
     _, cache = joint.forward(attention_mask=mask, position_ids=positions, **given)
@@ -478,6 +482,7 @@ def _side_by_side(suffixes: Tensor, seen: Tensor, order: Tensor, prefix: Tensor)
 
     rows = len(prefix)
     count = len(suffixes) // rows
+    # A block for each suffix: within it LeRobot's own mask, and nothing between two of them.
     apart = torch.block_diag(*make_att_2d_masks(seen[:1], order[:1]).expand(count, -1, -1))
     length = len(apart)
     mask = torch.cat([prefix[:, None].expand(-1, length, -1), apart.expand(rows, -1, -1)], 2)

@@ -280,6 +280,7 @@ def executed(postprocess: "PolicyProcessorPipeline", actions: Tensor) -> Tensor:
     if any(step.enabled for step in steps):
         # It adds the state [B, D] of the last frame: to each row its own, which needs the chunks to be whole.
         return postprocess(actions)
+    # LeRobot's steps take single actions [B, A]: the steps of chunks are handed over as rows.
     return postprocess(actions.flatten(0, 1)).unflatten(0, actions.shape[:2])
 
 

@@ -139,6 +139,7 @@ class FastTokens(LeRobotModule):
         Raises SpecError where one takes more tokens than it may say.
         """
         del generator
+        # Without the first, which begins an answer and is not said.
         tokens = self._told(actions)[0][:, 1 : self.most + 1]
         tokens = pad(tokens, (0, self.most - tokens.shape[1]))
         if not bool((tokens == self.end).any(1).all()):
@@ -157,6 +158,7 @@ class FastTokens(LeRobotModule):
         tokens, counted = self._told(actions)
         model, reading = self._reader(), _reading(self.encode(batch["observation"]))
         embedded, there, sees, *_ = model.embed_prefix_fast(*reading, tokens, counted)
+        # Shifted by one: the state before a token says it.
         heard = self._heard(embedded, there, sees)[:, -tokens.shape[1] : -1]
         wrong = cross_entropy(self._logits(heard).transpose(1, 2), tokens[:, 1:], reduction="none")
         weight = counted[:, 1:].to(wrong.dtype)
@@ -204,6 +206,7 @@ class FastTokens(LeRobotModule):
     def _scores(self, condition: Condition, tokens: Tensor) -> Scores:
         """Return log-probabilities and entropies [N, K] of tokens [N, K], in one pass over prompt and tokens."""
         live = self._live(tokens)
+        # As far as the longest answer: what lies behind it would only be padding.
         said = tokens[:, : int(live.sum(1).max())]
         model, reading = self._reader(), _reading(condition)
         rows = (len(said), 1)
@@ -220,6 +223,7 @@ class FastTokens(LeRobotModule):
             pad(there, (0, more), value=True),
             torch.cat([pad(sees, (0, more)), behind], 1),
         )
+        # The prompt's last token says the first word.
         every = (self._logits(heard[:, prompt - 1 :]) / self.tuning.temperature).log_softmax(-1)
         logp = every.gather(-1, said[..., None]).squeeze(-1)
         entropy = -(every.exp() * every).sum(-1)

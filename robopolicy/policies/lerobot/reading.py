@@ -155,6 +155,7 @@ def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
     require_dtypes(path, {name: each.dtype for name, each in tensors.items()}, inner, rounded=True)
     missing, unknown = inner.load_state_dict(tensors, strict=False)
     state = inner.state_dict()
+    # A tied weight is missing under its second name: it lies in the same memory as one that was loaded.
     there = {state[name].data_ptr() for name in tensors if name in state}
     absent = [name for name in missing if state[name].data_ptr() not in there]
     if absent or unknown:

@@ -130,6 +130,7 @@ def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, A
     least = tuning.least_noise
     if chain.get("flow_noise") is FlowNoise.CONSTANT:  # a smaller constant is no accident
         least = min(least, tuning.flow_noise_level)
+    # The log-density of a Gaussian is at most -log(std) - 0.92, so this bound never holds at the smallest std.
     highest = max(2.0, -math.log(least)) if least > 0 else None
     clamp = None if highest is None else (-5.0, highest)
     return {"min_sampling_std": least, "min_logprob_std": least, "logp_clamp": clamp}
@@ -290,6 +291,7 @@ class FrozenTwin(nn.Module):
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
         """See `DenoisingNetwork`."""
+        # The copies take the places of the network's weights during this call alone.
         return functional_call(self._shared[0], self.named_weights(), ("encode", observation))
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:

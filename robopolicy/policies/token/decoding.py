@@ -91,12 +91,14 @@ class CausalDecoding(nn.Module):
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Say tokens [N, K] with cached keys and values; see `Decoding`."""
         hidden = language.model.extend(prompt.reading, prompt.observation)
+        # All at once: the draw of place k is the same whatever was said before it.
         draws = uniform((len(hidden), self.length), generator, hidden.device)
         tokens, scores = [], []
         for place in range(self.length):
             logp = language.log_probabilities(hidden[:, -1])
             check_finite("log-probabilities of action tokens", logp)
             token = logp.argmax(-1) if deterministic else _draw(logp, draws[:, place])
+            # Kept tokens are scored as drawn ones are; that they are no choices of this decision says the mask.
             if kept is not None:
                 token = torch.where(place < kept[1], kept[0][:, place], token)
             tokens.append(token)
@@ -121,6 +123,7 @@ class CausalDecoding(nn.Module):
 
     def _teacher_forced(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor) -> Tensor:
         """Return the hidden states [N, K, width] from which the tokens [N, K] are said."""
+        # The state before a token says it: the last of the observation the first token, token k - 1 token k.
         said = language.embedding(tokens[:, :-1])
         return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.length :]
 
@@ -249,6 +252,7 @@ class MaskedDecoding(nn.Module):
                 f"the {steps} passes they were said: give all latents that act of this policy returned."
             )
         reading = _read(language, prompt)
+        # The prefix is the same for all S states of a row: its keys and values are read once and repeated.
         reading.repeat(steps)
         said = order[:, None] < torch.arange(steps, device=order.device)[:, None]
         states = self._embed(language, tokens[:, None].expand_as(said), said)
@@ -268,6 +272,7 @@ class MaskedDecoding(nn.Module):
         token at a time in random order, from above (Hoogeboom et al. 2022, arXiv:2110.02037). Invalid tokens stay
         masked: nothing is learned of them or from them.
         """
+        # 1 - rand lies in (0, 1], so that every row masks at least one valid token.
         share = 1 - torch.rand((len(tokens), 1), generator=generator, device=generator.device)
         place = torch.rand(tokens.shape, generator=generator, device=generator.device)
         share, place = share.to(tokens.device), place.to(tokens.device).masked_fill(~valid, 2.0)

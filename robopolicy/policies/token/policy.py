@@ -194,6 +194,7 @@ class TokenPolicy(nn.Module):
             deterministic=False,
             kept=(latents["tokens"], count),
         )
+        # Kept tokens were choices of another decision.
         return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
 
     def _decision(self, latents: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
@@ -306,6 +307,7 @@ class TokenPolicy(nn.Module):
         self.adapters = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
         self.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
+            # A fixed seed: whoever adds adapters of this rank, on loading too, adds the same ones.
             torch.manual_seed(rank)
             self.language.add_lora(rank, self.adapters["alpha"])
         if self.finetuning is not None and not self.finetuning["train_encoder"]:
@@ -380,6 +382,7 @@ class TokenPolicy(nn.Module):
             seen = self.observation_tokens.cameras(observation, generator)
             inputs = self.processor(texts, images_of_rows(seen, len(texts)))
             return Prompt(self.language.see({key: each.to(embedded.device) for key, each in inputs.items()}), embedded)
+        # Rows of one instruction share what was read of it.
         distinct = sorted(set(texts))
         number = {text: index for index, text in enumerate(distinct)}
         index = torch.tensor([number[text] for text in texts], dtype=torch.int64)
