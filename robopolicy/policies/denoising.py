@@ -331,6 +331,7 @@ class DenoisingPolicy(nn.Module):
         levels = self.config.levels_per_sample
         # Several levels of a sample share its encoded observation, whose reading is most of the work.
         clean, valid = clean.repeat_interleave(levels, 0), valid.repeat_interleave(levels, 0)
+        # A pretrained network goes on learning at the levels at which it has learned.
         level = (self._own or (self.schedule,))[0].levels(len(clean), generator).to(clean.device)
         noise = torch.randn(clean.shape, generator=generator, device=generator.device).to(clean.device)
         condition = repeat_rows(self._condition(batch["observation"], batch, generator), levels)
@@ -381,7 +382,6 @@ class DenoisingPolicy(nn.Module):
         count = steps if steps is not None else self.config.finetuned_steps or (total + 1) // 2
         if not 1 <= count <= total:
             raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
-        # Without a density no step has a log-probability, and there would be nothing to learn by.
         if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
                 f"None of the last {count} steps has noise, so there is nothing to score: "
@@ -401,6 +401,7 @@ class DenoisingPolicy(nn.Module):
         if not self._prepared:
             return self
         network = None if type(self.network) is ChunkNetwork else copy.deepcopy(self.network)
+        # What fine-tuning froze for its own sake learns again; what the network's maker froze does not.
         if network is not None and self._encoder_learns:
             for weight in network.encoder_parameters():
                 weight.requires_grad_(True)

@@ -66,6 +66,7 @@ class Algorithm:
         found = self.advantage(rollouts, context)
         advantage, keep = found if isinstance(found, tuple) else (found, None)
         advantage = tree.shared_credit(rollouts, advantage)
+        # Every step of a decision has the decision's advantage, until credit says otherwise.
         if advantage.dim() == 2:
             advantage = advantage[..., None].expand(rollouts.mask.shape)
         for function in self.credit:

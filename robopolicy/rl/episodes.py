@@ -365,6 +365,7 @@ class EpisodePlayer:
         numbers = sorted(number for number, group in self.finished.items() if group in set(groups))
         order = {number: row for row, number in enumerate(numbers)}
         row = torch.searchsorted(torch.tensor(numbers, device=device), place[:, 0].contiguous())
+        # Where each decision of a row lies among the flat ones; -1 is padding, or a prefix that is filled in below.
         position = torch.full((len(numbers), int(place[:, 2].max()) + 1), -1, dtype=torch.int64, device=device)
         position[row, place[:, 2]] = torch.arange(len(place), device=device)
         own = position >= 0

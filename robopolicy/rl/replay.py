@@ -103,6 +103,7 @@ class Spear(Buffer):
         returns = rollouts.row_return
         if not past or not context.history:
             return rollouts
+        # The median: one lucky group does not move what counts as usual by now.
         middle, spread = _median(context.history[-64:]), float(returns.std(unbiased=False)) + 1e-6
         replayed: list[Rollouts] = []
         for part in past:

@@ -79,6 +79,7 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
                 continue
             if isinstance(each, str) and key.endswith(("_name", "_path")):
                 _check_model(path, key, each)
+            # Only NaN differs from itself.
             if isinstance(each, float) and each != each:
                 raise CheckpointError(f"{path} says {key}=NaN: correct it, or restore it from a copy.")
             if key == "eps" and (not isinstance(each, float | int) or not 0 <= each <= 1):

@@ -103,6 +103,7 @@ class LeRobotModule(nn.Module):
         for name, weight in self.policy.named_parameters():
             weight.requires_grad_("lora_" in name)
         self.adapter_rank = rank
+        # New layers come in training mode: this puts what is inside back into evaluation mode.
         self.train(self.training)
 
     def write(self, folder: Path, settings: LeRobotSettings, beside: Callable[[Path], None] | None = None) -> None:

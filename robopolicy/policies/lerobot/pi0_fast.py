@@ -210,6 +210,7 @@ class FastTokens(LeRobotModule):
         said = tokens[:, : int(live.sum(1).max())]
         model, reading = self._reader(), _reading(condition)
         rows = (len(said), 1)
+        # As in LeRobot's sampler, where the token that begins an answer is the prompt's last and sees all of it.
         begin = torch.full(rows, self.begin, dtype=torch.int64, device=said.device)
         text, mask = torch.cat([reading.text, begin], 1), pad(reading.mask, (0, 1), value=True)
         embedded, there, sees, *_ = model.embed_prefix_fast(reading.images, reading.seen, text, mask)
@@ -260,6 +261,7 @@ class FastTokens(LeRobotModule):
     def _actions(self, tokens: Tensor) -> Tensor:
         """Return what tokens [N, K] stand for, [N, C, A] in the world's units and bounds, whatever they begin with."""
         inner: Any = self.policy
+        # Whatever is said must become an action: a policy that explores also says what is none.
         lenient = copy.copy(inner)
         lenient.config = copy.copy(inner.config)
         lenient.config.validate_action_token_prefix = False

@@ -218,6 +218,7 @@ class MaskedDecoding(nn.Module):
         steps = len(self.schedule)
         draws = uniform((shape[0], steps, shape[1]), generator, device)
         tokens, logp = torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
+        # `steps`, a pass that never comes, stands for not said yet.
         order = torch.full(shape, steps, device=device)
         for step, count in enumerate(self.schedule):
             said = order < step
@@ -272,7 +273,7 @@ class MaskedDecoding(nn.Module):
         token at a time in random order, from above (Hoogeboom et al. 2022, arXiv:2110.02037). Invalid tokens stay
         masked: nothing is learned of them or from them.
         """
-        # 1 - rand lies in (0, 1], so that every row masks at least one valid token.
+        # 1 - rand lies in (0, 1]: of what is valid at least one token is masked.
         share = 1 - torch.rand((len(tokens), 1), generator=generator, device=generator.device)
         place = torch.rand(tokens.shape, generator=generator, device=generator.device)
         share, place = share.to(tokens.device), place.to(tokens.device).masked_fill(~valid, 2.0)

@@ -70,6 +70,7 @@ def next_values(values: Tensor, values_at_end: Tensor, ended: Tensor) -> Tensor:
     values: [B, T]; values_at_end: [B, T], read only where a decision ended its episode and in the last column, so the
     caller may leave anything elsewhere.
     """
+    # The next column belongs to the same episode only where this one has not ended.
     shifted = torch.cat([values[:, 1:], values_at_end[:, -1:]], dim=1)
     return torch.where(ended, values_at_end, shifted)
 

@@ -19,6 +19,7 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
     steps = rollouts.duration.sum(1).double()
     chance = torch.rand(len(steps), generator=context.generator, device=context.generator.device).double()
+    # Ranks are within a kind: successes by their length, failures by chance.
     order = torch.where(success, steps, 1e9 + chance)
     kinds = Segments.of(rollouts.group, success)
     place = kinds.rank(order)

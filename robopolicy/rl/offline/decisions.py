@@ -122,9 +122,11 @@ def recorded_decisions(
     for ahead in range(chunk):
         within = ahead < executed
         paid[within] += discount**ahead * found[steps[within] + ahead]
+    # `>`: what it leads to lies behind the episode's last step.
     ends = steps + executed > last
     terminated = ends & episodes.terminated[episode]
     states, frame = frame_states(episodes, interface), steps + episode
+    # At an episode's end only a valid index: `next_known` is False there.
     following = torch.minimum(steps + executed, last)
     outcome = returns_to_go(found.cpu(), episodes.to("cpu"), discount).to(found.device)
     # Cut by a time limit: what would have followed is not known.

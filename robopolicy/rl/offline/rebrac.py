@@ -45,6 +45,7 @@ class ReBrac(Td3):
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return the mean of beta_actor |pi - a|^2 - min Q / mean|min Q|, [], for what the actor would do, [B, A]."""
         value = self.critics(batch.state, action).min(0).values
+        # Q is brought to a mean size of 1: beta_actor means the same whatever the rewards. Detached, as it is a unit.
         scale = 1 / value.abs().mean().detach().clamp_min(1e-6)
         return (self.config.beta_actor * (action - batch.action).square().sum(-1) - scale * value).mean()
 

@@ -72,7 +72,7 @@ class Dsrl:
         for optimiser in agent.optimisers.values():
             set_learning_rate(optimiser, config.learning_rate * step)
         states = frame_states(lesson.episodes, view)
-        # Once, in the first round: moving statistics would change what the noise critics have learned.
+        # Only before it steers: moving statistics would change what the noise critics have learned.
         if not bool(steering.steers):
             agent.fit_statistics(states[data.frame])
         keys = list(dict.fromkeys((*steering.spec.observation, *lesson.interface.keys)))
