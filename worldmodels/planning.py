@@ -95,26 +95,25 @@ class PlannedPolicy(nn.Module):
         seeds = integers(2**62, (len(chunk),), generator).cpu().numpy()
         seen = world.reset(seeds=seeds)
         total = np.zeros(len(chunk))
-        factor = 1.0
-        imagined = 0
+        taken = np.zeros(len(chunk), dtype=np.int64)
         while True:
             step = world.step(chunk.double().cpu().numpy())
-            decay = factor * config.discount ** np.arange(chunk.shape[1])
             assert step.uncertainty is not None
-            # [rows, C] each; `decay` [C] is discount to the power of the steps since now, of which `factor` has those
-            # of earlier chunks.
+            # [rows, C] each; the discount's powers count the steps since now, of which `taken` [rows] are earlier.
             earned = step.reward + config.uncertainty * step.uncertainty
+            decay = config.discount ** (taken[:, None] + np.arange(chunk.shape[1]))
             total += np.where(step.valid, earned * decay, 0.0).sum(1)
-            imagined, factor = imagined + chunk.shape[1], factor * config.discount ** chunk.shape[1]
+            taken += step.valid.sum(1)
             seen = step.observation
-            if imagined >= config.horizon or step.ended.all():
+            if taken.max() >= config.horizon or step.ended.all():
                 break
             # After its first chunk the policy itself goes on: the score of a candidate estimates the policy's Q.
             chunk = self.policy.act(to_tensors(seen, chunk.device), generator).actions
         if self.value is not None:
             beyond = self.value(to_tensors(seen, chunk.device)).cpu().numpy()
-            # Nothing comes after the task's end; a row that was cut by a time limit is worth what its last frame is.
-            total += np.where(step.terminated, 0.0, factor * beyond)
+            # Nothing comes after the task's end. A row that a time limit cut is worth what its last frame is, discounted
+            # by the steps that it took and by none of those that the others took after it.
+            total += np.where(step.terminated, 0.0, config.discount**taken * beyond)
         return torch.from_numpy(total)
 
     def _begin(self, observation: TensorObservation, rows: int) -> ImaginedWorld:

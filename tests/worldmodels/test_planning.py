@@ -91,6 +91,15 @@ def test_nothing_is_earned_after_the_end_and_what_lies_beyond_counts_where_it_go
     assert decide(PlanConfig(candidates=16, horizon=2), value=lambda seen: -value(seen))[0] < -0.7
 
 
+def test_what_lies_beyond_a_time_limit_is_discounted_by_the_steps_that_were_taken():
+    limited = Line()
+    limited.spec = replace(SPEC, horizon=3)  # ends in the middle of the second chunk of two steps
+    config = PlanConfig(candidates=1, horizon=4, discount=0.5)
+    planned = PlannedPolicy(Wanderer(), limited, config, value=lambda seen: torch.full((len(seen[STATE]),), 8.0))
+    planned.act({STATE: torch.zeros(1, 1, 1)}, torch.Generator().manual_seed(0), deterministic=True)
+    assert planned.last_scores.tolist() == [[8.0 * 0.5**3]]
+
+
 def test_the_sure_choice_is_a_candidate():
     _, planned = decide(PlanConfig(candidates=3, horizon=2), deterministic=True)
     assert float(planned.last_scores[:, 0].abs().max()) == 0.0
