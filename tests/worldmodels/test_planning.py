@@ -95,8 +95,13 @@ def test_what_lies_beyond_a_time_limit_is_discounted_by_the_steps_that_were_take
     limited = Line()
     limited.spec = replace(SPEC, horizon=3)  # ends in the middle of the second chunk of two steps
     config = PlanConfig(candidates=1, horizon=4, discount=0.5)
-    planned = PlannedPolicy(Wanderer(), limited, config, value=lambda seen: torch.full((len(seen[STATE]),), 8.0))
-    planned.act({STATE: torch.zeros(1, 1, 1)}, torch.Generator().manual_seed(0), deterministic=True)
+
+    class Rock(Wanderer):
+        def act(self, observation, generator, *, deterministic=False):
+            return super().act(observation, generator, deterministic=True)
+
+    planned = PlannedPolicy(Rock(), limited, config, value=lambda seen: torch.full((len(seen[STATE]),), 8.0))
+    planned.act({STATE: torch.zeros(1, 1, 1)}, torch.Generator())
     assert planned.last_scores.tolist() == [[8.0 * 0.5**3]]
 
 
