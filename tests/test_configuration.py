@@ -141,6 +141,9 @@ def test_lists_options_and_null_are_overridable():
         ("policy.joint.width=3", "'policy.joint.width' is called 'policy.width' now"),
         ("finetune.actor_rate=1", "'finetune.actor_rate' is called 'finetune.learning_rate' now"),
         ("world=push_tea", "Did you mean 'push_t'"),
+        ("drive.neutral={a: 1, a: 2}", "drive.neutral names 'a' twice"),
+        ("offline.improve={kind: awr, kind: dsrl}", "offline.improve names 'kind' twice"),
+        ("world.options={deep: {b: 1, b: 1}}", "world.options names 'b' twice"),
     ],
 )
 def test_mistakes_name_the_key_and_the_nearest_name(override, text):

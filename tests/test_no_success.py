@@ -126,6 +126,9 @@ def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
         assert run(verb, *settings, home=home) == 2
         assert "say it with world.options.success" in " ".join(capsys.readouterr().err.split())
         assert run(verb, *settings, "gate.by=return", "run.name=paid", home=home) in (0, 1)
+    assert run("deploy", *policies[:2], home=home) == 2
+    refused = " ".join(capsys.readouterr().err.split())
+    assert "say it with world.options.success" in refused and "target_success" not in refused
     config = compose([f"world.name={POINT}", "world.options.reward=environment", f"run.root={home}/runs"])
     with pytest.raises(ConfigError, match="does not say which episodes succeed"):
         score(config, config.world, {"first": load_policy(policies[0])}, "simulator")

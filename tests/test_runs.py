@@ -10,10 +10,11 @@ import torch
 from robopolicy.building.policies import choose_device
 from robopolicy.cli import main
 from robopolicy.configuration import compose
-from robopolicy.core.errors import ConfigError, RobopolicyWarning
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import recover_folder, sweep, write_folder_atomic
-from robopolicy.runs import claim, open_fresh_run, open_run, run_path
+from robopolicy.runs import claim, finish, open_fresh_run, open_run, run_path
+from robopolicy.verbs.job import Job
 
 HOLD = """
 import sys
@@ -150,6 +151,17 @@ def test_a_report_that_a_kill_prevented_is_made_by_the_same_command(tmp_path):
     report.unlink()
     assert main(["train", *settings, *small]) == 0
     assert report.exists()
+
+
+@pytest.mark.parametrize("left", [None, "a file"])
+def test_a_run_that_has_ended_and_lost_its_checkpoint_is_not_called_done(tmp_path, left):
+    config = compose([f"run.root={tmp_path}"])
+    folder = open_run(config, "train", ("run",))
+    finish(config, folder, {"steps": 1})
+    if left is not None:
+        folder.checkpoint.write_text(left)
+    with pytest.raises(DataError, match="its checkpoint is gone.*run.overwrite=true"):
+        Job.open(config, "train", ("run",))
 
 
 def test_results_stay_inside_their_root_and_links_are_not_followed(tmp_path):

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigNode, ConfigStore
@@ -186,6 +187,7 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sec
         return _named_world(value)
     if key in GROUPS:
         return f"{key}={_group_option(key, value, store)}"
+    _require_each_key_once(key, value)
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
             raise ConfigError(f"'{key}' is called '{new}{key.removeprefix(old)}' now.")
@@ -207,6 +209,23 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sec
     if isinstance(node, str) and re.fullmatch(r"[\w.+-]+", value):
         value = f"'{value}'"  # a text may look like a number: run.name=1e3 is not 1000.0
     return f"++{key}={value}"
+
+
+def _require_each_key_once(key: str, value: str) -> None:
+    """Raise ConfigError where a mapping names a key twice, of which Hydra would silently take the last."""
+    try:
+        nodes = [yaml.compose(value, yaml.SafeLoader)] if value.startswith(("{", "[")) else []
+    except yaml.YAMLError:
+        return  # no YAML, such as a string in Hydra's quotes: whether it can be read Hydra says
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names = [name.value for name, _ in node.value]
+            if twice := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
+                raise ConfigError(f"{key} names '{twice[0]}' twice: keep one of them.")
+            nodes += [each for _, each in node.value]
 
 
 def _elsewhere(parts: tuple[str, ...], defaults: Mapping[str, Any], sections: Sequence[str]) -> str:

@@ -230,13 +230,13 @@ def evaluate_policy(
     )
 
 
-def require_success(world: World, instead: str) -> None:
-    """Raise ConfigError where `world` does not say which episodes succeed; instead: what else to do, in words."""
+def require_success(world: World, instead: str = "") -> None:
+    """Raise ConfigError where `world` does not say which episodes succeed; instead: what else can be done, in words."""
     if not world.spec.reports_success:
         raise ConfigError(
             f"'{world.spec.name}' does not say which episodes succeed: say it with "
             "world.options.success=package.module:function (or terminated), or "
-            f"\"world.options.success='return >= NUMBER'\" with both quotes, or {instead}."
+            f"\"world.options.success='return >= NUMBER'\" with both quotes{instead and f', or {instead}'}."
         )
 
 

@@ -25,6 +25,7 @@ from robopolicy.building.policies import as_seen_in, choose_device
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.core.checkpoints import WEIGHTS
+from robopolicy.core.errors import DataError
 from robopolicy.core.machine import free_memory
 from robopolicy.core.policy import Policy, Trainable
 from robopolicy.core.randomness import episode_seeds
@@ -59,10 +60,16 @@ class Job:
     ) -> "Job | None":
         """Return the job of `verb` under these settings, None where it has ended already, which is said (`done`).
 
-        Raises ConfigError where its folder holds another run, as `open_run` does, or run.device cannot be used.
+        Raises ConfigError where its folder holds another run, as `open_run` does, or run.device cannot be used, and
+        DataError where the run has ended and its checkpoint is gone.
         """
         folder = open_run(config, verb, sections)
         if finished(folder) is not None:
+            if not folder.checkpoint.is_dir():
+                raise DataError(
+                    f"{folder.path} has ended, but its checkpoint is gone: {folder.checkpoint} is no folder. Put it "
+                    f"back, or learn it anew with run.overwrite=true."
+                )
             output.print(f"{folder.path} {done}")
             return None
         return Job(config, folder, choose_device(config.run))

@@ -18,7 +18,7 @@ from robopolicy.core.errors import ConfigError, NonFiniteError, RobopolicyWarnin
 from robopolicy.core.policy import to_tensors
 from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
 from robopolicy.serving.configuration import AttachedRobot, RobotSettings
-from robopolicy.serving.lerobot_robot import AttachedLeRobot, drive_robot, make_lerobot_robot
+from robopolicy.serving.lerobot_robot import ENDING_SIGNALS, AttachedLeRobot, drive_robot, make_lerobot_robot
 from robopolicy.serving.wiring import wired
 from robopolicy.verbs.drive import _ended_by_signals
 
@@ -332,9 +332,28 @@ def test_no_time_is_no_episode(arm, seconds, rate):
         )
 
 
-def test_being_told_to_terminate_is_an_interrupt():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", ENDING_SIGNALS)
+def test_being_told_to_terminate_is_an_interrupt(number):
+    before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), _ended_by_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         Path().resolve()  # a signal arrives between two instructions
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("second", ENDING_SIGNALS)
+def test_a_second_signal_does_not_keep_a_robot_from_being_stopped(arm, second):
+    client = Local(())
+    robot = arm()
+    ends = robot.disconnect
+
+    def impatient():
+        os.kill(os.getpid(), second)
+        Path().resolve()
+        ends()
+
+    robot.disconnect = impatient
+    with pytest.raises(KeyboardInterrupt), _ended_by_signals(), attached(robot, client):
+        os.kill(os.getpid(), signal.SIGINT)
+        Path().resolve()
+    assert not robot.is_connected
