@@ -160,7 +160,7 @@ def test_a_run_that_has_ended_and_lost_its_checkpoint_is_not_called_done(tmp_pat
     finish(config, folder, {"steps": 1})
     if left is not None:
         folder.checkpoint.write_text(left)
-    with pytest.raises(DataError, match="its checkpoint is gone.*run.overwrite=true"):
+    with pytest.raises(DataError, match=r"its checkpoint is gone.*run\.overwrite=true"):
         Job.open(config, "train", ("run",))
 
 

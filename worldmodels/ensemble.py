@@ -2,8 +2,8 @@
 
 All members are one batched tensor. Each predicts mean and variance of the change of the free state elements; each
 imagined step uses a random member. Uncertainty is the disagreement of the members' means. Deviations from MOPO: rewards
-and success come from `StepHeads` instead of extra outputs; members differ by their initial weights and their minibatches,
-not by bootstrapped data sets; all of them are elites.
+and success come from `StepHeads` instead of extra outputs; members differ by their initial weights and minibatches, not
+by bootstrapped data sets; all of them are elites.
 """
 
 from collections.abc import Iterator, Mapping

@@ -111,8 +111,8 @@ class PlannedPolicy(nn.Module):
             chunk = self.policy.act(to_tensors(seen, chunk.device), generator).actions
         if self.value is not None:
             beyond = self.value(to_tensors(seen, chunk.device)).cpu().numpy()
-            # Nothing comes after the task's end. A row that a time limit cut is worth what its last frame is, discounted
-            # by the steps that it took and by none of those that the others took after it.
+            # Nothing comes after the task's end. A row that a time limit cut is worth what its last frame is,
+            # discounted by the steps that it took and by none of those that the others took after it.
             total += np.where(step.terminated, 0.0, config.discount**taken * beyond)
         return torch.from_numpy(total)
 
