@@ -418,7 +418,7 @@ def test_algorithms_lists_presets_and_explains_one(tmp_path, capsys):
         "slot": "coefficient",
         "part": "ppo",
         "options": ppo,
-        "file": "robopolicy/rl/coefficients/ppo.py",
+        "file": "robopolicy/rl/coefficients.py",
     }
     assert parts["sampler"]["part"] == "uniform" and parts["hint"]["part"] == ""
     root = Path(__file__).parents[1]

@@ -14,8 +14,7 @@ from robopolicy.rl.context import Coefficients, Context, Scored, SideModel
 from robopolicy.rl.presets import RatioLevel
 from robopolicy.rl.registry import Need, Slot
 from robopolicy.rl.replay import Replay
-from robopolicy.rl.starts.allocation import Allocator
-from robopolicy.rl.starts.samplers import Hints, TaskSampler
+from robopolicy.rl.starts import Allocator, Hints, TaskSampler
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.segments import Segments
 from robopolicy.core.storage import recover_folder, write_folder_atomic
 from robopolicy.core.tensors import load_tree, save_tree
-from robopolicy.rl.coefficients.preference import sides
+from robopolicy.rl.coefficients import sides
 from robopolicy.rl.context import Context, for_another_policy
 from robopolicy.rl.registry import Slot, mechanism
 from robopolicy.rl.replay import Buffer, joined

@@ -29,9 +29,8 @@ from robopolicy.nn.pieces import rows_at_once, scores_of
 from robopolicy.nn.precision import require_precision
 from robopolicy.rl.advantages.gae import chunk_rewards, finished_returns, gae, next_values
 from robopolicy.rl.context import for_another_policy
-from robopolicy.rl.critic import Critic
+from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.objective import effective_sample_size
-from robopolicy.rl.returns import ReturnScale
 
 READ_AT_ONCE = 256
 """Observations that are encoded at once, at most."""

@@ -34,11 +34,10 @@ from robopolicy.nn.precision import learning_in, tolerance_in
 from robopolicy.nn.sharing import copied, learned, load_learned
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context, SideModel, Tools
-from robopolicy.rl.critic import Critic
+from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.preferences import StoresPairs
 from robopolicy.rl.registry import Need
 from robopolicy.rl.replay import Reincarnates
-from robopolicy.rl.returns import ReturnScale
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.course import Course, Ended, Oversight, score

@@ -35,7 +35,7 @@ from robopolicy.nn.pieces import scores_of, values_of
 from robopolicy.nn.precision import backward_in
 from robopolicy.nn.sharing import copied, learned, load_learned
 from robopolicy.rl.algorithm import Algorithm
-from robopolicy.rl.coefficients.ppo import clip_schedule
+from robopolicy.rl.coefficients import clip_schedule
 from robopolicy.rl.context import AuxiliaryInputs, Context, Scored, SideModel, score_extra
 from robopolicy.rl.critic import Critic
 from robopolicy.rl.objective import (

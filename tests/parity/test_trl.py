@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.coefficients.ppo import ppo
+from robopolicy.rl.coefficients import ppo
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.objective import log_ratios, policy_loss
 from robopolicy.rl.presets import RatioLevel

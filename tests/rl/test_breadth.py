@@ -4,7 +4,7 @@ import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
 
-from robopolicy.rl.coefficients.ppo import clipped
+from robopolicy.rl.coefficients import clipped
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental.advantages import w_reinforce
 from robopolicy.rl.objective import policy_loss

@@ -8,8 +8,7 @@ from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.advantages.tree import branch_grpo, owners, shared_credit, tree_po
 from robopolicy.rl.context import Context
-from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.requests import Branching, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
 from robopolicy.training.experience import decisions_at
 from sims.registry import make_world
 

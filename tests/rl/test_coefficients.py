@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robopolicy.rl.advantages.gae import denoising_discount
-from robopolicy.rl.coefficients.ppo import clip_schedule, ppo
+from robopolicy.rl.coefficients import clip_schedule, ppo
 from robopolicy.rl.objective import (
     approximate_kl,
     clip_fraction,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from made_rollouts import make_rollouts, make_scored
 
-from robopolicy.rl.coefficients.off_policy import clip_cov, decoupled_ppo
+from robopolicy.rl.coefficients import clip_cov, decoupled_ppo
 from robopolicy.rl.objective import policy_loss
 
 

@@ -6,8 +6,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Field
-from robopolicy.rl.critic import state_critic
-from robopolicy.rl.returns import ReturnScale
+from robopolicy.rl.critic import ReturnScale, state_critic
 
 FIELDS = {"observation.state": Field((2,)), "observation.images.top": Field((4, 4, 3), "uint8")}
 

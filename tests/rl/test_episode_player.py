@@ -10,8 +10,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.spec import STATE, PolicySpec
-from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.requests import Branching, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
 from sims.registry import load_task, make_world
 
 

@@ -11,12 +11,12 @@ from scipy import stats
 
 from robopolicy.core.errors import RobopolicyWarning
 from robopolicy.core.spec import STATE
+from robopolicy.rl import coefficients
 from robopolicy.rl.advantages import group
 from robopolicy.rl.algorithm import build_algorithm
-from robopolicy.rl.coefficients import trust_region
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
-from robopolicy.rl.experimental import advantages, coefficients, credit, selection
+from robopolicy.rl.experimental import advantages, credit, selection
 from robopolicy.rl.experimental import advantages as experimental_advantages
 from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.experimental.auxiliaries import step_preference_loss
@@ -37,12 +37,12 @@ def scored_at(ratios: list[float], advantages: list[float]):
 @pytest.mark.checks("coefficient/rec")
 def test_the_ring_of_rec_drops_what_lies_between_near_and_far_astray():
     good = scored_at([0.3, 0.41, 0.7, 0.81, 1.19, 1.3, 4.0], [1.0] * 7)
-    kept = coefficients.rec(good, region="ring", importance=False)[0].flatten()
+    kept = experimental_coefficients.rec(good, region="ring", importance=False)[0].flatten()
     assert kept.tolist() == [1, 0, 0, 1, 1, 0, 0]
     bad = scored_at([0.3, 0.79, 0.81, 1.19, 1.5, 2.9, 3.1], [-1.0] * 7)
-    kept = coefficients.rec(bad, region="ring", importance=False)[0].flatten()
+    kept = experimental_coefficients.rec(bad, region="ring", importance=False)[0].flatten()
     assert kept.tolist() == [0, 0, -1, -1, 0, 0, -1]
-    wider = coefficients.rec(good, region="ring", importance=False, far_low=0.5)[0].flatten()
+    wider = experimental_coefficients.rec(good, region="ring", importance=False, far_low=0.5)[0].flatten()
     assert wider.tolist() == [1, 1, 0, 1, 1, 0, 0]
 
 
@@ -51,7 +51,7 @@ def test_the_prefix_of_min_pro_may_exceed_one():
     rollouts = make_rollouts([3, 2], [0, 0], steps=1)
     ratio = torch.tensor([[1.35, 1.35, 1.35], [0.5, 2.0, 9.9]], dtype=torch.float64)[..., None]
     scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), torch.ones_like(ratio))
-    weight = coefficients.min_pro(scored)[0].squeeze(-1)
+    weight = experimental_coefficients.min_pro(scored)[0].squeeze(-1)
     expected = torch.tensor([[1.35, 1.35**2, 1.35**2], [0.5, 1.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(weight, expected)
 
@@ -59,11 +59,11 @@ def test_the_prefix_of_min_pro_may_exceed_one():
 @pytest.mark.checks("coefficient/bapo")
 def test_bapo_leaves_bounds_alone_where_clipped_values_are_already_in_balance():
     # min(r, 1.2) A sums to 2.4 over the good, max(r, 0.6) |A| to 1.6 over the bad.
-    _, stats = trust_region.bapo(scored_at([1.5, 2.0, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0]))
+    _, stats = coefficients.bapo(scored_at([1.5, 2.0, 0.5, 1.0], [1.0, 1.0, -1.0, -1.0]))
     assert (float(stats["bapo_low"]), float(stats["bapo_high"])) == pytest.approx((0.6, 1.2))
     assert float(stats["positive_share"]) == pytest.approx(0.6)
     # 2.4 against 2.62 at first; the lower bound raises that to 2.92, so the upper one must reach 1.5.
-    _, stats = trust_region.bapo(scored_at([1.9, 2.0, 0.5, 1.0, 1.02], [1.0, 1.0, -1.0, -1.0, -1.0]))
+    _, stats = coefficients.bapo(scored_at([1.9, 2.0, 0.5, 1.0, 1.02], [1.0, 1.0, -1.0, -1.0, -1.0]))
     assert (float(stats["bapo_low"]), float(stats["bapo_high"])) == pytest.approx((0.9, 1.5))
     assert float(stats["positive_share"]) == pytest.approx(3.0 / 5.92)
 
@@ -81,16 +81,16 @@ def test_grpo_guard_is_the_gradient_of_its_clipped_surrogate():
     logp = (rollouts.logp_behaviour + 0.5 * noise).requires_grad_()
     scored = make_scored(rollouts, logp, advantage, (0.05, 0.05), extras={"mean": mean, "std": std})
 
-    shift, spread = trust_region.mean_shift(scored)
+    shift, spread = coefficients.mean_shift(scored)
     regulated = ((logp - rollouts.logp_behaviour + shift) * spread).exp()
     surrogate = torch.minimum(regulated * advantage, regulated.clamp(0.95, 1.05) * advantage)
     (expected,) = torch.autograd.grad(-surrogate.sum(), logp)
-    c, _ = trust_region.grpo_guard(scored)
+    c, _ = coefficients.grpo_guard(scored)
     (found,) = torch.autograd.grad(policy_loss(logp, c, torch.ones_like(logp)), logp)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
     assert 0.1 < float((found == 0).double().mean()) < 0.9, "some are clipped, some are not"
 
-    balanced, _ = trust_region.grpo_guard(scored, balance=True)
+    balanced, _ = coefficients.grpo_guard(scored, balance=True)
     variance = spread.square()
     torch.testing.assert_close(balanced, c * variance.mean() / variance)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.nn import functional
 
-from robopolicy.rl.coefficients import ppo, trust_region
-from robopolicy.rl.experimental import coefficients
+from robopolicy.rl import coefficients
 from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.objective import log_ratios, policy_loss
 from robopolicy.rl.presets import RatioLevel
@@ -36,7 +35,7 @@ def test_pacs_balances_the_outcomes_of_every_start(seed: int):
         centred, rollouts.row_success.double(), weight=balance, reduction="sum"
     )
     (expected,) = torch.autograd.grad(loss, logp)
-    c, _ = coefficients.pacs(scored, beta=0.7)
+    c, _ = experimental_coefficients.pacs(scored, beta=0.7)
     (found,) = torch.autograd.grad(policy_loss(logp, c, scored.mask.double()), logp)
     torch.testing.assert_close(found, expected, atol=1e-8, rtol=1e-6)
 
@@ -44,7 +43,9 @@ def test_pacs_balances_the_outcomes_of_every_start(seed: int):
 @pytest.mark.checks("coefficient/none")
 def test_none_moves_nothing():
     rollouts = make_rollouts([2, 1], [0, 0])
-    c, stats = coefficients.nothing(make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask)))
+    c, stats = experimental_coefficients.nothing(
+        make_scored(rollouts, rollouts.logp_behaviour, torch.ones_like(rollouts.mask))
+    )
     assert c.shape == rollouts.mask.shape and not c.any() and not stats
 
 
@@ -81,7 +82,7 @@ def test_on_policy_distillation_is_the_gradient_of_the_reverse_kl():
     rollouts = make_rollouts([1] * 6, [0] * 6, steps=1).with_extras(teacher_logp=told[:, None, None])
     rollouts = replace(rollouts, logp_behaviour=said.detach()[:, None, None])
     scored = make_scored(rollouts, said[:, None, None], torch.zeros(6, 1, 1, dtype=torch.float64))
-    c, stats = coefficients.on_policy_distillation(scored, cap=50.0)
+    c, stats = experimental_coefficients.on_policy_distillation(scored, cap=50.0)
     loss = policy_loss(said[:, None, None], c, said.detach().exp()[:, None, None])
     (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad((said.exp() * (said - told)).sum(), logits)
@@ -95,8 +96,10 @@ def test_on_policy_distillation_is_capped_and_may_learn_from_the_outcome_too():
     gap = torch.tensor([9.0, -7.0, 0.5], dtype=torch.float64)[:, None, None]
     rollouts = rollouts.with_extras(teacher_logp=rollouts.logp_behaviour + gap)
     scored = make_scored(rollouts, rollouts.logp_behaviour, torch.tensor([1.0, 2.0, -4.0]).double()[:, None, None])
-    assert coefficients.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx([5.0, -5.0, 0.5])
-    both = coefficients.on_policy_distillation(scored, reward=0.5)[0].flatten()
+    assert experimental_coefficients.on_policy_distillation(scored)[0].flatten().tolist() == pytest.approx(
+        [5.0, -5.0, 0.5]
+    )
+    both = experimental_coefficients.on_policy_distillation(scored, reward=0.5)[0].flatten()
     assert both.tolist() == pytest.approx([5.5, -4.0, -1.5])
 
 
@@ -113,7 +116,7 @@ def test_the_shift_is_the_kl_of_the_executed_elements():
     extras: dict[str, Tensor] = {"mean": mean, "std": std}
     advantage = torch.full((2, 2, 3), 2.0, dtype=torch.float64)
     scored = make_scored(rollouts, rollouts.logp_behaviour + 0.1, advantage, extras=extras)
-    found, spread = trust_region.mean_shift(scored)
+    found, spread = coefficients.mean_shift(scored)
     torch.testing.assert_close(spread, std[..., 0, 0])
     element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :]
     expected = element.mean((-2, -1))
@@ -135,7 +138,7 @@ def test_the_shift_of_summed_log_probabilities_is_summed_over_executed_elements(
     scored = make_scored(
         rollouts, rollouts.logp_behaviour + 0.1, advantage, (9.0, 9.0), extras={"mean": mean, "std": std}
     )
-    c, _ = trust_region.grpo_guard(scored, summed=True)
+    c, _ = coefficients.grpo_guard(scored, summed=True)
     element = kl_divergence(Normal(old, std), Normal(mean, std))[..., :2, :] * valid[:, :, None, :, None]
     regulated = (0.3 * (0.1 + element.sum((-2, -1)))).exp()
     played = rollouts.alive
@@ -166,6 +169,6 @@ def test_ratios_of_actions_are_the_geometric_means_of_their_tokens():
     torch.testing.assert_close(ratios.log_ratio[:2].exp(), geometric[:2].detach().repeat_interleave(2, 1))
     surrogate = torch.min(geometric * unit, geometric.clamp(0.8, 1.2) * unit)
     (expected,) = torch.autograd.grad(-(2 * surrogate * mask[:, ::2]).sum(), logp)  # a unit's two tokens both carry it
-    c = ppo.ppo(ratios.log_ratio, unit.repeat_interleave(2, 1), 0.2, 0.2, ratios.clamped)
+    c = coefficients.ppo(ratios.log_ratio, unit.repeat_interleave(2, 1), 0.2, 0.2, ratios.clamped)
     (found,) = torch.autograd.grad(policy_loss(logp, c, mask.double()), logp)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)

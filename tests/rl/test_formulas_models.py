@@ -13,7 +13,7 @@ from robopolicy.core.rollouts import tensor_of
 from robopolicy.core.spec import STATE
 from robopolicy.rl.context import Context
 from robopolicy.rl.experimental.side_models import Oprl, Progress
-from robopolicy.rl.side_models.implicit_reward import Prime
+from robopolicy.rl.side_models import Prime
 
 
 def context() -> Context:

@@ -5,8 +5,8 @@ import torch
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
+from robopolicy.rl.offline.agent import Critics
 from robopolicy.rl.offline.fqe import FqeConfig, fit_q, td_targets
-from robopolicy.rl.offline.networks import Critics
 
 QUICK = FqeConfig(steps=400, batch_size=128, width=32, depth=1, rate=5e-3, discount=0.5, renew=20, samples=4)
 

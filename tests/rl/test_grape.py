@@ -13,7 +13,7 @@ from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.spec import STATE, TASK
 from robopolicy.core.stages import Constraint, Stage
 from robopolicy.rl.advantages.group import best_and_worst
-from robopolicy.rl.coefficients.preference import sides, tpo
+from robopolicy.rl.coefficients import sides, tpo
 from robopolicy.rl.context import Context
 from robopolicy.rl.objective import policy_loss
 from robopolicy.rl.preferences import Preferences, read_pairs, write_pairs

@@ -10,8 +10,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
 from robopolicy.core.world import Step
-from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.requests import Branching, groups_of, moved, shared_in_groups, shared_out, surprise
+from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of, moved, shared_in_groups, shared_out, surprise
 from robopolicy.training.configuration import FinetuneConfig
 from sims.registry import make_world
 

@@ -11,13 +11,11 @@ from torch import nn
 from robopolicy.core.policy import Decision, Scores
 from robopolicy.core.spec import STATE, Field
 from robopolicy.rl.advantages.gae import finished_returns
-from robopolicy.rl.advantages.learned import process_rloo
+from robopolicy.rl.advantages.step import process_rloo
 from robopolicy.rl.context import Context, Tools
-from robopolicy.rl.experimental.q_ensemble import QEnsemble
 from robopolicy.rl.experimental.rewards import progress_under_prover
-from robopolicy.rl.experimental.side_models import Oprl, Progress
-from robopolicy.rl.side_models.base import succeeds_later
-from robopolicy.rl.side_models.implicit_reward import Prime
+from robopolicy.rl.experimental.side_models import Oprl, Progress, QEnsemble
+from robopolicy.rl.side_models import Prime, succeeds_later
 
 
 class LinearPolicy(nn.Module):

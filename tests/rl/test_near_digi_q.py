@@ -14,7 +14,7 @@ from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import AuxiliaryInputs, Context, Tools
 from robopolicy.rl.experimental.auxiliaries import best_of_n
-from robopolicy.rl.experimental.q_ensemble import QEnsemble, td_target
+from robopolicy.rl.experimental.side_models import QEnsemble, td_target
 from robopolicy.training.state import load_trainer, save_trainer
 
 

@@ -15,8 +15,7 @@ from robopolicy.rl.advantages.tree import branch_grpo, fused_values, kept_leaves
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.configuration import AlgorithmConfig
 from robopolicy.rl.context import Context
-from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.requests import Branching, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, groups_of
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at
 from robopolicy.training.finetune import finetune

@@ -11,9 +11,8 @@ from made_rollouts import make_rollouts, make_scored
 from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.rl.coefficients import off_policy, trust_region
+from robopolicy.rl import coefficients
 from robopolicy.rl.context import Scored
-from robopolicy.rl.experimental import coefficients
 from robopolicy.rl.experimental import coefficients as experimental_coefficients
 from robopolicy.rl.objective import policy_loss
 
@@ -88,13 +87,17 @@ def positive_part(logp, old, advantage, scored):
 
 
 CASES: dict[str, tuple[Callable, dict, Loss]] = {
-    "decoupled": (off_policy.decoupled_ppo, {}, decoupled),
+    "decoupled": (coefficients.decoupled_ppo, {}, decoupled),
     "cispo": (experimental_coefficients.cispo, {}, cispo),
     "rec one side": (experimental_coefficients.rec, {}, one_side),
     "rec two sides": (experimental_coefficients.rec, {"region": "two_side", "importance": False}, two_side_plain),
     "mdpo": (experimental_coefficients.mdpo, {"start": 0.55, "end": 0.55}, mirror),
-    "awr": (coefficients.advantage_weighted, {"temperature": 0.5}, awr),
-    "clipped advantage": (coefficients.clipped_advantage, {"form": "positive", "limit": 3.0}, positive_part),
+    "awr": (experimental_coefficients.advantage_weighted, {"temperature": 0.5}, awr),
+    "clipped advantage": (
+        experimental_coefficients.clipped_advantage,
+        {"form": "positive", "limit": 3.0},
+        positive_part,
+    ),
     "opmd": (experimental_coefficients.opmd, {"tau": 0.7}, opmd),
     "asym_re": (experimental_coefficients.asym_re, {}, asym),
     "dcpo": (experimental_coefficients.dcpo, {}, dcpo),
@@ -142,13 +145,13 @@ def test_bapo_widens_until_good_decisions_are_half():
     ratio = torch.tensor([1.0, 1.5, 3.0, 0.65, 0.7, 0.75, 1.0, 1.1], dtype=torch.float64)[:, None, None]
     advantage = torch.tensor([1.0, 1.0, 1.0, -1, -1, -1, -1, -1], dtype=torch.float64)[:, None, None]
     scored = make_scored(rollouts, rollouts.logp_behaviour + ratio.log(), advantage)
-    c, stats = trust_region.bapo(scored)
+    c, stats = coefficients.bapo(scored)
     assert float(stats["positive_share"]) >= 0.5
     assert float(stats["bapo_low"]) == pytest.approx(0.9)
     assert float(stats["bapo_high"]) == pytest.approx(2.3)  # 1 + 1.5 + 2.3 of the good against 3 * 0.9 + 2.1
     assert float(c[1, 0, 0]) == pytest.approx(1.5)  # beyond PPO's 1.2, inside the widened bound
     assert float(c[3, 0, 0]) == 0.0
-    balanced, stats = trust_region.bapo(replace(scored, advantage=torch.where(advantage > 0, -0.5, 1.0).double()))
+    balanced, stats = coefficients.bapo(replace(scored, advantage=torch.where(advantage > 0, -0.5, 1.0).double()))
     assert float(stats["bapo_low"]) == pytest.approx(0.6)
     assert float(stats["bapo_high"]) == pytest.approx(1.2)
     assert float(balanced[3, 0, 0]) == pytest.approx(0.65)
@@ -164,7 +167,7 @@ def test_the_guarded_ratio_stays_at_one_where_the_plain_one_drifts():
     density = torch.distributions.Normal
     log_ratio = (density(new, std).log_prob(value) - density(old, std).log_prob(value)).mean((3, 4))
     shift = ((new - old).square() / (2 * std**2)).mean((3, 4))
-    guarded = trust_region.guarded_log_ratio(log_ratio, shift, std.flatten().expand_as(shift))
+    guarded = coefficients.guarded_log_ratio(log_ratio, shift, std.flatten().expand_as(shift))
     assert bool((log_ratio.exp().mean(0) < 0.85).all())
     torch.testing.assert_close(guarded.mean(0), torch.zeros(1, 3, dtype=torch.float64), atol=2e-3, rtol=0)
     torch.testing.assert_close(guarded.exp().mean(0), torch.ones(1, 3, dtype=torch.float64), atol=5e-3, rtol=0)

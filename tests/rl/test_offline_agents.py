@@ -8,10 +8,10 @@ import torch
 from robopolicy.benchmarks.edge_of_reach import measure, point_problem
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.transitions import Transitions
+from robopolicy.rl.offline.agent import Actor, Critics
 from robopolicy.rl.offline.configuration import IqlConfig, SacConfig, Td3BcConfig
 from robopolicy.rl.offline.decisions import edge_of_reach, value_bound
 from robopolicy.rl.offline.iql import Iql, expectile_loss
-from robopolicy.rl.offline.networks import Actor, Critics
 from robopolicy.rl.offline.sac import Sac, gradient_agreement
 from robopolicy.rl.offline.td3 import Td3Bc
 from robopolicy.training.imagined_values import ImaginedValuesConfig

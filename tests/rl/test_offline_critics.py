@@ -18,12 +18,9 @@ from robopolicy.rl.offline.configuration import (
     SacConfig,
     Td3BcConfig,
 )
-from robopolicy.rl.offline.cql import Cql
 from robopolicy.rl.offline.iql import Iql
-from robopolicy.rl.offline.prdc import Prdc
-from robopolicy.rl.offline.rebrac import ReBrac
-from robopolicy.rl.offline.sac import Sac
-from robopolicy.rl.offline.td3 import Td3Bc
+from robopolicy.rl.offline.sac import Cql, Sac
+from robopolicy.rl.offline.td3 import Prdc, ReBrac, Td3Bc
 
 SMALL = {"width": 16, "depth": 1}
 DISCOUNT = 0.99

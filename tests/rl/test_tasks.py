@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_rollouts import make_rollouts
 
+from robopolicy.rl import starts
 from robopolicy.rl.advantages import group
 from robopolicy.rl.context import Context
 from robopolicy.rl.controllers import LinearDecay, Vcpo
@@ -18,8 +19,7 @@ from robopolicy.rl.experimental import starts as experimental_starts
 from robopolicy.rl.experimental.controllers import KlTarget
 from robopolicy.rl.experimental.starts import ReplaySampler, SecSampler
 from robopolicy.rl.registry import Slot, mechanisms
-from robopolicy.rl.starts import allocation
-from robopolicy.rl.starts.samplers import MoppsSampler, UniformSampler
+from robopolicy.rl.starts import MoppsSampler, UniformSampler
 
 CONTEXT = Context(torch.Generator().manual_seed(0))
 SAMPLERS = [entry.name for entry in mechanisms(Slot.SAMPLER)]
@@ -105,24 +105,24 @@ def test_beliefs_fade_with_time():
 def test_the_knapsack_is_optimal(rates, low, room, share):
     rate, high = np.array(rates), low + room
     budget = round(len(rate) * (low + share * room))
-    found = allocation.knapsack(rate, budget, low, high)
+    found = starts.knapsack(rate, budget, low, high)
     assert found.sum() == budget
     assert found.min() >= low
     assert found.max() <= high
-    value = allocation.signal_value(found, rate).sum()
+    value = starts.signal_value(found, rate).sum()
     for sizes in itertools.product(range(low, high + 1), repeat=len(rate)):
         if sum(sizes) == budget:
-            assert value >= allocation.signal_value(np.array(sizes), rate).sum() - 1e-12
+            assert value >= starts.signal_value(np.array(sizes), rate).sum() - 1e-12
 
 
 @pytest.mark.checks("allocator/knapsack", "allocator/uniform")
 def test_allocators():
-    uncertain = allocation.Knapsack(least=2, most=20).plan(np.array([0.01, 0.5, 0.99, 0.3]), 8)
+    uncertain = starts.Knapsack(least=2, most=20).plan(np.array([0.01, 0.5, 0.99, 0.3]), 8)
     assert sum(uncertain) == 32
     assert uncertain[3] > uncertain[2]
-    assert allocation.Uniform().plan(np.zeros(3), 8) == [8, 8, 8]
+    assert starts.Uniform().plan(np.zeros(3), 8) == [8, 8, 8]
     with pytest.raises(ValueError, match="cannot be shared"):
-        allocation.knapsack(np.array([0.5]), 9, 1, 8)
+        starts.knapsack(np.array([0.5]), 9, 1, 8)
 
 
 @pytest.mark.checks("allocator/dars")
@@ -130,7 +130,7 @@ def test_hard_starts_get_more_episodes():
     rate, sizes = np.array([0.25, 0.5, 0.9, 0.0]), np.full(4, 8)
     assert experimental_starts.Dars(most=32).extend(rate, sizes) == [3, 0, 0, 24]  # (4 - 8 * .375) / .375 = 2.67
     assert experimental_starts.Dars(weighted=True, most=32).extend(rate, sizes)[0] == 8  # (6 - 3) / .375
-    assert allocation.Uniform().extend(rate, sizes) == [0] * 4
+    assert starts.Uniform().extend(rate, sizes) == [0] * 4
 
 
 @pytest.mark.checks("selection/mixed_outcomes")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from robopolicy.rl.experimental.starts import VadeSampler
-from robopolicy.rl.starts.samplers import MoppsSampler
+from robopolicy.rl.starts import MoppsSampler
 
 
 def observe(sampler, index: list[int], won: list[float], episodes: float = 8.0):

@@ -16,9 +16,8 @@ from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import Critic, state_critic
-from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.episodes import EpisodePlayer, groups_of
 from robopolicy.rl.preferences import Preferences, read_pairs
-from robopolicy.rl.requests import groups_of
 from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig

@@ -12,8 +12,8 @@ from robopolicy.core.policy import Scores
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.nn.precision import tolerance_in
+from robopolicy.rl import coefficients
 from robopolicy.rl.algorithm import Algorithm, build_algorithm
-from robopolicy.rl.coefficients import ppo as coefficients
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.presets import RatioLevel
 from robopolicy.training import update

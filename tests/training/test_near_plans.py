@@ -21,9 +21,8 @@ from robopolicy.policies import TokenConfig, TokenPolicy, TokenPolicyConfig
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.algorithm import build_algorithm
 from robopolicy.rl.context import Context
-from robopolicy.rl.episodes import EpisodePlayer
+from robopolicy.rl.episodes import EpisodePlayer, groups_of
 from robopolicy.rl.experimental.replay import ReMix
-from robopolicy.rl.requests import groups_of
 from robopolicy.training.acting import TeacherTurns
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig

@@ -20,10 +20,9 @@ from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.configuration import CalQlConfig, ReBracConfig, RlpdConfig, SacConfig
-from robopolicy.rl.offline.cql import Cql
 from robopolicy.rl.offline.interface import Interface
-from robopolicy.rl.offline.rebrac import ReBrac
-from robopolicy.rl.offline.sac import Sac
+from robopolicy.rl.offline.sac import Cql, Sac
+from robopolicy.rl.offline.td3 import ReBrac
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy, steered
 from robopolicy.training.online import loop

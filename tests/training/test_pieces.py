@@ -19,7 +19,7 @@ from robopolicy.nn.pieces import in_pieces, loss_of, recomputed, scores_of, valu
 from robopolicy.nn.precision import backward_in, is_lowered, learning_in
 from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.critic import state_critic
-from robopolicy.rl.experimental.q_ensemble import QEnsemble
+from robopolicy.rl.experimental.side_models import QEnsemble
 from robopolicy.rl.presets import PRESETS, RatioLevel
 from robopolicy.training.configuration import FinetuneConfig, FitConfig, PretrainConfig
 from robopolicy.training.finetune import finetune

@@ -1,15 +1,14 @@
 """Coefficients for other policies' data, of trust regions, of preferences between episodes, and of regression.
 
 Every one is c with d(loss)/d(logp) = -w c; where a paper states a surrogate, its gradient was taken by hand and is
-compared with autograd in the tests. What preferences need of minibatches: `robopolicy.rl.coefficients.preference`.
+compared with autograd in the tests. What preferences need of minibatches: `robopolicy.rl.coefficients`.
 """
 
 import torch
 from torch import Tensor
 
 from robopolicy.core.segments import Segments, quantile
-from robopolicy.rl.coefficients.ppo import ppo
-from robopolicy.rl.coefficients.preference import pair_mean
+from robopolicy.rl.coefficients import pair_mean, ppo
 from robopolicy.rl.context import Coefficients, Scored
 from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
@@ -309,7 +308,7 @@ def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 
     reward: adds so much of PPO's coefficient, for learning from the outcome too. The teacher must speak of the same
     steps: the same tokens, or the same denoising schedule.
     """
-    from robopolicy.rl.coefficients.ppo import ppo
+    from robopolicy.rl.coefficients import ppo
 
     teacher = scored.rollouts.extras["teacher_logp"].gather(-1, scored.chosen)
     # The gradient of KL(pi || teacher) is E_pi[(log pi - log teacher) grad log pi]; this is minus that.

@@ -14,8 +14,7 @@ import numpy as np
 from robopolicy.core.arrays import Array
 from robopolicy.rl.context import Context
 from robopolicy.rl.registry import Need, Slot, mechanism
-from robopolicy.rl.starts.allocation import Uniform, information_gain
-from robopolicy.rl.starts.samplers import Beliefs
+from robopolicy.rl.starts import Beliefs, Uniform, information_gain
 
 
 @mechanism(Slot.SAMPLER, "vade", source="VADE, arXiv:2511.18902")

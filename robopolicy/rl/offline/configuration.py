@@ -113,7 +113,7 @@ class ReBracConfig(Td3Config):
     Raises ConfigError unless both betas are at least 0.
     """
 
-    builds: ClassVar[str] = "robopolicy.rl.offline.rebrac:ReBrac"
+    builds: ClassVar[str] = "robopolicy.rl.offline.td3:ReBrac"
     beta_actor: NonNegative = 0.1
     """Weight of the actor's squared distance to the recorded action, summed over elements, against Q of size 1."""
     beta_critic: NonNegative = 0.01
@@ -142,7 +142,7 @@ class NeighbourIndex(Enum):
 class PrdcConfig(Td3Config):
     """PRDC, Ran et al. 2023, arXiv:2306.06569. Raises ConfigError unless alpha, beta and slack are at least 0."""
 
-    builds: ClassVar[str] = "robopolicy.rl.offline.prdc:Prdc"
+    builds: ClassVar[str] = "robopolicy.rl.offline.td3:Prdc"
     alpha: NonNegative = 2.5
     """Weight of Q, scaled to a mean size of 1, against the distance to the neighbour's action."""
     beta: NonNegative = 2.0
@@ -229,7 +229,7 @@ class CqlConfig(SacConfig):
     Raises ConfigError unless alpha >= 0 and samples >= 1.
     """
 
-    builds: ClassVar[str] = "robopolicy.rl.offline.cql:Cql"
+    builds: ClassVar[str] = "robopolicy.rl.offline.sac:Cql"
     critics: Count = 2
     """Of which the smallest counts, for targets and for the actor."""
     diversity: NonNegative = 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.progress import progress
 from robopolicy.core.transitions import Transitions
-from robopolicy.rl.offline.networks import Critics
+from robopolicy.rl.offline.agent import Critics
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import follow
-from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.agent import Actor, Critics, OfflineAgent, Values
 from robopolicy.rl.offline.configuration import IqlConfig
-from robopolicy.rl.offline.networks import Actor, Critics, Values
 
 
 class Iql(OfflineAgent):

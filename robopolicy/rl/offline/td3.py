@@ -1,21 +1,23 @@
-"""What agents with a deterministic actor share: two critics, smoothed targets, an actor that is moved less often.
+"""TD3 and the agents of its family: two critics, smoothed targets, a deterministic actor that is moved less often.
 
-Source: TD3, Fujimoto et al. 2018, arXiv:1802.09477. What keeps an actor with the data is each agent's
-own; of TD3+BC (Fujimoto & Gu 2021, arXiv:2106.06860) it is the distance to the recorded action.
+Source: TD3, Fujimoto et al. 2018, arXiv:1802.09477. What keeps an actor with the data is each agent's own: of TD3+BC
+(Fujimoto & Gu 2021, arXiv:2106.06860) it is the distance to the recorded action; ReBRAC has that penalty in the
+critics' targets too; PRDC holds the actor to the nearest recorded action.
 """
 
 import copy
 from abc import abstractmethod
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from robopolicy.core.arrays import Array
+from robopolicy.core.errors import DataError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.members import Members, follow
-from robopolicy.rl.offline.agent import OfflineAgent
-from robopolicy.rl.offline.configuration import Td3BcConfig, Td3Config
-from robopolicy.rl.offline.networks import Critics, Standardiser
+from robopolicy.rl.offline.agent import Critics, OfflineAgent, Standardiser
+from robopolicy.rl.offline.configuration import NeighbourIndex, PrdcConfig, ReBracConfig, Td3BcConfig, Td3Config
 
 
 class DeterministicActor(torch.nn.Module):
@@ -141,3 +143,119 @@ class Td3Bc(Td3):
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return -alpha Q1 / mean|Q1| + (pi - a)^2, [], for what the actor would do, [B, A]; means over all."""
         return climb_and_stay(self.critics(batch.state, action)[0], action, batch.action, self.config.alpha)
+
+
+class ReBrac(Td3):
+    """TD3+BC with the penalty for leaving the data in the critics' targets too; actions are in [-1, 1].
+
+    Source: Tarasov et al. 2023, arXiv:2305.09836. Deviation: states are standardised, as for every agent here.
+
+    The critics' penalty needs what was recorded next. Where a recording goes on unseen (its last step before a time
+    limit, `next_known` False) that is not known, and the target has no penalty there; where the task ended nothing
+    follows, penalty or value.
+    """
+
+    config: ReBracConfig
+
+    def __init__(self, config: ReBracConfig, state: int, action: int, seed: int):
+        super().__init__(config, state, action, seed)
+        self.start_small(seed)
+
+    def begin(self, data: Transitions) -> None:
+        """See `OfflineAgent`; raises DataError where no transition knows what was done next, [N, A]."""
+        super().begin(data)
+        goes_on = ~data.terminated
+        if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & followed(data)[1]).any()):
+            raise DataError("ReBRAC: no next action is known in this data; beta_critic=0 learns without.")
+
+    def following(self, batch: Transitions, action: Tensor) -> Tensor:
+        """Return min Q'(s', a') - beta_critic |a' - a'_data|^2, [B], for a' [B, A]; raises DataError without data."""
+        value = super().following(batch, action)
+        if not self.config.beta_critic:
+            return value
+        recorded, known = followed(batch)
+        distance = (action - recorded).square().sum(-1)
+        return value - self.config.beta_critic * torch.where(known, distance, 0.0)
+
+    def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
+        """Return the mean of beta_actor |pi - a|^2 - min Q / mean|min Q|, [], for what the actor would do, [B, A]."""
+        value = self.critics(batch.state, action).min(0).values
+        # Q is brought to a mean size of 1: beta_actor means the same whatever the rewards. Detached, as it is a unit.
+        scale = 1 / value.abs().mean().detach().clamp_min(1e-6)
+        return (self.config.beta_actor * (action - batch.action).square().sum(-1) - scale * value).mean()
+
+
+def followed(batch: Transitions) -> tuple[Tensor, Tensor]:
+    """Return what was done next [N, A], and where that is known [N] bool; raises DataError where it is not recorded."""
+    if batch.next_action is None:
+        raise DataError("ReBRAC learns from next_action, and these transitions lack it; beta_critic=0 learns without.")
+    return batch.next_action, torch.ones_like(batch.terminated) if batch.next_known is None else batch.next_known
+
+
+class Index(Protocol):
+    """Finds neighbours."""
+
+    def query(self, x: Array, *, eps: float) -> tuple[Array, Array]:
+        """Return distances [N] and rows [N] of neighbours of x [N, K], at most 1 + eps times as far as the nearest."""
+        ...
+
+
+def index_of(keys: Array) -> Index:
+    """Return a k-d tree of keys [N, K]."""
+    from scipy.spatial import cKDTree  # pyright: ignore
+
+    return cast(Index, cKDTree(keys))
+
+
+class Prdc(Td3):
+    """TD3 whose actor is held to the nearest recorded action, of this state or of one like it; actions are in [-1, 1].
+
+    Source: Ran et al. 2023, arXiv:2306.06569. Where data has the better action in a neighbouring state only, TD3+BC is
+    held to the worse one; here the neighbour of (beta s, pi(s)) among the recorded (beta s, a) is what pulls.
+    Deviation: output layers begin small, as ReBRAC's do, so that the first neighbours are not those of the corners of
+    the box. The data is no part of what is saved: `begin` anew after `restore`.
+    """
+
+    config: PrdcConfig
+
+    def __init__(self, config: PrdcConfig, state: int, action: int, seed: int):
+        super().__init__(config, state, action, seed)
+        self.start_small(seed)
+        self.index: Index | None = None
+        self.recorded: Tensor | None = None
+
+    def begin(self, data: Transitions) -> None:
+        """Take the statistics of the data's states [N, S], and build the tree of (beta s, a), [N, S + A]."""
+        super().begin(data)
+        self.index, self.recorded = index_of(self._keys(data.state, data.action)), data.action
+
+    def fit_statistics(self, state: Tensor) -> None:
+        """Standardise states as these [N, S] are; a tree of states that were standardised otherwise is forgotten."""
+        super().fit_statistics(state)
+        self.index = self.recorded = None
+
+    def restore(self, tree: dict[str, Any]) -> None:
+        """Go on from `tree`; `begin` comes after."""
+        super().restore(tree)
+        self.index = self.recorded = None
+
+    def nearest(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return the recorded action [B, A] of the nearest neighbour of (beta s, a), states [B, S], actions [B, A].
+
+        Raises DataError before `begin`.
+        """
+        if self.index is None or self.recorded is None:
+            raise DataError("PRDC looks for neighbours in its data: call begin(data) first, after restore too.")
+        slack = self.config.slack if self.config.index is NeighbourIndex.APPROXIMATE else 0.0
+        _, found = self.index.query(self._keys(state, action), eps=slack)
+        return self.recorded[torch.as_tensor(found, device=self.recorded.device)]
+
+    def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
+        """Return -alpha Q1 / mean|Q1| + (pi - a_near)^2, [], for what the actor would do, [B, A]; means over all."""
+        near = self.nearest(batch.state, action)
+        return climb_and_stay(self.critics(batch.state, action)[0], action, near, self.config.alpha)
+
+    @torch.no_grad()
+    def _keys(self, state: Tensor, action: Tensor) -> Array:
+        keys = torch.cat([self.config.beta * self.actor.state(state), action], -1)
+        return cast(Array, keys.cpu().numpy())  # pyright: ignore[reportUnknownMemberType]

@@ -17,8 +17,7 @@ from robopolicy.core.rollouts import Rollouts, concatenate
 from robopolicy.core.world import Snapshot, World
 from robopolicy.rl.algorithm import Algorithm
 from robopolicy.rl.context import Context
-from robopolicy.rl.episodes import EpisodePlayer
-from robopolicy.rl.requests import Branching, Request, groups_of
+from robopolicy.rl.episodes import Branching, EpisodePlayer, Request, groups_of
 from robopolicy.training.collection.protocol import while_collecting
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.demonstrations import Demonstrations

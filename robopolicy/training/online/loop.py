@@ -30,7 +30,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Rows, World
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.rl.offline.agent import OfflineAgent
-from robopolicy.rl.offline.cql import Cql
+from robopolicy.rl.offline.sac import Cql
 from robopolicy.training.critics.policies import Acts, SteeredPolicy
 from robopolicy.training.online.configuration import OnlineConfig
 from robopolicy.training.state import load_trainer, save_trainer

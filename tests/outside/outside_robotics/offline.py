@@ -5,9 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from robopolicy.rl.offline.agent import OfflineAgent
+from robopolicy.rl.offline.agent import Critics, OfflineAgent
 from robopolicy.rl.offline.configuration import AgentConfig
-from robopolicy.rl.offline.networks import Critics
 from robopolicy.training.offline.improvers import imitate
 
 

@@ -1,0 +1,265 @@
+"""Coefficients c such that the gradient of `-sum(w * sg(c) * logp)` is that of the surrogate they stand for.
+
+Clips, decoupled clips for data that another policy made, trust regions, and preferences between episodes. Where a paper
+states a surrogate, its gradient was taken by hand and is compared with autograd in the tests.
+
+Preferences compare episodes with the same start: minibatches hold whole episodes and, for there to be pairs, whole
+groups: minibatch_episodes at least a few times group_size. An episode's log-ratio is the sum over its scored steps,
+whatever ratio_level is, to the policy at the start of the iteration (of `tpo`: to the frozen reference).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.segments import Segments
+from robopolicy.rl.context import Coefficients, Scored
+from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
+
+
+def ppo(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    clip_low: Tensor | float,
+    clip_high: Tensor | float,
+    clamped: Tensor | None = None,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Return the coefficient of PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347), shaped as log_ratio.
+
+    The surrogate min(r A, clip(r, 1 - low, 1 + high) A) has gradient c * grad(logp) with
+
+        c = r A  where  (A >= 0 and r <= 1 + high) or (A < 0 and r >= 1 - low),  else 0.
+
+    dual_clip: with A < 0 also 0 where r exceeds it (Ye et al. 2020, arXiv:1912.09729). clamped: entries whose log-ratio
+    was clamped get 0, as the clamp's own gradient says. Clip widths broadcast, e.g. one per step [K].
+    """
+    # d/dtheta of r A is r A grad(logp), since grad r = r grad(logp): the surrogate's gradient is a coefficient on the
+    # score. Where the clip is the smaller of the two, the surrogate is constant and the coefficient 0.
+    ratio = log_ratio.exp()
+    inside = torch.where(advantage >= 0, ratio <= 1 + clip_high, ratio >= 1 - clip_low)
+    if dual_clip is not None:
+        inside = inside & ((advantage >= 0) | (ratio <= dual_clip))
+    if clamped is not None:
+        inside = inside & ~clamped
+    return torch.where(inside, ratio * advantage, 0.0)
+
+
+@mechanism(Slot.COEFFICIENT, "ppo", source="Schulman et al. 2017, arXiv:1707.06347; dual clip: arXiv:1912.09729")
+def clipped(
+    scored: Scored, *, dual_clip: float | None = None, low: float | None = None, high: float | None = None
+) -> Coefficients:
+    """PPO's clipped ratio; with the ratio level of an episode it is GSPO, of an action Rank-GRPO.
+
+    Widths: low and high, null for clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad
+    decisions.
+    """
+    widths = scored.clip_low if low is None else low, scored.clip_high if high is None else high
+    c = ppo(scored.log_ratio, scored.advantage, *widths, scored.clamped, dual_clip)
+    return c, {}
+
+
+def clip_schedule(steps: int, base: float, epsilon: float, rate: float) -> Tensor:
+    """Return DPPO's clip width per step, [K], from `base` at the noisiest to `epsilon` at the cleanest step.
+
+        eps_i = base + (epsilon - base) * (e^(rate t_i) - 1) / (e^rate - 1),   t_i = i / (K - 1)
+
+    Source: Ren et al. 2024, arXiv:2409.00588. K = 1 is the cleanest step (t = 1); rate 0 is the linear limit. A width
+    belongs to its log-probability reduction: .01 on a mean over 28 dimensions is about .28 on their sum.
+    """
+    t = torch.linspace(0.0, 1.0, steps, dtype=torch.float64) if steps > 1 else torch.ones(1, dtype=torch.float64)
+    shape = t if rate == 0 else torch.expm1(rate * t) / math.expm1(rate)
+    return (base + (epsilon - base) * shape).float()
+
+
+@mechanism(Slot.COEFFICIENT, "decoupled_ppo", source="AReaL, arXiv:2505.24298; Hilton et al. 2022, arXiv:2110.00641")
+def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
+    """PPO clipped around the proximal policy, times proximal / behaviour, capped at `limit` and without gradient.
+
+    The papers have no cap; AReaL's code drops steps above 5 or, as here, caps them.
+    """
+    c = ppo(scored.log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    # Two ratios with two tasks: this one corrects for who played, the clip around proximal bounds the step.
+    weight = scored.staleness.exp().clamp(max=limit)
+    return weight * c, {"staleness_weight": weight[scored.mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "clip_cov", source="Clip-Cov, arXiv:2505.22617; SPEAR, arXiv:2509.22601")
+def clip_cov(scored: Scored, *, share: float = 0.0002, limit: float = 5.0) -> Coefficients:
+    """Decoupled PPO without the steps that take most entropy: those whose probability goes along with their advantage.
+
+        cov = (log pi - mean) (A - mean),   over the minibatch's scored steps
+
+    sums to what a step of the policy gradient takes from the entropy. The `share` of steps with the largest, where it
+    is above 0, get no gradient; they are counted in the averages. The published share is so small that minibatches of
+    fewer than 1 / share steps lose none. Deviation: Clip-Cov draws them at random between bounds on cov that were tuned
+    to words. limit: as in decoupled_ppo.
+    """
+    c, stats = decoupled_ppo(scored, limit=limit)
+    mask = scored.mask
+    logp = scored.logp
+    advantage = scored.advantage
+    product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+    covariance = torch.where(mask, product, -torch.inf)
+    count = int(share * int(mask.sum()))
+    taken = torch.zeros_like(mask).flatten().scatter(0, covariance.flatten().topk(count).indices, True)
+    taken = taken.reshape(mask.shape) & (covariance > 0)
+    return torch.where(taken, 0.0, c), {**stats, "covariance": covariance[mask].mean()}
+
+
+@mechanism(Slot.COEFFICIENT, "bapo", source="BAPO, arXiv:2510.18927")
+def bapo(
+    scored: Scored,
+    *,
+    low: tuple[float, float] = (0.6, 0.9),
+    high: tuple[float, float] = (1.2, 3.0),
+    step: float = 0.05,
+    positive_share: float = 0.5,
+) -> Coefficients:
+    """PPO whose bounds widen until good decisions make up `positive_share` of the surrogate's size.
+
+    That is P / (P + N) with P = sum of min(r, top) A where A > 0, N = sum of max(r, bottom) |A| where A < 0: the values
+    of the clipped surrogate, clipped steps included. The lower bound rises first, then the upper one.
+    """
+    bottom, top = low[0], high[0]
+    share = _positive_share(scored, bottom, top)
+    while float(share) < positive_share and (bottom < low[1] - 1e-9 or top < high[1] - 1e-9):
+        if bottom < low[1] - 1e-9:
+            bottom = min(bottom + step, low[1])
+        else:
+            top = min(top + step, high[1])
+        share = _positive_share(scored, bottom, top)
+    c = ppo(scored.log_ratio, scored.advantage, 1 - bottom, top - 1, scored.clamped)
+    bounds = {"bapo_low": torch.tensor(bottom), "bapo_high": torch.tensor(top)}
+    return c, {**bounds, "positive_share": share.detach()}
+
+
+def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
+    good = (scored.ratio.clamp(max=top) * scored.advantage.clamp(min=0))[scored.mask].sum()
+    bad = (scored.ratio.clamp(min=bottom) * scored.advantage.clamp(max=0))[scored.mask].sum().abs()
+    return good / (good + bad).clamp(min=1e-12)
+
+
+def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
+    """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
+
+    It is KL(old || new) of a Gaussian step, per dimension. latents["mean"] holds the behaviour's means
+    [b, t, K', P, A]; raises ConfigError where the policy's likelihood keeps none.
+    """
+    if "mean" not in scored.rollouts.latents:
+        raise ConfigError(
+            "This needs the means of the behaviour's steps, which this policy's likelihood does not keep."
+        )
+    mean, std = scored.extra("mean"), scored.extra("std")
+    old = scored.rollouts.latents["mean"]
+    old = torch.gather(old, 2, scored.chosen[..., None, None].expand(mean.shape))
+    # What lies behind the executed steps of a chunk was drawn but has moved nothing.
+    executed = scored.rollouts.valid[:, :, None, :, None].to(mean.dtype)
+    chunk = executed.shape[3]
+    distance = ((mean - old).square() / (2 * std.square().clamp(min=1e-12)))[..., :chunk, :] * executed
+    count = (executed.sum((3, 4)) * mean.shape[-1]).clamp(min=1)
+    return distance.sum((3, 4)) / count, std.expand(mean.shape).flatten(3)[..., 0]
+
+
+def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
+    """Return GRPO-Guard's regulated log-ratio: the left shift of a Gaussian step's ratio taken out, all [b, t, K].
+
+        log r' = [log r + |mean - mean_old|^2 / (2 std^2)] * std
+
+    log_ratio and shift must be reduced alike over dimensions. Under samples of the old policy E[log r'] = 0, while
+    E[log r] = -shift; the factor std makes all steps alike in scale. Source: GRPO-Guard, arXiv:2510.22319 (public
+    documentation).
+    """
+    # With x ~ N(mean_old, std) the log-ratio has mean -shift and standard deviation |mean - mean_old| / std: adding the
+    # shift centres it, multiplying by std makes it depend on the distance alone, whatever the step's noise.
+    return (log_ratio + shift) * std
+
+
+@mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS, Need.STEP_RATIOS))
+def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
+    """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
+
+    c = std r' A, the gradient of the clipped surrogate of r' (see `guarded_log_ratio`; deviation: the shift's own
+    gradient, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
+    (policy.logp_reduction=sum). Clip widths are those of the scaled log-ratio, std times smaller. balance: times
+    mean(std^2) / std^2, the paper's 1 / dt: a step of length dt has a variance in proportion to dt. Our flows take even
+    steps, where it changes nothing; a chain of denoising steps that predicts the clean action moves its mean most at
+    the end already, and is thrown off by it, so it is off.
+    """
+    shift, std = mean_shift(scored)
+    if summed:
+        shift = shift * scored.rollouts.duration[..., None] * scored.rollouts.actions.shape[-1]
+    log_ratio = guarded_log_ratio(scored.log_ratio, shift, std)
+    # d log r' / d log pi = std, by the chain rule.
+    c = std * ppo(log_ratio, scored.advantage, scored.clip_low, scored.clip_high, scored.clamped)
+    if balance:
+        c = c * std[scored.mask].square().mean() / std.square().clamp(min=1e-12)
+    plain, guarded = scored.ratio[scored.mask].mean(), log_ratio.exp()[scored.mask].mean()
+    return torch.where(scored.mask, c, 0.0), {"ratio_mean": plain, "guarded_ratio_mean": guarded}
+
+
+def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
+    """Return 1 for episodes whose mean advantage is above that of their group, -1 for those below, [b]; else 0.
+
+    advantage, counted: [b, t, K], where counted is False an entry is left out, and an episode that has no other gets 0;
+    group: [b].
+    """
+    size = counted.sum((1, 2))
+    # In double precision: equal advantages must have equal means, or rounding would make pairs of ties.
+    mean = torch.where(counted, advantage, 0.0).double().sum((1, 2)) / size.clamp(min=1)
+    groups = Segments.of(group)
+    apart = mean - groups.mean(mean, size > 0)[groups.index]
+    return torch.where((apart.abs() > 1e-6) & (size > 0), apart.sign(), 0.0)
+
+
+def pair_mean(pairs: Tensor) -> Tensor:
+    """Return 1 / pairs [b, b], scaled by b, the number of episodes: the size does not depend on the minibatch."""
+    return len(pairs) / pairs.sum().clamp(min=1)
+
+
+@mechanism(
+    Slot.COEFFICIENT,
+    "tpo",
+    source="GRAPE (trajectory-wise preference optimization), arXiv:2411.19309",
+    needs=(Need.WHOLE_GROUPS, Need.BASE, Need.REFERENCE_SCORES),
+)
+def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coefficients:
+    """-log sigmoid(m), m = beta (sum of log pi / pi_ref over the chosen episode - the same over the rejected one).
+
+    Chosen are episodes whose mean advantage is above their group's, over those below; the loss is the mean over these
+    pairs. dm / dlog pi(step) is beta in the chosen and -beta in the rejected episode, and the derivative of
+    -log sigmoid(m) is -sigmoid(-m): so c = beta sigmoid(-m) on every step of the chosen episode, minus that on the
+    rejected one's, and steps whose advantage is 0 count on neither side (what branches share cancels). weight=constant
+    with length=1 makes this the loss exactly. pi_ref is the base policy, which replay=preferences replaces by the
+    policy as it is when a round begins. reduction: sum, as in the paper, or mean over an episode's counted steps. A sum
+    grows with T decisions times K steps: the longer a chain, the sooner a pair counts as told apart and fades, at a
+    change of some 1 / (beta T K) a step; so scale beta down with T K, or take the mean, where beta is to be about T K
+    times larger. Nothing is clipped and nothing overflows: log-ratios are summed in fp64 and only ever meet a sigmoid.
+    Where a policy's steps are means over their elements (logp_reduction=mean) beta counts an element's.
+    """
+    if reduction not in ("sum", "mean"):
+        raise unknown_option("tpo.reduction", reduction, ("sum", "mean"))
+    reference = scored.rollouts.extras["reference_logp"].gather(-1, scored.chosen)
+    counted = scored.mask & (scored.advantage != 0)
+    change = torch.where(counted, scored.logp - reference, 0.0).double().sum((1, 2))
+    share = 1 / counted.sum((1, 2)).clamp(min=1) if reduction == "mean" else torch.ones_like(change)
+    change = change * share
+    group = scored.rollouts.group
+    side = sides(scored.advantage, counted, group)
+    pairs = (group[:, None] == group[None]) & (side[:, None] > 0) & (side[None] < 0)
+    margin = beta * (change[:, None] - change[None])
+    pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * pair_mean(pairs)
+    # Row sums: what an episode wins as the chosen one; column sums: what it loses as the rejected one.
+    per_episode = ((pull.sum(1) - pull.sum(0)) * share).to(scored.logp.dtype)
+    stats = {"pairs": pairs.sum().float()}
+    if bool(pairs.any()):
+        stats |= {
+            "preferred_right": ((margin > 0) & pairs).sum() / pairs.sum(),
+            "margin": margin[pairs].mean(),
+            "chosen_log_ratio": change[side > 0].mean(),
+            "rejected_log_ratio": change[side < 0].mean(),
+        }
+    steps = torch.where(counted, per_episode[:, None, None], 0.0)
+    return steps, {name: value.float() for name, value in stats.items()}

@@ -1,1 +1,0 @@
-"""From advantages and ratios to what a log-probability is multiplied by: one module a family."""

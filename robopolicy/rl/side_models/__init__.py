@@ -1,1 +1,0 @@
-"""Models learned beside the policy that say more than an outcome does."""
