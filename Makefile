@@ -7,7 +7,7 @@ ARGS ?=
 
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test check slow lint clean
+.PHONY: demo test check slow docs lint clean
 
 demo: $(VENV)/.core  ## collect, train, fine-tune, judge, serve and drive; ends with a report
 	$(BIN)/robopolicy demo $(ARGS)
@@ -20,6 +20,10 @@ check: $(VENV)/.dev lint  ## every test but the learning runs: before a change i
 
 slow: $(VENV)/.dev  ## the learning runs that take minutes
 	$(BIN)/pytest -m slow $(ARGS)
+
+docs: $(VENV)/.docs  ## the documentation, into docs/_build/html
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -43,5 +47,9 @@ $(VENV)/.dev: $(VENV)/bin/uv pyproject.toml $(patsubst %,%/pyproject.toml,$(PLUG
 	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[dev,vla,metaworld,robotics,lpips]' $(patsubst %,--editable %,$(PLUGINS) $(OUTSIDE))
 	@touch $@ $(VENV)/.core
 
+$(VENV)/.docs: $(VENV)/.core
+	$(BIN)/uv pip install --quiet --python $(VENV) --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs docs/_build
