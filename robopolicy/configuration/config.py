@@ -15,6 +15,7 @@ from robopolicy.configuration.sections.learn import (
 from robopolicy.configuration.sections.recorded import (
     BakeoffSection,
     CollectSection,
+    ConvertSection,
     DoctorSection,
     GateSection,
     OfflineSection,
@@ -40,6 +41,7 @@ class Config:
     run: RunSection = field(default_factory=RunSection)
     world: WorldSection = field(default_factory=WorldSection)
     collect: CollectSection = field(default_factory=CollectSection)
+    convert: ConvertSection = field(default_factory=ConvertSection)
     policy: PolicySection = field(default_factory=PolicySection)
     train: TrainSection = field(default_factory=TrainSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)

@@ -437,13 +437,21 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
 def chosen_episodes(
     recorded: Episodes, where: object, section: str, episodes: int | Sequence[int] = 0, without: Sequence[int] = ()
 ) -> Episodes:
-    """Return the episodes of a dataset that settings choose.
+    """Return the episodes of a dataset that settings choose; see `chosen_numbers`, which raises ConfigError."""
+    count = len(recorded)
+    kept = chosen_numbers(count, where, section, episodes, without)
+    return recorded if len(kept) == count and kept == sorted(kept) else recorded.select(kept)
+
+
+def chosen_numbers(
+    count: int, where: object, section: str, episodes: int | Sequence[int] = 0, without: Sequence[int] = ()
+) -> list[int]:
+    """Return the numbers of those of `count` episodes that settings choose.
 
     episodes: their numbers, or how many from the first on, 0 for all; without: numbers of some to leave out; section:
     that the settings stand in, and where: the dataset, both for the text. Raises ConfigError where one is not there, or
     none is left.
     """
-    count = len(recorded)
     kept = [*range(min(episodes or count, count))] if isinstance(episodes, int) else [*dict.fromkeys(episodes)]
     for setting, numbers in (("episodes", kept), ("without", without)):
         beyond = [number for number in numbers if not 0 <= number < count]
@@ -454,7 +462,7 @@ def chosen_episodes(
     kept = [number for number in kept if number not in set(without)]
     if not kept:
         raise ConfigError(f"{section}.episodes and {section}.without leave no episode of {where} ({count}).")
-    return recorded if len(kept) == count and kept == sorted(kept) else recorded.select(kept)
+    return kept
 
 
 RENAME_DATA = (

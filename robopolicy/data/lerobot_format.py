@@ -13,7 +13,7 @@ last action: those frames, and what a `Field` says beyond a shape, lie in `meta/
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.origin import WorldOrigin
+from robopolicy.core.progress import Advance
 from robopolicy.core.spec import IMAGE_PREFIX, require_alike
 from robopolicy.core.storage import read_json, recover_folder, write_folder_atomic, write_json
 from robopolicy.core.tensors import save_tree
@@ -39,7 +40,7 @@ from robopolicy.data.lerobot_reading import (
 )
 from robopolicy.data.lerobot_tables import write_tables
 
-__all__ = ["read_dataset", "recorded_origin", "write_dataset"]
+__all__ = ["read_dataset", "recorded_origin", "write_dataset", "write_parts"]
 
 ORIGIN = f"{SIDECAR}/world.json"
 """File inside a dataset that says which world its episodes were recorded in."""
@@ -93,6 +94,60 @@ def write_dataset(
         )
     sources = (folder if before else None, origin, quality)
     write_folder_atomic(folder, lambda target: _fill(target, episodes, features, columns or {}, *sources))
+
+
+def write_parts(
+    parts: Iterable[Episodes], folder: Path, *, images: Literal["video", "png"], advance: Advance
+) -> tuple[int, int]:
+    """Write episodes that come part by part to `folder` as one LeRobotDataset v3, replacing what is there; return the
+    numbers of episodes and of steps.
+
+    No more than one part is in memory, and of parts that lack it no picture after the last action is stored. advance:
+    called for every episode and every video of one. Raises StorageError as `write_dataset`, and what `parts` raise; the
+    old folder is left then.
+    """
+    counts: list[int] = [0, 0]
+
+    def fill(target: Path) -> None:
+        sidecar: dict[str, Any] = {}
+        for part in parts:
+            write_tables(target, part, _features(part, images), existing=bool(sidecar), advance=advance)
+            sidecar = _extended(sidecar, part)
+            counts[0] += len(part)
+            counts[1] += part.step_count
+        _store_sidecar(target, sidecar)
+
+    write_folder_atomic(Path(folder), fill)
+    return counts[0], counts[1]
+
+
+def _extended(tree: Mapping[str, Any], part: Episodes) -> dict[str, Any]:
+    """Return the side table of the episodes so far and of another part."""
+    final = part.frame_starts + part.lengths
+    known = torch.ones(len(part), dtype=torch.bool) if part.final_known is None else part.final_known
+    stored = {
+        key: each[final] for key, each in part.observation.items() if known.any() or not key.startswith(IMAGE_PREFIX)
+    }
+    new: dict[str, Any] = {"final": stored, "lengths": part.lengths, "final_known": known, **_fields(part)}
+    if not tree:
+        return new
+    joined = {key: torch.cat([tree["final"][key], value]) for key, value in stored.items() if key in tree["final"]}
+    return new | {"final": joined} | {name: torch.cat([tree[name], new[name]]) for name in ("lengths", "final_known")}
+
+
+def _fields(episodes: Episodes) -> dict[str, Any]:
+    """Return what the side table says of fields and rate."""
+    return {
+        "fps": episodes.fps,
+        "observation_fields": {key: field.to_json() for key, field in episodes.observation_fields.items()},
+        "action_field": episodes.action_field.to_json(),
+    }
+
+
+def _store_sidecar(target: Path, tree: Mapping[str, Any]) -> None:
+    folder = target / SIDECAR
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tree(folder, "episodes", tree)
 
 
 def recorded_origin(folder: Path) -> WorldOrigin | None:
@@ -202,12 +257,7 @@ def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None
     if before is not None:
         earlier = read_dataset(before)
         tree = _joined(earlier, tree)
-    tree["fps"] = episodes.fps
-    tree["observation_fields"] = {key: field.to_json() for key, field in episodes.observation_fields.items()}
-    tree["action_field"] = episodes.action_field.to_json()
-    folder = target / SIDECAR
-    folder.mkdir(parents=True, exist_ok=True)
-    save_tree(folder, "episodes", tree)
+    _store_sidecar(target, tree | _fields(episodes))
 
 
 def _joined(earlier: Episodes, tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def read_videos(
     for path, pieces in wanted.items():
         target = {first + step: position + step for first, position, length in pieces for step in range(length)}
         seen = 0
-        for index, frame in enumerate(_decode_video(folder, path, max(target), sizes)):
+        for index, frame in enumerate(decode_video(folder, path, max(target), sizes)):
             if index in target:
                 if frames is None:
                     require_room(folder, f"'{key}'", 2 * offset * frame.size)
@@ -218,7 +218,7 @@ def filled_in(folder: Path, template: object, **given: str | int) -> str:
         ) from error
 
 
-def _decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[np.ndarray]:
+def decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[np.ndarray]:
     """Yield the frames of a video, uint8 [height, width, 3], from the first to number `last`."""
     import av
     from av.error import FFmpegError

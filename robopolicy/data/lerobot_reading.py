@@ -8,7 +8,6 @@ it is called: `observation.image` is read as `observation.images.image`.
 
 import math
 import os
-import shlex
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.core.storage import read_json, reading, recover_folder
 from robopolicy.core.tensors import load_tree
+from robopolicy.data.formats.format import what_it_is
 from robopolicy.data.lerobot_checks import (
     camera_columns,
     check_columns,
@@ -137,16 +137,17 @@ def is_dataset(folder: Path) -> bool:
 def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -> dict[str, Any]:
     """Read and check `meta/info.json`: fps, features, totals. Raises DataError as `read_dataset`."""
     path = Path(folder) / "meta" / "info.json"
-    if Path(folder).is_file():
-        raise DataError(f"{folder} is a file, and a LeRobotDataset is a folder. {OTHER_FORMATS}")
-    if not Path(folder).is_dir():
+    if not Path(folder).exists():
         raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
     if not is_dataset(folder):
-        raise DataError(f"{folder} is not a LeRobotDataset: it has no meta/info.json. {OTHER_FORMATS}")
+        what = "a file, and a LeRobotDataset is a folder" if Path(folder).is_file() else "no LeRobotDataset"
+        no_information = f"{folder} is {what}: it has no meta/info.json. {OTHER_FORMATS}"
+        raise DataError(what_it_is(Path(folder)) or no_information)
     information = read_json(file_within(Path(folder), "meta/info.json", "meta/info.json"), DataError)
     version = str(information.get("codebase_version", "unknown"))[:20] if isinstance(information, dict) else "unknown"
     if not version.startswith("v3."):
-        raise DataError(f"{folder} has LeRobotDataset format {version}, this reads v3. {_conversion(folder, version)}")
+        newer = f"{folder} has LeRobotDataset format {version}, this reads v3. It is newer: update robopolicy."
+        raise DataError(what_it_is(Path(folder)) or newer)
     check_information(information, path)
     if not information.get("total_episodes") or not information.get("total_frames"):
         raise DataError(f"{folder} holds no finished episode: its recording stopped early. Record it again.")
@@ -154,26 +155,9 @@ def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -
 
 
 OTHER_FORMATS = (
-    "Episodes of another format (hdf5, zarr, npz, RLDS, Minari) are written as one with LeRobot's "
-    "LeRobotDataset.create, add_frame, save_episode and finalize: robopolicy/data/README.md shows it in ten lines."
+    "Of another format? 'robopolicy convert' reads robomimic's, ALOHA's and Minari's HDF5, diffusion_policy's zarr, "
+    "LeRobotDatasets v2 and .npz files."
 )
-
-
-def _conversion(folder: Path, version: str) -> str:
-    """Return how a dataset of an older LeRobot becomes one of today's."""
-    if version == "v2.1":
-        root = shlex.quote(str(Path(folder).absolute()))
-        return (
-            "Convert it, where it lies, with: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=me/data "
-            f"--root={root} --push-to-hub=false"
-        )
-    if version == "v2.0":
-        return (
-            "LeRobot converts v2.1 alone: its way from v2.0 to v2.1 (lerobot 0.3, "
-            "lerobot.datasets.v21.convert_dataset_v20_to_v21) takes data sets on the Hugging Face hub and no folders. "
-            "Of a folder write the episodes anew: robopolicy/data/README.md shows it in ten lines."
-        )
-    return OTHER_FORMATS if version < "v3" or version == "unknown" else "It is newer: update robopolicy."
 
 
 def _data_files(folder: Path) -> list[Path]:

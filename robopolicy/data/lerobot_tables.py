@@ -60,12 +60,14 @@ def write_tables(
     features: Mapping[str, Any],
     existing: bool,
     further: Mapping[str, torch.Tensor] | None = None,
+    advance: Advance | None = None,
 ) -> None:
     """Write `episodes` into `folder`, after those it holds if `existing`.
 
     features: LeRobot's description (dtype, shape, names) of each observation, of `action` and of what else is stored; a
-    dataset that exists keeps its own. further: columns that are no part of Episodes, name -> [N, ...]. Frames per
-    second are rounded: LeRobot's `info.json` takes whole numbers.
+    dataset that exists keeps its own. further: columns that are no part of Episodes, name -> [N, ...]; advance: called
+    for every episode and every video of one, None for a progress bar of its own. Frames per second are rounded:
+    LeRobot's `info.json` takes whole numbers.
     """
     before = _read_existing(folder) if existing else _Existing({}, (), {})
     fps = before.information.get("fps", max(1, round(episodes.fps)))
@@ -83,13 +85,10 @@ def write_tables(
     }
     own["timestamp"] = own["timestamp"].astype(np.float32)
     quiet = quiet_encoder() if videos else nullcontext()
-    with (
-        quiet,
-        ThreadPoolExecutor(usable_threads()) as pool,
-        progress("writing episodes", len(episodes) * (1 + len(videos))) as advance,
-    ):
-        encoding = [pool.submit(_write_camera, folder, episodes, key, fps, advance) for key in videos]
-        numbers = _write_data(folder, episodes, {**columns, **own}, features, pool, advance)
+    bar = progress("writing episodes", len(episodes) * (1 + len(videos))) if advance is None else nullcontext(advance)
+    with quiet, ThreadPoolExecutor(usable_threads()) as pool, bar as step:
+        encoding = [pool.submit(_write_camera, folder, episodes, key, fps, step) for key in videos]
+        numbers = _write_data(folder, episodes, {**columns, **own}, features, pool, step)
         for key in cameras:
             images = partial(_frames, episodes, key)
             statistics[key] = _stacked(pool.map(lambda at, images=images: image_statistics(images(at)), every))

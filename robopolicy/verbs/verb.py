@@ -17,6 +17,7 @@ from robopolicy.core.registry import Registry
 NAMES = (
     "demo",
     "collect",
+    "convert",
     "train",
     "finetune",
     "worldmodel",

@@ -2,9 +2,7 @@
 
 import json
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from robopolicy.cli import main
 from robopolicy.core.errors import DataError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.data.lerobot_reading import read_dataset, read_information
@@ -19,20 +18,14 @@ from robopolicy.data.lerobot_reading import read_dataset, read_information
 PAGE = Path(__file__).parents[2] / "robopolicy" / "data" / "README.md"
 
 
-def test_the_page_writes_a_dataset_of_another_format(tmp_path, monkeypatch):
+def test_the_page_converts_an_npz_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    draws = np.random.default_rng(0)
-    states, actions = draws.random((2, 7, 2), dtype=np.float32)
-    images = np.repeat(np.arange(7, dtype=np.uint8) * 30, 32 * 32 * 3).reshape(7, 32, 32, 3)
-    np.savez("demos.npz", states=states, actions=actions, images=images, episode_ends=np.array([3, 7]))
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    (tmp_path / "convert.py").write_text(code)
-    runpy.run_path(str(tmp_path / "convert.py"))
+    exec(code, {})  # noqa: S102 (what the page shows)
+    assert main(["convert", "demos.npz", "data"]) == 0
     episodes = read_dataset(tmp_path / "data")
-    assert episodes.lengths.tolist() == [3, 4] and episodes.tasks == ("reach the goal",) * 2
-    assert np.array_equal(episodes.actions.numpy(), actions)
-    assert episodes.observation_fields[STATE].names == ("x", "y")
-    assert abs(episodes.observation[IMAGE_PREFIX + "top"][2].float().mean() - 60) < 1
+    assert episodes.lengths.tolist() == [3, 4] and episodes.tasks == ("reach the goal",) * 2 and episodes.fps == 10
+    assert set(episodes.observation) == {STATE, IMAGE_PREFIX + "image"}
 
 
 def old(folder, version):
@@ -77,25 +70,28 @@ def old(folder, version):
     return folder
 
 
-def test_the_command_for_an_older_dataset_converts_it_where_it_lies(tmp_path, monkeypatch):
-    folder = old(tmp_path / "my data", "v2.1")
-    with pytest.raises(DataError, match=r"format v2\.1, this reads v3") as caught:
+@pytest.mark.parametrize("version", ["v2.0", "v2.1"])
+def test_the_command_for_an_older_dataset_converts_it(tmp_path, version):
+    folder = old(tmp_path / "my data", version)
+    with pytest.raises(DataError, match=r"another format: LeRobotDataset v2\. Convert it first") as caught:
         read_dataset(folder)
-    _, module, *options = shlex.split(str(caught.value).partition("python ")[2])
-    monkeypatch.setattr(sys, "argv", ["convert", *options])
-    runpy.run_module(module, run_name="__main__")
-    episodes = read_dataset(folder)
+    assert main(shlex.split(str(caught.value).partition("robopolicy ")[2])) == 0
+    episodes = read_dataset(tmp_path / "my data_v3")
     assert episodes.lengths.tolist() == [4, 4] and episodes.tasks == ("reach", "reach")
 
 
 def test_what_nobody_converts_is_said_honestly(tmp_path):
-    with pytest.raises(DataError, match=r"takes data sets on the Hugging Face hub and no folders.*data/README.md"):
-        read_information(old(tmp_path / "two", "v2.0"))
     with pytest.raises(DataError, match="It is newer: update robopolicy"):
         read_information(old(tmp_path / "four", "v4.0"))
-    (tmp_path / "zarr").mkdir()
-    with pytest.raises(DataError, match=r"no meta/info.json. .*hdf5, zarr, npz.*LeRobotDataset.create"):
-        read_information(tmp_path / "zarr")
-    (tmp_path / "low_dim.hdf5").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"hdf5 is a file, and a LeRobotDataset is a folder.*LeRobotDataset.create"):
-        read_information(tmp_path / "low_dim.hdf5")
+    with pytest.raises(
+        DataError, match=r"is a LeRobotDataset v1\.6, which is not read: let LeRobot 0\.3 write it as v2"
+    ):
+        read_information(old(tmp_path / "one", "v1.6"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=r"no LeRobotDataset: it has no meta/info.json. .*'robopolicy convert' reads"):
+        read_information(tmp_path / "folder")
+    (tmp_path / "notes.txt").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"a file, and a LeRobotDataset is a folder.*'robopolicy convert' reads"):
+        read_information(tmp_path / "notes.txt")
+    with pytest.raises(DataError, match=r"nowhere does not exist\."):
+        read_information(tmp_path / "nowhere")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Filled, Natural, NoiseLevel, NonNegative, Positive, Share
 from robopolicy.core.structured import Tagged
-from robopolicy.data.configuration import CorrectConfig
+from robopolicy.data.configuration import ConvertConfig, CorrectConfig
 from robopolicy.rl.offline.configuration import AGENTS, IqlConfig
 from robopolicy.training.offline.configuration import IMPROVERS, BestOfConfig, CriticFitConfig, GuidedConfig
 
@@ -81,6 +81,20 @@ class CollectSection:
             raise ConfigError(
                 f"collect.quality={self.quality} is a share of successes: collect.successes_only=true would change it."
             )
+
+
+@dataclass(frozen=True)
+class ConvertSection(ConvertConfig):
+    """A dataset of another format, and the LeRobotDataset that is made of it."""
+
+    source: Path | None = None
+    """What is converted: a file, a dataset's folder, or a folder of such files."""
+    target: Path | None = None
+    """Folder of the new dataset; without one, the map of columns is printed and nothing is written."""
+    merge: tuple[Path, ...] = ()
+    """Further sources of the same columns, whose episodes follow."""
+    format: str = ""
+    """Name of the format, or the dotted path package.module:Class of yours (default: recognised by the files)."""
 
 
 @dataclass(frozen=True)

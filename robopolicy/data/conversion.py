@@ -1,0 +1,355 @@
+"""Converting datasets of other formats into a LeRobotDataset v3, a few episodes at a time.
+
+Sources are opened together, what their files promise is compared before anything is written, and the folder appears
+when it is whole. Axes: E episode, L step of one episode.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from robopolicy.core.episodes import Episodes, chosen_numbers
+from robopolicy.core.errors import ConfigError, DataError
+from robopolicy.core.progress import progress
+from robopolicy.core.spec import IMAGE_PREFIX, Field
+from robopolicy.core.storage import reading, recover_folder, sweep
+from robopolicy.data.configuration import ConvertConfig
+from robopolicy.data.formats.format import FORMATS, Source, format_of
+from robopolicy.data.formats.mapping import (
+    ACTION,
+    OUTCOMES,
+    REWARD,
+    SUCCESS,
+    TERMINATED,
+    ColumnMap,
+    is_picture,
+    mapped,
+    names_of,
+    size_of,
+    table,
+)
+from robopolicy.data.formats.pixels import Pictures, layout, scale_of
+from robopolicy.data.lerobot_format import write_parts
+from robopolicy.data.lerobot_reading import is_dataset
+
+AT_ONCE = 2**28
+"""Bytes of episodes that are written together: what a conversion holds of them in memory, beside one more episode."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A source and which of its columns become what; pictures: how those of a key are made upright RGB."""
+
+    source: Source
+    title: str
+    columns: ColumnMap
+    pictures: Mapping[str, Pictures]
+
+    @property
+    def keys(self) -> list[str]:
+        """The columns that are read."""
+        return list(dict.fromkeys(part.key for parts in self.columns.values() for part in parts))
+
+
+class Conversion:
+    """Sources that are open, and the episodes of them that are chosen. A context: `with Conversion(...) as found`.
+
+    Raises ConfigError and DataError with one sentence where a source is damaged or unknown, sources do not fit
+    together, or nobody says at what rate they were recorded.
+    """
+
+    def __init__(self, paths: Sequence[Path], config: ConvertConfig, kind: str = ""):
+        self.config = config
+        self._stack = ExitStack()
+        try:
+            self.opened = [self._open(path, kind) for given in paths for path in sources_in(given, kind)]
+            self.fps = self._rate()
+            self._require_alike()
+            self.chosen = self._chosen()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> "Conversion":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._stack.close()
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should read, a sentence each."""
+        return list(dict.fromkeys(note for each in self.opened for note in each.source.notes))
+
+    @property
+    def title(self) -> str:
+        """The formats of the sources."""
+        return ", ".join(dict.fromkeys(each.title for each in self.opened))
+
+    @property
+    def table(self) -> list[list[str]]:
+        """A line for every column: its key, what it holds, what it becomes."""
+        first = self.opened[0]
+        return table(first.source.columns, first.columns)
+
+    def write(self, target: Path) -> tuple[int, int]:
+        """Write the chosen episodes to `target`, replacing what is there; return how many they are, and their steps.
+
+        Raises DataError where files do not hold what they promise, StorageError where `target` cannot be written.
+        """
+        self._check()
+        recover_folder(target)
+        if target.parent.is_dir():
+            sweep(target.parent, target.name)
+        cameras = sum(name.startswith(IMAGE_PREFIX) for name in self.opened[0].columns)
+        videos = cameras if self.config.images == "video" else 0
+        with progress("converting", len(self.chosen) * (1 + videos)) as advance:
+            return write_parts(self._parts(), target, images=self.config.images, advance=advance)
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    def _open(self, path: Path, kind: str) -> _Opened:
+        found = format_of(path, kind)
+        if found is None:
+            raise DataError(_unknown(path))
+        with reading(path):
+            source = self._stack.enter_context(found.open(path))
+            columns = mapped(source.columns, self.config.map, path)
+            return _Opened(source, found.title, columns, self._pictures(source, columns))
+
+    def _pictures(self, source: Source, columns: ColumnMap) -> dict[str, Pictures]:
+        known = [name.removeprefix(IMAGE_PREFIX) for name in columns if name.startswith(IMAGE_PREFIX)]
+        for setting in ("flip", "bgr"):
+            for name in getattr(self.config, setting):
+                if name not in known:
+                    raise ConfigError(
+                        f"convert.{setting} names '{name}'; the cameras are {', '.join(known) or 'none'}."
+                    )
+        found: dict[str, Pictures] = {}
+        for target, (part, *_) in columns.items():
+            column, name = source.columns[part.key], target.removeprefix(IMAGE_PREFIX)
+            if not is_picture(column):
+                continue
+            scale = 1.0
+            if column.dtype.startswith("float"):
+                samples = sorted({0, len(source.lengths) // 2, len(source.lengths) - 1})
+                scale = scale_of([source.read(episode, [part.key])[part.key] for episode in samples])
+            axes = layout(column.shape, column.dtype) or "hwc"  # encoded pictures are decoded so
+            found[part.key] = Pictures(
+                axes, scale, column.upside_down != (name in self.config.flip), name in self.config.bgr
+            )
+        return found
+
+    def _rate(self) -> float:
+        if self.config.fps is not None:
+            return self.config.fps
+        rates = {each.source.fps: each.source for each in self.opened}
+        if None in rates:
+            source = rates[None]
+            raise ConfigError(
+                f"{source.path} does not say how many control steps a second has: add "
+                f"convert.fps={source.usual_fps:g}, or the rate at which it was recorded."
+            )
+        if len(rates) > 1:
+            said = ", ".join(f"{source.path} {rate:g}" for rate, source in rates.items())
+            raise DataError(
+                f"The sources were recorded at different rates (steps per second: {said}): convert them apart."
+            )
+        return float(next(iter(rates)) or 0)
+
+    def _require_alike(self) -> None:
+        """Raise DataError unless all sources give the same columns, in the same shapes."""
+        first, *others = [{name: field.shape for name, field in self._fields(each).items()} for each in self.opened]
+        for each, fields in zip(self.opened[1:], others, strict=True):
+            for name in sorted({*first, *fields}):
+                if first.get(name) != fields.get(name):
+                    here, there = (list(found[name]) if name in found else "none" for found in (first, fields))
+                    raise DataError(
+                        f"'{name}' is {here} in {self.opened[0].source.path} and {there} in {each.source.path}: set "
+                        "convert.map so that both give the same columns, or convert them apart."
+                    )
+
+    def _fields(self, opened: _Opened) -> dict[str, Field]:
+        """Return a field for every column that is written but those of outcomes."""
+        columns = opened.source.columns
+        found: dict[str, Field] = {}
+        for target, parts in opened.columns.items():
+            if target.startswith(IMAGE_PREFIX):
+                axes, shape = opened.pictures[parts[0].key].layout, columns[parts[0].key].shape
+                size = shape[1:] if axes == "chw" else shape[:2]
+                found[target] = Field((*size, 3), "uint8", 0.0, 255.0)
+            elif target in OUTCOMES:
+                found[target] = Field((1,))
+            else:
+                count = sum(size_of(part, columns) for part in parts)
+                found[target] = Field((count,), names=names_of(parts, columns))
+        return found
+
+    def _chosen(self) -> list[tuple[_Opened, int]]:
+        every = [(each, episode) for each in self.opened for episode in range(len(each.source.lengths))]
+        paths = ", ".join(str(each.source.path) for each in self.opened[:3])
+        numbers = chosen_numbers(len(every), paths, "convert", self.config.episodes, self.config.without)
+        return [every[number] for number in numbers]
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raise DataError unless every chosen episode has the rows and shapes that its source promises."""
+        cut = self.config.trim_start + self.config.trim_end
+        with progress("checking", len(self.chosen)) as advance:
+            for opened, episode in self.chosen:
+                source, length = opened.source, opened.source.lengths[episode]
+                where = f"{source.path}: episode {episode}"
+                if length <= cut:
+                    raise DataError(f"{where} has {length} steps, of which convert.trim_start and trim_end leave none.")
+                with reading(source.path):
+                    shapes = source.shapes(episode, opened.keys)
+                observed = {
+                    part.key for name, parts in opened.columns.items() for part in parts if name[:12] == "observation."
+                }
+                for key, (rows, *shape) in shapes.items():
+                    if rows != length and not (key in observed and rows == length + 1):
+                        raise DataError(
+                            f"{where} has {length} actions and {rows} rows of '{key}': leave it out, or "
+                            "record it again."
+                        )
+                    if tuple(shape) != source.columns[key].shape:
+                        raise DataError(
+                            f"{where} has '{key}' as {shape}, and the first one as "
+                            f"{list(source.columns[key].shape)}: leave it out."
+                        )
+                advance()
+
+    def _parts(self) -> Iterator[Episodes]:
+        """Yield the chosen episodes, as many at a time as `AT_ONCE` holds."""
+        waiting: list[dict[str, Any]] = []
+        size = 0
+        for opened, episode in self.chosen:
+            with reading(opened.source.path, f"Leave episode {episode} out, or restore it from a copy"):
+                waiting.append(self._read(opened, episode))
+            size += sum(values.nbytes for values in waiting[-1]["observation"].values())
+            if size >= AT_ONCE:
+                yield self._joined(waiting)
+                waiting, size = [], 0
+        if waiting:
+            yield self._joined(waiting)
+
+    def _read(self, opened: _Opened, episode: int) -> dict[str, Any]:
+        """Return one episode, cut: observation: key -> [L + 1, *shape], action [L, A] and outcomes [L] by name."""
+        source = opened.source
+        values = source.read(episode, opened.keys)
+        length, start = source.lengths[episode], self.config.trim_start
+        end = length - self.config.trim_end
+        for key, each in values.items():
+            if len(each) not in (length, length + 1):
+                raise DataError(
+                    f"{source.path}: episode {episode} has {length} actions and {len(each)} rows of '{key}'."
+                )
+        columns = {name: self._column(opened, name, values, episode) for name in opened.columns}
+        observed = {name: each for name, each in columns.items() if name.startswith("observation.")}
+        known = end < length or all(len(each) > length for each in observed.values())
+        frames = np.arange(start, end + 1) if known else np.append(np.arange(start, end), end - 1)
+        task = self.config.task or source.tasks[episode]
+        found: dict[str, Any] = {
+            "observation": {name: each[frames] for name, each in observed.items()},
+            ACTION: columns[ACTION][start:end],
+            "task": task,
+            "known": known,
+            "seed": None if source.seeds is None else source.seeds[episode],
+        }
+        for name in OUTCOMES:
+            if name in columns:
+                found[name] = columns[name][start:end].reshape(-1)
+        return found
+
+    def _column(self, opened: _Opened, name: str, values: Mapping[str, np.ndarray], episode: int) -> np.ndarray:
+        parts = opened.columns[name]
+        if parts[0].key in opened.pictures:
+            return opened.pictures[parts[0].key](
+                values[parts[0].key], f"{opened.source.path}: '{parts[0].key}' of episode {episode}"
+            )
+        rows = min(len(values[part.key]) for part in parts)
+        joined = [values[part.key][:rows].reshape(rows, -1)[:, part.first : part.last] for part in parts]
+        return np.concatenate(joined, axis=1).astype(np.float32)
+
+    def _joined(self, waiting: Sequence[Mapping[str, Any]]) -> Episodes:
+        fields = self._fields(self.opened[0])
+
+        def steps(name: str) -> torch.Tensor | None:
+            return torch.from_numpy(np.concatenate([each[name] for each in waiting])) if name in waiting[0] else None
+
+        reward = steps(REWARD)
+        success = [np.logical_or.accumulate(each[SUCCESS] > 0) for each in waiting if SUCCESS in each]
+        ended = [bool(each[TERMINATED][-1] > 0) for each in waiting if TERMINATED in each]
+        seeds = [each["seed"] for each in waiting if each["seed"] is not None]
+        action = steps(ACTION)
+        assert action is not None
+        return Episodes(
+            observation_fields={name: field for name, field in fields.items() if name.startswith("observation.")},
+            action_field=fields[ACTION],
+            fps=self.fps,
+            observation={
+                name: torch.from_numpy(np.concatenate([each["observation"][name] for each in waiting]))
+                for name in waiting[0]["observation"]
+            },
+            actions=action,
+            lengths=torch.tensor([len(each[ACTION]) for each in waiting]),
+            tasks=tuple(each["task"] for each in waiting),
+            rewards=None if reward is None else {"reward": reward},
+            step_success=torch.from_numpy(np.concatenate(success)) if success else None,
+            terminated=torch.tensor(ended) if ended else None,
+            seeds=torch.tensor(seeds) if len(seeds) == len(waiting) and not self.config.trim_start else None,
+            final_known=torch.tensor([each["known"] for each in waiting]),
+        )
+
+
+def sources_in(path: Path, kind: str = "") -> list[Path]:
+    """Return `path`, or the files in a folder that is no dataset itself; raises DataError where it does not exist."""
+    if not path.exists():
+        raise DataError(f"{path} does not exist: check the path of the source.")
+    if kind or not path.is_dir() or format_of(path) is not None:
+        return [path]
+    inside = sorted(item for item in path.iterdir() if item.suffix in (".hdf5", ".h5", ".npz", ".zarr", ".zip"))
+    return inside or [path]
+
+
+def require_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
+    """Raise DataError where `target` holds something that must not be replaced, or lies in a source."""
+    for source in sources:
+        if target.resolve() == source.resolve() or (
+            source.is_dir() and target.resolve().is_relative_to(source.resolve())
+        ):
+            raise DataError(f"{target} lies in the source {source}: choose a folder beside it.")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not is_dataset(target):
+        raise DataError(
+            f"{target} holds other files than a LeRobotDataset, which are not removed: choose another folder."
+        )
+    if not overwrite:
+        raise DataError(
+            f"{target} already holds a LeRobotDataset: choose another folder, or replace it with run.overwrite=true."
+        )
+
+
+def _unknown(path: Path) -> str:
+    """Return why a source cannot be converted, and the way out."""
+    if is_dataset(path):
+        return (
+            f"{path} is a LeRobotDataset v3 already, which every verb reads; lerobot-edit-dataset cuts and merges it."
+        )
+    if path.is_dir() and (path / "dataset_info.json").is_file() and (path / "features.json").is_file():
+        return (
+            f"{path} is RLDS (TensorFlow Datasets), which is not read: LeRobot and openpi have scripts that port it to "
+            "a LeRobotDataset."
+        )
+    return (
+        f"{path} is of no format that is known ({', '.join(FORMATS.names())}). Write its arrays as .npz "
+        "(robopolicy/data/README.md has the names), or add a format: convert.format=package.module:Class."
+    )

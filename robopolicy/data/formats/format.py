@@ -1,0 +1,137 @@
+"""`DatasetFormat`: how recordings in another project's files are opened, and the registry of these formats.
+
+A format tells which files are its own and opens them as a `Source`: columns by key, episode by episode, so that no
+dataset has to fit into memory. `robopolicy.data.conversion` writes what it reads as a LeRobotDataset v3. A stranger
+registers one as an entry point of the group `robopolicy.dataset_formats`, or names it by its dotted path:
+convert.format=package.module:Class.
+"""
+
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.registry import Registry
+from robopolicy.core.storage import reading
+
+FORMATS = Registry(
+    "dataset format",
+    "robopolicy.dataset_formats",
+    {
+        "robomimic": "robopolicy.data.formats.robomimic:Robomimic",
+        "aloha": "robopolicy.data.formats.aloha:Aloha",
+        "minari": "robopolicy.data.formats.minari:Minari",
+        "zarr": "robopolicy.data.formats.replay_buffer:ReplayBuffer",
+        "lerobot_v2": "robopolicy.data.formats.older_lerobot:OlderLeRobot",
+        "npz": "robopolicy.data.formats.npz:Npz",
+    },
+)
+"""Classes of `DatasetFormat`, by name; those of other packages are asked first."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array with a row for every step of an episode.
+
+    shape: of one row; dtype: numpy's name of what `Source.read` returns; targets: its names in the LeRobotDataset, as
+    the format knows them; () to leave it out, None to guess by its key. A slice of a row may have a name of its own:
+    "0:2" in `slices`, which then stands in for targets. names: of the elements of a vector; upside_down: pictures whose
+    first row is the lowest.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    targets: tuple[str, ...] | None = None
+    slices: Mapping[str, str] | None = None
+    names: tuple[str, ...] = ()
+    upside_down: bool = False
+
+
+class Source(ABC):
+    """A dataset of another format that has been opened. E episodes, L actions in one of them.
+
+    path: what was opened; columns: by key; lengths: L of every episode [E]; tasks: instructions [E], "" where the files
+    say none; fps: steps per second, None where the files do not say; usual_fps: of this format, for advice alone;
+    seeds: of the episodes [E], None for unknown; notes: sentences that the user should read.
+    """
+
+    path: Path
+    columns: Mapping[str, Column]
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...]
+    fps: float | None = None
+    usual_fps: float = 10.0
+    seeds: tuple[int, ...] | None = None
+    notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes [rows, *shape] that the files promise for these columns, without reading the arrays.
+
+        An observation may have L + 1 rows: the last is what the last action led to. Raises DataError.
+        """
+
+    @abstractmethod
+    def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
+        """Return these columns of one episode, each [rows, *shape]. Raises DataError where they are damaged."""
+
+
+class DatasetFormat(ABC):
+    """The files of another project; the next one overrides `title`, `recognises` and `open`.
+
+    title: what the format is called in messages.
+    """
+
+    title = ""
+
+    @abstractmethod
+    def recognises(self, path: Path) -> bool:
+        """Whether `path`, a file or a folder, is of this format.
+
+        Raises DataError where it is, and damaged; ConfigError where a package is missing to tell.
+        """
+
+    @abstractmethod
+    def open(self, path: Path) -> AbstractContextManager[Source]:
+        """Open `path`. Raises DataError where it is damaged or not what the format promises."""
+
+
+def format_of(path: Path, name: str = "") -> DatasetFormat | None:
+    """Return the format of `path`, by `name` where one is given; None where nobody recognises it.
+
+    Raises DataError and ConfigError as `DatasetFormat.recognises`.
+    """
+    if name:
+        return FORMATS.load(name)()
+    formats = (FORMATS.load(each)() for each in reversed(FORMATS.names()))
+    with reading(path):
+        return next((each for each in formats if each.recognises(path)), None)
+
+
+def what_it_is(path: Path) -> str:
+    """Return a sentence on the format of a `path` that exists and is no LeRobotDataset v3, with the command that
+    converts it; "" where no format knows it. Raises DataError where it is damaged.
+    """
+    try:
+        found = format_of(path)
+    except ConfigError as error:  # a package is missing
+        return f"{path}: {error} Then convert it: {command(path)}"
+    if found is None:
+        return ""
+    with reading(path), found.open(path) as source:
+        text = f"{path} is a dataset of another format: {found.title}. Convert it first: {command(path, source)}"
+        return text if source.fps else f"{text} (convert.fps is the rate that it was recorded at)"
+
+
+def command(path: Path, source: Source | None = None) -> str:
+    """Return the command that converts `path` to a folder beside it."""
+    plain = path.name.removesuffix(".zip").removesuffix(path.suffix if path.suffix != ".zip" else "")
+    name = plain.rsplit(".", 1)[0] if plain.endswith((".zarr", ".hdf5", ".h5", ".npz")) else plain
+    target = path.with_name(f"{name}_v3")
+    rate = "" if source is None or source.fps else f" convert.fps={source.usual_fps:g}"
+    return f"robopolicy convert {shlex.quote(str(path))} {shlex.quote(str(target))}{rate}"

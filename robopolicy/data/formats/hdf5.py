@@ -1,0 +1,254 @@
+"""HDF5 files of strangers: only what lies in the file itself is read, and what it promises must be there.
+
+An HDF5 file may name others (external links, virtual datasets, raw files) and promise any size while it holds nothing:
+both are refused before an array is allocated.
+"""
+
+import json
+import math
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import DataError, in_one_line, require_extra
+from robopolicy.core.storage import reading
+from robopolicy.data.formats.format import Column, Source
+from robopolicy.data.formats.pixels import decoded
+from robopolicy.data.lerobot_checks import require_room
+
+EXTRA = "convert"
+type Group = Any
+"""h5py.Group, and h5py.Dataset below: h5py is imported where a file is opened."""
+type Dataset = Any
+SIGNATURE = b"\x89HDF\r\n\x1a\n"
+SUFFIXES = (".hdf5", ".h5", ".hdf")
+ENCODED = "encoded pictures"
+"""Type of a column whose rows are JPEG or PNG files."""
+LARGEST_TEXT = 2**24
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether `path` is a file that begins as HDF5 does, or is called so."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(SIGNATURE)) == SIGNATURE or path.suffix in SUFFIXES
+
+
+@contextmanager
+def opened(path: Path) -> Generator[Group]:
+    """Open an HDF5 file for reading. Raises DataError where it is truncated or none, ConfigError without h5py."""
+    h5py = require_extra("h5py", EXTRA)
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise DataError(
+            f"{path} is a damaged or truncated HDF5 file ({in_one_line(error, 160)}): copy it again, or record anew."
+        ) from error
+    with file:
+        yield file
+
+
+def member(group: Group, key: str, path: Path) -> Any:
+    """Return the group or dataset at `key`, which lies in the file itself; raises DataError where it does not."""
+    h5py = require_extra("h5py", EXTRA)
+
+    found: Any = group
+    for name in key.split("/"):
+        link = found.get(name, getlink=True) if isinstance(found, h5py.Group) and name in found.keys() else None  # noqa: SIM118
+        if link is None:
+            raise DataError(f"{path} has no '{group.name.rstrip('/')}/{key}', which others of its episodes have.")
+        if not isinstance(link, h5py.HardLink):
+            raise DataError(
+                f"{path}: '{group.name.rstrip('/')}/{key}' is a link ({type(link).__name__}), which may lead out of "
+                "the file: it is not read. Copy the data into the file."
+            )
+        found = found[name]
+    return found
+
+
+def has(group: Group, *keys: str) -> bool:
+    """Whether all of these keys lie in the file itself, without following links that may lead elsewhere."""
+    h5py = require_extra("h5py", EXTRA)
+
+    for key in keys:
+        found: Any = group
+        for name in key.split("/"):
+            there = isinstance(found, h5py.Group) and name in found.keys()  # noqa: SIM118 (`in` alone follows links)
+            if not there or not isinstance(found.get(name, getlink=True), h5py.HardLink):
+                return False
+            found = found[name]
+    return True
+
+
+def array(group: Group, key: str, path: Path) -> Dataset:
+    """Return the dataset at `key`, all of which is there; raises DataError where it is not."""
+    h5py = require_extra("h5py", EXTRA)
+
+    found = member(group, key, path)
+    if not isinstance(found, h5py.Dataset):
+        raise DataError(f"{path}: '{found.name}' is a group, and an array is expected.")
+    if found.is_virtual or found.external:
+        raise DataError(f"{path}: '{found.name}' lies in other files: it is not read. Copy the data into the file.")
+    if found.shape is None or not found.size:
+        return found
+    size, chunk = found.dtype.itemsize, found.chunks
+    if chunk is None:
+        there, needed = found.id.get_storage_size(), found.size * size
+    else:
+        require_room(path, f"a chunk of '{found.name}'", math.prod(chunk) * size)
+        needed = math.prod(-(-rows // part) for rows, part in zip(found.shape, chunk, strict=True))
+        there = found.id.get_num_chunks()
+    if there < needed:
+        raise DataError(
+            f"{path}: '{found.name}' promises {list(found.shape)} and only {there / needed:.0%} of it was ever "
+            "written: its recording broke off. Leave that episode out, or restore the file from a copy."
+        )
+    return found
+
+
+def children(group: Group, path: Path, prefix: str = "") -> dict[str, Any]:
+    """Return every dataset below `group` by its key; links that lead elsewhere raise DataError."""
+    h5py = require_extra("h5py", EXTRA)
+
+    found: dict[str, Any] = {}
+    for name in group:
+        item = member(group, name, path)
+        if isinstance(item, h5py.Group):
+            found |= children(item, path, f"{prefix}{name}/")
+        elif isinstance(item, h5py.Dataset):
+            found[f"{prefix}{name}"] = item
+    return found
+
+
+def described(dataset: Dataset, path: Path, key: str) -> Column | None:
+    """Return the column that a dataset with a row a step is, None for texts, objects and single values.
+
+    Encoded pictures (rows of bytes, or of numbers that begin as a JPEG or PNG does) are told by their first row.
+    """
+    if dataset.shape is None or not dataset.shape or not dataset.shape[0]:
+        return None
+    kind = dataset.dtype
+    if kind.kind in "biuf" and kind.names is None:
+        if kind != np.uint8 or len(dataset.shape) != 2 or not _is_encoded(_row(array_of(dataset, path), 0)):
+            return Column(tuple(dataset.shape[1:]), kind.newbyteorder("=").name)
+    elif not _holds_bytes(dataset) or not _is_encoded(_row(array_of(dataset, path), 0)):
+        return None
+    picture = decoded(_row(dataset, 0), path, f"'{key}', frame 0,")
+    return Column(picture.shape, ENCODED)
+
+
+def array_of(dataset: Dataset, path: Path) -> Dataset:
+    """Return `dataset`, after `array`'s checks. Raises DataError as it does."""
+    return array(dataset.parent, str(dataset.name).rsplit("/", 1)[-1], path)
+
+
+def _holds_bytes(dataset: Dataset) -> bool:
+    h5py = require_extra("h5py", EXTRA)
+
+    return len(dataset.shape) == 1 and (dataset.dtype.kind == "S" or h5py.check_vlen_dtype(dataset.dtype) == np.uint8)
+
+
+def _row(dataset: Dataset, row: int) -> bytes:
+    value = dataset[row]
+    return value.tobytes() if isinstance(value, np.ndarray | np.generic) else bytes(value)
+
+
+def _is_encoded(data: bytes) -> bool:
+    return data.startswith((b"\xff\xd8\xff", b"\x89PNG"))
+
+
+class Hdf5Source(Source):
+    """Episodes that are groups of one HDF5 file, or files of their own.
+
+    places: (file, group in it) of every episode; `file`, if given, is open and holds all of them. final: the prefix of
+    keys -> the prefix under which the rows after the last action lie, "obs/" -> "next_obs/".
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        places: Sequence[tuple[Path, str]],
+        columns: Mapping[str, Column],
+        lengths: Sequence[int],
+        file: Group | None = None,
+    ):
+        self.path = path
+        self.places = tuple(places)
+        self.columns = columns
+        self.lengths = tuple(lengths)
+        self.tasks = ("",) * len(self.places)
+        self.file = file
+        self.final: Mapping[str, str] = {}
+
+    @contextmanager
+    def group(self, episode: int) -> Generator[Group]:
+        """Open the group of an episode."""
+        path, name = self.places[episode]
+        if self.file is not None:
+            yield member(self.file, name, path) if name else self.file
+            return
+        with opened(path) as file:
+            yield member(file, name, path) if name else file
+
+    def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
+        """See `Source`."""
+        found: dict[str, tuple[int, ...]] = {}
+        path = self.places[episode][0]
+        with self.group(episode) as group:
+            for key in keys:
+                dataset = array(group, key, path)
+                rows = dataset.shape[0] + int(self._ending(group, key) is not None)
+                column = self.columns[key]
+                found[key] = (rows, *(column.shape if column.dtype == ENCODED else dataset.shape[1:]))
+        return found
+
+    def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
+        """See `Source`."""
+        found: dict[str, np.ndarray] = {}
+        path, name = self.places[episode]
+        with self.group(episode) as group, reading(path, f"Leave {name or 'that episode'} out"):
+            for key in keys:
+                dataset = array(group, key, path)
+                size = math.prod((*dataset.shape[:1], *self.columns[key].shape))
+                require_room(path, f"'{dataset.name}'", 2 * size * max(1, dataset.dtype.itemsize))
+                ending = self._ending(group, key)
+                if self.columns[key].dtype == ENCODED:
+                    rows = [decoded(_row(dataset, row), path, f"'{key}', frame {row},") for row in range(len(dataset))]
+                    if len({row.shape for row in rows}) > 1:
+                        raise DataError(f"{path}: '{dataset.name}' has pictures of several sizes.")
+                    found[key] = np.stack(rows)
+                    continue
+                values = dataset[()]
+                found[key] = values if ending is None else np.concatenate([values, array(group, ending, path)[-1:]])
+        return found
+
+    def _ending(self, group: Group, key: str) -> str | None:
+        """Return the key under which the row after the last action of `key` lies, None where there is none."""
+        for prefix, other in self.final.items():
+            if key.startswith(prefix):
+                ending = other + key.removeprefix(prefix)
+                return ending if self.columns[key].dtype != ENCODED and has(group, ending) else None
+        return None
+
+
+def text_of(value: Any) -> str:
+    """Return an attribute's text, "" where it is none."""
+    if isinstance(value, bytes):
+        value = value.decode(errors="replace")
+    return value if isinstance(value, str) else ""
+
+
+def object_of(value: Any, path: Path, what: str) -> dict[str, Any]:
+    """Return an attribute that holds a JSON object, {} where it is absent; raises DataError where it is none."""
+    text = text_of(value)
+    if not text:
+        return {}
+    try:
+        found = json.loads(text[:LARGEST_TEXT])
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: the attribute {what} is no JSON ({in_one_line(error, 80)}).") from error
+    return found if isinstance(found, dict) else {}

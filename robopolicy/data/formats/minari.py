@@ -1,0 +1,129 @@
+"""Minari's HDF5: DATASET/data/main_data.hdf5 with episode_0/{observations,actions,rewards,terminations,infos,...}.
+
+Observations have one row more than actions, so what the last action led to is known. Spaces of dictionaries are groups,
+tuples have the keys _index_0, ... The files do not say at what rate steps follow.
+Source: Farama-Foundation/Minari, minari/dataset/_storages/hdf5_storage.py.
+"""
+
+import re
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import DataError
+from robopolicy.core.storage import read_object
+from robopolicy.data.formats.format import Column, DatasetFormat
+from robopolicy.data.formats.hdf5 import Hdf5Source, array, children, described, has, is_hdf5, member, opened
+
+MAIN, METADATA = "main_data.hdf5", "metadata.json"
+USUAL_FPS = 20.0
+_TARGETS = {"rewards": ("next.reward",), "terminations": ("next.terminated",), "truncations": ()}
+
+
+class Minari(DatasetFormat):
+    """See the module."""
+
+    title = "Minari's HDF5"
+
+    def recognises(self, path: Path) -> bool:
+        """See `DatasetFormat`."""
+        found = _main_file(path)
+        if found is None:
+            return _of_arrow(path)
+        with opened(found) as file:
+            return any(has(file, f"{name}/actions", f"{name}/terminations") for name in list(file)[:1])
+
+    @contextmanager
+    def open(self, path: Path) -> Generator[Hdf5Source]:
+        """See `DatasetFormat`."""
+        found = _main_file(path)
+        if found is None:
+            raise DataError(
+                f"{path} stores its episodes as arrow, which is not read: let Minari write them as HDF5 "
+                '(data_format="hdf5").'
+            )
+        with opened(found) as file:
+            names = sorted((name for name in file if _number(name) is not None), key=lambda name: _number(name) or 0)
+            if not names:
+                raise DataError(f"{found} holds no episode: it has no group 'episode_0'.")
+            _require_all(path, len(names))
+            lengths = [int(array(file, f"{name}/rewards", found).shape[0]) for name in names]
+            for name, length in zip(names, lengths, strict=True):
+                promised = file[name].attrs.get("total_steps", length)
+                if int(promised) != length:
+                    raise DataError(f"{found}: '{name}' promises {promised} steps and holds {length} rewards.")
+            columns = _columns(member(file, names[0], found), found)
+            source = _MinariSource(path, [(found, name) for name in names], columns, lengths, file)
+            source.usual_fps = USUAL_FPS
+            seeds = [file[name].attrs.get("seed") for name in names]
+            if all(isinstance(seed, int | np.integer) and 0 <= seed < 2**63 for seed in seeds):
+                source.seeds = tuple(int(seed) for seed in seeds)
+            yield source
+
+
+class _MinariSource(Hdf5Source):
+    """What `infos` say of the reset stands in a first row, which no step led to."""
+
+    def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
+        """See `Source`."""
+        length = self.lengths[episode]
+        found = super().shapes(episode, keys)
+        return {
+            key: (length, *shape[1:]) if key.startswith("infos/") and shape[0] == length + 1 else shape
+            for key, shape in found.items()
+        }
+
+    def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
+        """See `Source`."""
+        length = self.lengths[episode]
+        found = super().read(episode, keys)
+        return {
+            key: values[1:] if key.startswith("infos/") and len(values) == length + 1 else values
+            for key, values in found.items()
+        }
+
+
+def _main_file(path: Path) -> Path | None:
+    """Return the HDF5 file of a dataset's folder, the folder `data` in it, or the file itself."""
+    for found in (path, path / MAIN, path / "data" / MAIN):
+        if is_hdf5(found):
+            return found
+    return None
+
+
+def _of_arrow(path: Path) -> bool:
+    files = [path / METADATA, path / "data" / METADATA]
+    return any(file.is_file() and read_object(file, DataError).get("data_format") == "arrow" for file in files)
+
+
+def _require_all(path: Path, count: int) -> None:
+    """Raise DataError where metadata.json promises another number of episodes than there are."""
+    for file in (path / METADATA, path / "data" / METADATA):
+        if file.is_file():
+            promised = read_object(file, DataError).get("total_episodes", count)
+            if promised != count:
+                raise DataError(f"{file} promises {promised} episodes and there are {count}: the copy is incomplete.")
+
+
+def _number(name: str) -> int | None:
+    found = re.fullmatch(r"episode_(\d+)", name)
+    return int(found[1]) if found else None
+
+
+def _columns(group: Any, path: Path) -> dict[str, Column]:
+    found: dict[str, Column] = {}
+    for key, dataset in children(group, path).items():
+        column = described(dataset, path, key)
+        if column is None:
+            continue
+        targets = _TARGETS.get(key)
+        if key.startswith("actions"):
+            targets = ("action",)
+        elif key.startswith("infos/"):
+            targets = ("next.success",) if key in ("infos/success", "infos/is_success") else ()
+        found[key] = replace(column, targets=targets)
+    return found

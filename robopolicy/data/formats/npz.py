@@ -1,0 +1,201 @@
+"""Episodes in the arrays of one .npz file, one behind the other: DPPO's, OGBench's and D4RL's names, or LeRobot's.
+
+Every array has a row for each step: `actions` (or `action`) [N, A], `states`, `observations`, `images` [N, H, W, 3] or
+[N, 3, H, W], `rewards`, `success`, `terminals`. Where episodes end is said by one of `episode_ends` [E] (steps so far),
+`episode_lengths` or `traj_lengths` [E], `episode_index` [N], or `terminals` and `timeouts` [N]. `fps` and `task` are a
+number and a text (or a text for each episode). Arrays are read from the file as they come, never a whole one.
+"""
+
+import zipfile
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import DataError, in_one_line
+from robopolicy.data.formats.format import Column, DatasetFormat, Source
+from robopolicy.data.lerobot_checks import require_room
+
+ACTIONS = ("action", "actions")
+ENDS = ("episode_ends",)
+LENGTHS = ("episode_lengths", "traj_lengths", "traj_length", "lengths")
+ENDINGS = (*("terminals", "timeouts", "dones", "terminations", "truncations"), "truncateds", "terminateds")
+_AT_ONCE = 2**20
+
+
+class Npz(DatasetFormat):
+    """See the module."""
+
+    title = "arrays in an .npz file"
+
+    def recognises(self, path: Path) -> bool:
+        """See `DatasetFormat`."""
+        if path.suffix == ".npz" and path.is_file() and not zipfile.is_zipfile(path):
+            raise DataError(f"{path} is a damaged or truncated .npz file: copy it again.")
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(".npy") for name in archive.namelist())
+
+    @contextmanager
+    def open(self, path: Path) -> Generator[Source]:
+        """See `DatasetFormat`."""
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".npy")]
+            members = {name.removesuffix(".npy"): _Member(path, archive, name) for name in names}
+            try:
+                yield _NpzSource(path, members)
+            finally:
+                for each in members.values():
+                    each.close()
+
+
+class _Member:
+    """One array of the file, whose rows are read from the first to the last."""
+
+    def __init__(self, path: Path, archive: zipfile.ZipFile, name: str):
+        self.path = path
+        self.archive = archive
+        self.name = name
+        self.file: Any = None
+        self.at = 0
+        with archive.open(name) as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, self.dtype = read(file)
+            self.head = file.tell()
+        self.shape: tuple[int, ...] = shape
+        key = name.removesuffix(".npy")
+        if self.dtype.hasobject:
+            raise DataError(f"{path}: '{key}' holds Python objects, which are never read: they can run any code.")
+        if fortran and len(shape) > 1:
+            raise DataError(f"{path}: '{key}' stands in Fortran's order: save np.ascontiguousarray of it.")
+        self.row = int(np.prod(shape[1:], dtype=object)) * self.dtype.itemsize
+        needed = self.head + self.row * (shape[0] if shape else 1)
+        if needed != archive.getinfo(name).file_size:
+            raise DataError(f"{path}: '{key}' promises {list(shape)} {self.dtype} and holds another number of bytes.")
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Return rows [last - first, *shape]."""
+        require_room(self.path, f"'{self.name.removesuffix('.npy')}' of an episode", 2 * self.row * (last - first))
+        start = self.head + self.row * first
+        if self.file is None or self.at > start:
+            self.close()
+            self.file, self.at = self.archive.open(self.name), 0
+        while self.at < start:
+            self.at += len(self._taken(min(_AT_ONCE, start - self.at)))
+        data = self._taken(self.row * (last - first))
+        self.at += len(data)
+        return np.frombuffer(data, self.dtype).reshape(last - first, *self.shape[1:])
+
+    def whole(self) -> np.ndarray:
+        """Return the whole array, of a row of numbers or a single one."""
+        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def _taken(self, count: int) -> bytes:
+        data = self.file.read(count)
+        if len(data) != count:
+            raise DataError(f"{self.path}: '{self.name.removesuffix('.npy')}' ends early: copy the file again.")
+        return data
+
+
+class _NpzSource(Source):
+    """See the module."""
+
+    def __init__(self, path: Path, members: Mapping[str, _Member]):
+        self.path = path
+        action = next((members[name] for name in ACTIONS if name in members), None)
+        steps = action.shape[0] if action is not None and action.shape else 0
+        if not steps:
+            raise DataError(f"{path} has no array 'actions' [N, A]; it has {', '.join(members)}.")
+        self.ends = _ends(path, members, steps)
+        self.lengths = tuple(np.diff(self.ends, prepend=0).tolist())
+        self.members = {key: each for key, each in members.items() if each.shape and each.shape[0] == steps}
+        own = (*ENDS, *LENGTHS, "episode_index")
+        self.columns = {
+            key: Column(tuple(each.shape[1:]), each.dtype.name, targets=() if key in own or key == "timeouts" else None)
+            for key, each in self.members.items()
+            if each.dtype.kind in "biuf" and key not in own
+        }
+        said = members.get("fps")
+        self.fps = None if said is None else float(said.whole().reshape(-1)[0])
+        self.tasks = _tasks(members.get("task"), len(self.lengths), path)
+        other = [
+            f"{key} {list(each.shape)}"
+            for key, each in members.items()
+            if key not in (*self.members, *own, "fps", "task") and each.shape
+        ]
+        if other:
+            self.notes = (f"These arrays have no row for each of {steps} steps, and are left out: {', '.join(other)}.",)
+
+    def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
+        """See `Source`."""
+        return {key: (self.lengths[episode], *self.members[key].shape[1:]) for key in keys}
+
+    def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
+        """See `Source`."""
+        last = int(self.ends[episode])
+        return {key: self.members[key].rows(last - self.lengths[episode], last) for key in keys}
+
+
+def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
+    """Return after which step each episode ends, [E]; raises DataError where nothing says so."""
+
+    def numbers(name: str) -> np.ndarray:
+        each = members[name]
+        if len(each.shape) > 2 or each.dtype.kind not in "biuf" or each.row > 8:
+            raise DataError(
+                f"{path}: '{name}' is {each.dtype} {list(each.shape)}, not a number for each episode or step."
+            )
+        return each.whole().reshape(-1)
+
+    found: np.ndarray | None = None
+    for name in (*ENDS, *LENGTHS, "episode_index"):
+        if name in members:
+            found = numbers(name).astype(np.int64)
+            found = found if name in ENDS else found.cumsum() if name in LENGTHS else _changes(found)
+            break
+    else:
+        marks = [
+            numbers(name).astype(bool) for name in ENDINGS if name in members and members[name].shape[:1] == (steps,)
+        ]
+        if marks:
+            ending = np.logical_or.reduce(marks)
+            ending[-1] = True
+            found = np.flatnonzero(ending) + 1
+    if found is None:
+        raise DataError(
+            f"{path} does not say where its episodes end: add an array 'episode_ends' [E], the number of steps up to "
+            f"the end of each. It has {', '.join(members)}."
+        )
+    if not len(found) or found[-1] != steps or (np.diff(found, prepend=0) < 1).any():
+        raise DataError(f"{path}: its episodes end after {found[-3:].tolist()} of {steps} steps, which cannot be.")
+    return found
+
+
+def _changes(index: np.ndarray) -> np.ndarray:
+    return np.append(np.flatnonzero(np.diff(index)) + 1, len(index))
+
+
+def _tasks(member: _Member | None, count: int, path: Path) -> tuple[str, ...]:
+    if member is None:
+        return ("",) * count
+    if member.dtype.kind not in "US":
+        raise DataError(f"{path}: 'task' is {member.dtype}, not a text.")
+    try:
+        texts = [
+            str(text.decode() if isinstance(text, bytes) else text) for text in member.whole().reshape(-1).tolist()
+        ]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: 'task' is no text ({in_one_line(error, 60)}).") from error
+    if len(texts) not in (1, count):
+        raise DataError(f"{path}: 'task' has {len(texts)} texts and there are {count} episodes.")
+    return tuple(texts * count if len(texts) == 1 else texts)

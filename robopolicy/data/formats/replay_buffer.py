@@ -1,0 +1,204 @@
+"""diffusion_policy's replay buffer, a zarr of all episodes one behind the other: data/{action,state,img,...}.
+
+meta/episode_ends [E] says where each ends. A folder NAME.zarr or one file NAME.zarr.zip, of zarr's format 2 or 3.
+Push-T's `state` is the agent's place [0:2] and the block's pose [2:5]. The files do not say at what rate they were
+recorded: Push-T's was 10 Hz. Source: real-stanford/diffusion_policy, common/replay_buffer.py; UMI adds JPEG XL.
+"""
+
+import json
+import math
+import zipfile
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from robopolicy.core.errors import DataError, in_one_line, require_extra
+from robopolicy.core.spec import ENVIRONMENT_STATE, STATE
+from robopolicy.data.formats.format import Column, DatasetFormat, Source
+from robopolicy.data.lerobot_checks import require_room
+
+USUAL_FPS = 10.0
+"""Push-T's."""
+ENDS = "meta/episode_ends"
+_MARKS = (".zgroup", ".zattrs", "zarr.json")
+_PICKLED = ("pickle", "json2", "msgpack2")
+"""Codecs of objects; the first of them runs what it reads."""
+MOST_EPISODES = 2**24
+
+
+class ReplayBuffer(DatasetFormat):
+    """See the module."""
+
+    title = "diffusion_policy's zarr"
+
+    def recognises(self, path: Path) -> bool:
+        """See `DatasetFormat`."""
+        if path.is_dir():
+            return any((path / mark).is_file() for mark in _MARKS)
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            return any(Path(name).name in _MARKS for name in archive.namelist()[:1000])
+
+    @contextmanager
+    def open(self, path: Path) -> Generator[Source]:
+        """See `DatasetFormat`."""
+        zarr = require_extra("zarr", "convert")
+        _require_inside(path)
+        kinds = zarr.storage
+        store = kinds.ZipStore(path, mode="r") if path.is_file() else kinds.LocalStore(path, read_only=True)
+        try:
+            yield _ReplayBufferSource(path, zarr.open_group(store, mode="r"))
+        finally:
+            store.close()
+
+
+class _ReplayBufferSource(Source):
+    """See the module."""
+
+    usual_fps = USUAL_FPS
+
+    def __init__(self, path: Path, root: Any):
+        self.path = path
+        self.ends = _episode_ends(path, root)
+        starts = np.concatenate([[0], self.ends[:-1]])
+        self.lengths = tuple(int(length) for length in self.ends - starts)
+        self.tasks = ("",) * len(self.lengths)
+        self.arrays = _arrays(path, root)
+        self.columns = {key: _column(key, each, self.arrays) for key, each in self.arrays.items()}
+        self.fps = next((float(root.attrs[name]) for name in ("fps", "frequency") if name in root.attrs), None)
+        short = {key: each.shape[0] for key, each in self.arrays.items() if each.shape[0] != self.ends[-1]}
+        if short:
+            key, rows = next(iter(short.items()))
+            raise DataError(
+                f"{path}: '{key}' has {rows} rows, and {ENDS} ends at {self.ends[-1]}: they do not belong together."
+            )
+        self.notes = _missing(path, self.arrays)
+
+    def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
+        """See `Source`."""
+        return {key: (self.lengths[episode], *self.arrays[key].shape[1:]) for key in keys}
+
+    def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
+        """See `Source`."""
+        last, length = int(self.ends[episode]), self.lengths[episode]
+        found: dict[str, np.ndarray] = {}
+        for key in keys:
+            array = self.arrays[key]
+            row = math.prod(array.shape[1:]) * array.dtype.itemsize
+            require_room(self.path, f"'{key}' of an episode", 2 * row * (length + array.chunks[0]))
+            found[key] = np.asarray(array[last - length : last])
+        return found
+
+
+def _episode_ends(path: Path, root: Any) -> np.ndarray:
+    if ENDS not in root:
+        raise DataError(
+            f"{path} is a zarr without '{ENDS}' [E], which says where each episode ends, so it cannot be cut into "
+            "episodes: let diffusion_policy's ReplayBuffer write it."
+        )
+    array = root[ENDS]
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not 0 < array.shape[0] <= MOST_EPISODES:
+        raise DataError(
+            f"{path}: '{ENDS}' is {array.dtype} {list(array.shape)}, not one whole number for each episode."
+        )
+    _require_plain(path, ENDS, array)
+    ends = np.asarray(array[:]).astype(np.int64)
+    if (np.diff(ends, prepend=0) < 1).any():
+        raise DataError(f"{path}: '{ENDS}' does not grow from episode to episode.")
+    return ends
+
+
+def _arrays(path: Path, root: Any) -> dict[str, Any]:
+    """Return the arrays below `data` by key, "data/obs/state" for nested ones."""
+    if "data" not in root:
+        raise DataError(f"{path} is a zarr without a group 'data': diffusion_policy keeps action, state and img there.")
+    found: dict[str, Any] = {}
+    waiting = [("data", root["data"])]
+    while waiting:
+        key, item = waiting.pop()
+        if hasattr(item, "shape"):
+            _require_plain(path, key, item)
+            if item.ndim and item.dtype.kind in "biuf":
+                found[key] = item
+        else:
+            waiting += [(f"{key}/{name}", item[name]) for name in item]
+    return dict(sorted(found.items()))
+
+
+def _require_plain(path: Path, key: str, array: Any) -> None:
+    """Raise DataError on an array of objects, and on a chunk that does not fit into memory."""
+    if array.dtype.hasobject:
+        raise DataError(f"{path}: '{key}' holds Python objects, which are never read: they can run any code.")
+    if array.ndim:
+        require_room(path, f"a chunk of '{key}'", math.prod(array.chunks) * array.dtype.itemsize)
+
+
+def _column(key: str, array: Any, arrays: Mapping[str, Any]) -> Column:
+    shape, dtype = tuple(array.shape[1:]), array.dtype.name
+    push_t = "data/keypoint" in arrays or "data/n_contacts" in arrays
+    if key == "data/state" and shape == (5,) and push_t:
+        slices = {"0:2": STATE} | ({} if "data/keypoint" in arrays else {"2:5": ENVIRONMENT_STATE})
+        return Column(shape, dtype, slices=slices)
+    if key == "data/keypoint" and push_t:
+        return Column(shape, dtype, targets=(ENVIRONMENT_STATE,))
+    return Column(shape, dtype, targets=() if key == "data/n_contacts" else None)
+
+
+def _missing(path: Path, arrays: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sentence on chunks that are not stored: zarr leaves out those that hold its fill value alone."""
+    found: list[str] = []
+    for key, array in arrays.items():
+        there = int(array.nchunks_initialized)
+        if not there:
+            raise DataError(f"{path}: of '{key}' no chunk is there: the copy is incomplete.")
+        if there < array.nchunks:
+            found.append(
+                f"Of '{key}' {array.nchunks - there} of {array.nchunks} chunks are not stored: they are read as "
+                f"{array.fill_value}, which zarr leaves out on purpose, or were lost in a copy."
+            )
+    return tuple(found)
+
+
+def _require_inside(path: Path) -> None:
+    """Raise DataError where a link leads out of the folder, or an array needs a codec that is not read."""
+    if path.is_dir():
+        for item in path.rglob("*"):
+            if item.is_symlink() and not item.resolve().is_relative_to(path.resolve()):
+                raise DataError(f"{path}: {item.relative_to(path)} is a link out of the folder: it is not read.")
+        described = [item.read_bytes()[: 2**20] for item in path.rglob("*") if item.name in (".zarray", "zarr.json")]
+    else:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if Path(name).name in (".zarray", "zarr.json")]
+            described = [archive.open(name).read(2**20) for name in names]
+    for text in described:
+        codecs = _codecs(text, path)
+        if found := sorted(set(_PICKLED) & codecs):
+            raise DataError(
+                f"{path} holds Python objects (codec {found[0]}), which are never read: they can run any code."
+            )
+        if any(name.startswith("imagecodecs_") for name in codecs):
+            require_extra("imagecodecs", "convert")
+            from imagecodecs.numcodecs import register_codecs
+
+            register_codecs(verbose=False)
+
+
+def _codecs(text: bytes, path: Path) -> set[str]:
+    """Return the names of the codecs that the description of an array names."""
+    try:
+        waiting: list[Any] = [json.loads(text)]
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: the description of an array is no JSON ({in_one_line(error, 80)}).") from error
+    found: set[str] = set()
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            found |= {value for key, value in item.items() if key in ("id", "name") and isinstance(value, str)}
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return found

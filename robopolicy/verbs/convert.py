@@ -1,0 +1,63 @@
+"""Converts datasets of other projects into a LeRobotDataset v3, which every verb reads.
+
+Reads robomimic's and LIBERO's HDF5, ALOHA's and ACT's HDF5 (a folder of episode_0.hdf5, ...), diffusion_policy's zarr
+(a folder or a .zarr.zip), Minari's HDF5, LeRobotDatasets v2.0 and v2.1, arrays in an .npz file, and formats of yours.
+Without TARGET it prints which column becomes which, and writes nothing. What is guessed wrongly is set:
+"convert.map={obs/joints: observation.state, obs/object: null}". A folder of files, and convert.merge=[B,C], become one
+dataset, after their columns, shapes and rates were compared. Episodes are left out by convert.without and
+convert.episodes, and cut by convert.trim_start and convert.trim_end, in steps.
+"""
+
+from pathlib import Path
+
+from robopolicy.configuration import Config
+from robopolicy.core.errors import ConfigError
+from robopolicy.data.conversion import Conversion, require_target
+from robopolicy.runs import output, print_table, publish
+from robopolicy.verbs.verb import Verb
+
+VERB = Verb(
+    summary="Convert robomimic, ALOHA, zarr, Minari, npz or LeRobot v2 data to a LeRobotDataset v3",
+    sections=("run", "convert"),
+    example="robopolicy convert demo.hdf5 data/demo",
+    targets=("convert.source", "convert.target"),
+)
+
+
+def run(config: Config) -> int:
+    """Print the map of columns, and convert."""
+    section = config.convert
+    if section.source is None:
+        raise ConfigError("Which dataset is to be converted? Write: robopolicy convert SOURCE TARGET")
+    sources = [section.source, *section.merge]
+    if section.target is not None:
+        require_target(section.target, sources, config.run.overwrite)
+    with Conversion(sources, section, section.format) as conversion:
+        found = conversion.table
+        print_table(f"{section.source} ({conversion.title})", ["key", "holds", "becomes"], found)
+        for note in conversion.notes:
+            output.print(f"Note: {note}", markup=False)
+        figures = {
+            "format": conversion.title,
+            "columns": {key: becomes for key, _, becomes in found},
+            "fps": conversion.fps,
+            "episodes": len(conversion.chosen),
+        }
+        if section.target is None:
+            output.print(
+                f"{len(conversion.chosen)} episodes, {conversion.fps:g} steps per second. Nothing is written without "
+                "TARGET."
+            )
+            publish(config, figures)
+            return 0
+        episodes, steps = conversion.write(section.target)
+    publish(config, figures | {"steps": steps, "dataset": str(section.target)})
+    output.print(f"Converted {episodes} episodes, {steps} steps -> {section.target}", markup=False)
+    output.print(f"Examine it: robopolicy doctor {_quoted(section.target)} world=demonstrations", markup=False)
+    return 0
+
+
+def _quoted(path: Path) -> str:
+    import shlex
+
+    return shlex.quote(str(path))
