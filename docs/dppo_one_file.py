@@ -1,11 +1,11 @@
 """DPPO in one file: fine-tune a diffusion policy with PPO inside its denoising chain, on Push-T, in plain PyTorch.
 
-    python docs/dppo_one_file.py            # about 10 minutes on two CPU cores; prints success before and after
+    python docs/dppo_one_file.py    # 6 minutes of one CPU core: 59.5 to 99.5 % of 200 episodes (seed 0)
 
 Method: Ren et al. 2024, "Diffusion Policy Policy Optimization", arXiv:2409.00588. A diffusion policy makes an action
-chunk by K denoising steps. Each step draws from a Gaussian, so each step has a log-probability, and the chain is a small
-Markov decision process inside every decision of the robot. PPO's ratio is taken per denoising step; the advantage is
-that of the decision, discounted towards the noisy end of the chain.
+chunk by K denoising steps. Each step draws from a Gaussian, so each step has a log-probability, and the chain is a
+small Markov decision process inside every decision of the robot. PPO's ratio is taken per denoising step; the advantage
+is that of the decision, discounted towards the noisy end of the chain.
 
 The robopolicy package is used for the simulator alone. `tests/docs/test_dppo_one_file.py` holds the loss, its gradient
 and the advantages below to those of the package's trainer.
@@ -14,6 +14,7 @@ Axes: B parallel environments, T decisions, K denoising steps, C control steps o
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -92,7 +93,7 @@ class DiffusionPolicy(nn.Module):
 
     @torch.no_grad()
     def sample(self, observation: Tensor, *, explore: bool) -> Tensor:
-        """Return the chain [B, K+1, C, A]; its last entry is the chunk. Without exploration steps are DDIM's (eta = 0)."""
+        """Return the chain [B, K+1, C, A], whose last entry is the chunk; explore: DDPM's noise, else DDIM's none."""
         x = torch.randn(len(observation), *self.shape)
         chain = [x]
         for k in range(self.settings.denoising_steps):
@@ -140,7 +141,7 @@ class DiffusionPolicy(nn.Module):
 def cosine_alphas(steps: int) -> Tensor:
     """Return the products of 1 - beta [steps] of the cosine schedule (Nichol and Dhariwal 2021, equation 17)."""
     signal = [math.cos((step / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for step in range(steps + 1)]
-    betas = [min(1 - after / before, 0.999) for before, after in zip(signal, signal[1:], strict=False)]
+    betas = [min(1 - after / before, 0.999) for before, after in pairwise(signal)]
     return torch.cumprod(1 - torch.tensor(betas), 0)
 
 

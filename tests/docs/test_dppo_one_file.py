@@ -133,7 +133,7 @@ def test_the_advantages_are_the_trainers(one_file):
 
 
 def test_the_schedule_is_the_packages(one_file, pair):
-    _, policy, mine, settings = pair
+    _, policy, mine, _ = pair
     assert torch.allclose(mine.alphas, policy.schedule.alphas, atol=1e-6)
     table = policy.schedule.table
     x = torch.randn(STEPS, 8, policy.action.size)
