@@ -152,7 +152,7 @@ def write_push_t(path: Path, *, version: int = 2, keypoints: bool = True, ends: 
     return path
 
 
-def write_minari(folder: Path, *, goal: bool = True) -> Path:
+def write_minari(folder: Path) -> Path:
     import h5py
 
     (folder / "data").mkdir(parents=True)
@@ -160,12 +160,10 @@ def write_minari(folder: Path, *, goal: bool = True) -> Path:
         for number, each in enumerate(recorded()):
             group = file.create_group(f"episode_{number}")
             group.attrs["id"], group.attrs["seed"], group.attrs["total_steps"] = number, 40 + number, len(each.action)
-            if goal:
-                group["observations/observation"] = each.state
-                group["observations/desired_goal"] = each.state[:, :2]
-                group["observations/achieved_goal"] = each.state[:, 2:4]
-            else:
-                group["observations"] = each.state
+            _write_camera(group.create_group("observations"), "pixels", each.image, "ragged")  # as Minari 0.5.4 does
+            group["observations/observation"] = each.state
+            group["observations/desired_goal"] = each.state[:, :2]
+            group["observations/achieved_goal"] = each.state[:, 2:4]
             group["actions"], group["rewards"] = each.action, each.reward
             group["terminations"] = np.arange(len(each.action)) == (len(each.action) - 1 if number else -1)
             group["truncations"] = np.zeros(len(each.action), bool)

@@ -1,5 +1,6 @@
 """Loads the policies of checkpoints, to act or to learn, as a world shows it to them, and says on which device."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -10,7 +11,7 @@ from robopolicy.configuration import Config
 from robopolicy.configuration.sections.act import AUTO, InferenceSection
 from robopolicy.configuration.sections.run import RunSection
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import CheckpointError, ConfigError, DataError
 from robopolicy.core.machine import limit_threads
 from robopolicy.core.origin import remember_folder
 from robopolicy.core.policy import Policy, Trainable, require_trainable
@@ -19,6 +20,8 @@ from robopolicy.core.registry import is_dotted
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.structured import narrowed
 from robopolicy.core.world import World
+from robopolicy.data.formats.format import what_it_is
+from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.inference.configuration import SYNCHRONOUS, InferenceConfig
 from robopolicy.inference.engine import with_engine
 from robopolicy.inference.plan import load_plan
@@ -56,9 +59,28 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
             f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
             f"policy.kind={folder}, a controller records with collect.controller={folder}."
         )
-    policy = load_with_encoder(folder, device)
+    try:
+        policy = load_with_encoder(folder, device)
+    except CheckpointError as error:
+        if said := data_instead(Path(folder)):
+            raise CheckpointError(said) from error
+        raise
     remember_folder(policy, folder)
     return policy
+
+
+def data_instead(path: Path) -> str:
+    """Return a sentence where `path` holds recorded data and no checkpoint, "" for anything else."""
+    if not path.exists() or (path / "config.json").is_file():
+        return ""
+    said = f"{path} holds recorded data, and the checkpoint of a policy is needed here."
+    if is_dataset(path):
+        return f"{said} Train one on it: robopolicy train {shlex.quote(str(path))}"
+    try:
+        other = what_it_is(path)
+    except DataError as error:
+        return str(error)
+    return f"{said} {other}" if other else ""
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:

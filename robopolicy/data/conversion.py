@@ -60,8 +60,8 @@ class _Opened:
 class Conversion:
     """Sources that are open, and the episodes of them that are chosen. A context: `with Conversion(...) as found`.
 
-    Raises ConfigError and DataError with one sentence where a source is damaged or unknown, sources do not fit
-    together, or nobody says at what rate they were recorded.
+    fps: control steps per second, None where nobody says. Raises ConfigError and DataError with one sentence where a
+    source is damaged or unknown, or sources do not fit together.
     """
 
     def __init__(self, paths: Sequence[Path], config: ConvertConfig, kind: str = ""):
@@ -82,10 +82,26 @@ class Conversion:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._stack.close()
 
+    def require_rate(self) -> float:
+        """Return the control steps per second; raises ConfigError where nobody says them."""
+        if self.fps is None:
+            source = self.opened[0].source
+            raise ConfigError(
+                f"{source.path} does not say how many control steps a second has: add convert.fps={source.usual_fps:g}"
+                ", or the rate at which it was recorded."
+            )
+        return self.fps
+
     @property
     def notes(self) -> list[str]:
         """What the user should read, a sentence each."""
-        return list(dict.fromkeys(note for each in self.opened for note in each.source.notes))
+        found = [note for each in self.opened for note in each.source.notes]
+        actions = [each.source.columns[part.key].dtype for each in self.opened for part in each.columns[ACTION]]
+        if any(dtype.startswith(("int", "uint", "bool")) for dtype in actions):
+            found.append(
+                "Actions are whole numbers, and are learned as any other numbers: policies here are continuous."
+            )
+        return list(dict.fromkeys(found))
 
     @property
     def title(self) -> str:
@@ -103,6 +119,7 @@ class Conversion:
 
         Raises DataError where files do not hold what they promise, StorageError where `target` cannot be written.
         """
+        self.require_rate()
         self._check()
         recover_folder(target)
         if target.parent.is_dir():
@@ -139,29 +156,26 @@ class Conversion:
             scale = 1.0
             if column.dtype.startswith("float"):
                 samples = sorted({0, len(source.lengths) // 2, len(source.lengths) - 1})
-                scale = scale_of([source.read(episode, [part.key])[part.key] for episode in samples])
+                read = [source.read(episode, [part.key])[part.key] for episode in samples]
+                scale = scale_of(read, f"{source.path}: '{part.key}'")
             axes = layout(column.shape, column.dtype) or "hwc"  # encoded pictures are decoded so
             found[part.key] = Pictures(
                 axes, scale, column.upside_down != (name in self.config.flip), name in self.config.bgr
             )
         return found
 
-    def _rate(self) -> float:
+    def _rate(self) -> float | None:
+        """Return the control steps per second that are set, or that all sources say; None where one does not say."""
         if self.config.fps is not None:
             return self.config.fps
         rates = {each.source.fps: each.source for each in self.opened}
-        if None in rates:
-            source = rates[None]
-            raise ConfigError(
-                f"{source.path} does not say how many control steps a second has: add "
-                f"convert.fps={source.usual_fps:g}, or the rate at which it was recorded."
-            )
         if len(rates) > 1:
-            said = ", ".join(f"{source.path} {rate:g}" for rate, source in rates.items())
+            said = ", ".join(f"{source.path} {rate or 'does not say'}" for rate, source in rates.items())
             raise DataError(
-                f"The sources were recorded at different rates (steps per second: {said}): convert them apart."
+                f"The sources were recorded at different rates (steps per second: {said}): convert them apart, or set "
+                "convert.fps if they are the same."
             )
-        return float(next(iter(rates)) or 0)
+        return next(iter(rates))
 
     def _require_alike(self) -> None:
         """Raise DataError unless all sources give the same columns, in the same shapes."""
@@ -293,7 +307,7 @@ class Conversion:
         return Episodes(
             observation_fields={name: field for name, field in fields.items() if name.startswith("observation.")},
             action_field=fields[ACTION],
-            fps=self.fps,
+            fps=self.require_rate(),
             observation={
                 name: torch.from_numpy(np.concatenate([each["observation"][name] for each in waiting]))
                 for name in waiting[0]["observation"]

@@ -44,10 +44,8 @@ def run(config: Config) -> int:
             "episodes": len(conversion.chosen),
         }
         if section.target is None:
-            output.print(
-                f"{len(conversion.chosen)} episodes, {conversion.fps:g} steps per second. Nothing is written without "
-                "TARGET."
-            )
+            rate = f"{conversion.fps:g} steps per second" if conversion.fps else "their rate is not said (convert.fps)"
+            output.print(f"{len(conversion.chosen)} episodes, {rate}. Nothing is written without TARGET.")
             publish(config, figures)
             return 0
         episodes, steps = conversion.write(section.target)

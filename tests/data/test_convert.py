@@ -155,6 +155,7 @@ def test_minari(tmp_path, place):
     assert np.array_equal(episodes.step_success.numpy(), np.concatenate([e.success for e in recorded()]))
     assert episodes.terminated.tolist() == [False, True, True] and episodes.seeds.tolist() == [40, 41, 42]
     assert episodes.final_known.all()
+    same_pictures(episodes, TOP.format("image"), 14)  # JPEG files, in a video
 
 
 @pytest.mark.parametrize(("version", "images"), [("v2.0", "video"), ("v2.1", "video"), ("v2.1", "image")])

@@ -73,7 +73,7 @@ def old(folder, version):
 @pytest.mark.parametrize("version", ["v2.0", "v2.1"])
 def test_the_command_for_an_older_dataset_converts_it(tmp_path, version):
     folder = old(tmp_path / "my data", version)
-    with pytest.raises(DataError, match=r"another format: LeRobotDataset v2\. Convert it first") as caught:
+    with pytest.raises(DataError, match=r"another format, LeRobotDataset v2\. Convert it: ") as caught:
         read_dataset(folder)
     assert main(shlex.split(str(caught.value).partition("robopolicy ")[2])) == 0
     episodes = read_dataset(tmp_path / "my data_v3")

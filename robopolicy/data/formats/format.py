@@ -124,8 +124,8 @@ def what_it_is(path: Path) -> str:
     if found is None:
         return ""
     with reading(path), found.open(path) as source:
-        text = f"{path} is a dataset of another format: {found.title}. Convert it first: {command(path, source)}"
-        return text if source.fps else f"{text} (convert.fps is the rate that it was recorded at)"
+        rate = "" if source.fps else " (convert.fps: the rate at which it was recorded)"
+        return f"{path} is a dataset of another format, {found.title}. Convert it{rate}: {command(path, source)}"
 
 
 def command(path: Path, source: Source | None = None) -> str:

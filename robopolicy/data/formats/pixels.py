@@ -15,6 +15,8 @@ LARGEST_SIDE = 2**14
 """Pixels along a side of an encoded picture that is decoded."""
 SMALLEST_SIDE = 8
 """Pixels: an array with a smaller side is no picture."""
+DARKEST = 8.0
+"""The brightest pixel, of 255, that pictures have at least."""
 _SLACK = 1e-3
 
 Layout = Literal["hwc", "chw", "hw"]
@@ -77,13 +79,18 @@ class Pictures:
         return np.clip(np.rint(values * self.scale), 0, 255).astype(np.uint8)
 
 
-def scale_of(samples: Sequence[np.ndarray]) -> float:
+def scale_of(samples: Sequence[np.ndarray], what: str) -> float:
     """Return by what pixels of float are multiplied: 255 where all samples lie between 0 and 1, else 1.
 
-    samples: each [L, *row].
+    samples: each [L, *row]. Raises DataError, which names `what`, where they go so little beyond 1 that they are
+    neither.
     """
-    floats = [each for each in samples if each.dtype != np.uint8 and each.size]
-    return 255.0 if floats and max(float(each.max()) for each in floats) <= 1 + _SLACK else 1.0
+    high = max((float(each.max()) for each in samples if each.size), default=0.0)
+    if 1 + _SLACK < high < DARKEST:
+        raise DataError(
+            f"{what} holds pixels up to {high:g}, which are neither from 0 to 1 nor from 0 to 255: write them as uint8."
+        )
+    return 255.0 if high <= 1 + _SLACK else 1.0
 
 
 def decoded(data: bytes, path: Path, what: str) -> np.ndarray:
