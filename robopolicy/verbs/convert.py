@@ -19,7 +19,7 @@ from robopolicy.verbs.verb import Verb
 VERB = Verb(
     summary="Convert robomimic, ALOHA, zarr, Minari, npz or LeRobot v2 data to a LeRobotDataset v3",
     sections=("run", "convert"),
-    example="robopolicy convert demo.hdf5 data/demo",
+    example="robopolicy convert lift.hdf5 data/lift",
     targets=("convert.source", "convert.target"),
 )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.registry import Registry
 from robopolicy.core.storage import reading
 
@@ -123,9 +123,13 @@ def what_it_is(path: Path) -> str:
         return f"{path}: {error} Then convert it: {command(path)}"
     if found is None:
         return ""
-    with reading(path), found.open(path) as source:
-        rate = "" if source.fps else " (convert.fps: the rate at which it was recorded)"
-        return f"{path} is a dataset of another format, {found.title}. Convert it{rate}: {command(path, source)}"
+    said = f"{path} is a dataset of another format, {found.title}"
+    try:
+        with reading(path), found.open(path) as source:
+            rate = "" if source.fps else " (convert.fps: the rate at which it was recorded)"
+            return f"{said}. Convert it{rate}: {command(path, source)}"
+    except DataError as error:
+        raise DataError(f"{said}, and cannot be converted as it is: {error}") from error
 
 
 def command(path: Path, source: Source | None = None) -> str:
