@@ -8,6 +8,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -152,7 +153,7 @@ def _in_origin(verb: Verb, config: "Config") -> "Config":
 def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -> None:
     """Say which settings `name` was given and does not read; no warning, for scripts may give all verbs the same."""
     keys = [setting.partition("=")[0].lstrip("+~") for setting in given]
-    others = vars(config).keys() - set(verb.sections)
+    others = {item.name for item in fields(config)} - set(verb.sections)
     unread = [key for key in keys if "." in key and key.partition(".")[0] in others and key not in NAMING]
     if unread:
         text = f"'{name}' does not read {', '.join(unread)}: it reads {', '.join(verb.sections)}."

@@ -100,10 +100,10 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     if written.exists() and _has_begun(path):
         way_out = _way_out(config, verb, path)
         try:  # what an older version had no setting for is at its default
-            earlier = to_plain(from_plain(Config, read_yaml(written)))
+            earlier = from_plain(Config, read_yaml(written))
         except ConfigError as error:
             raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
-        old, new = ({name: plain[name] for name in sections} for plain in (earlier, to_plain(config)))
+        old, new = ({name: to_plain(getattr(each, name)) for name in sections} for each in (earlier, config))
         changed = _differences(_with_default_size(old, new), new)
         if changed:
             raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")

@@ -60,15 +60,15 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
             raise ConfigError(
                 f"{where} comes from {_described(origin)}, {path} from {_described(other)}: name one, world=NAME."
             )
-    return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+    return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
 
 
 def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config:
     """Return `config` in the world of the one thing in `known`, in a world named "" without one that is trusted."""
     for where, origin in known.items():
         with suppress(CheckpointError):
-            return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
-    return dataclasses.replace(config, world=dataclasses.replace(config.world, name=""))
+            return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
+    return config.replaced(world=dataclasses.replace(config.world, name=""))
 
 
 def _as_served(config: Config) -> Config:
@@ -85,13 +85,13 @@ def _as_served(config: Config) -> Config:
     if origin is None:
         _say_assumed(where, config)
         return config
-    return dataclasses.replace(config, world=in_world(config.world, origin, where, config.run.plugins))
+    return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
 
 
 def _in_recordings(config: Config, data: Path) -> Config:
     """Return `config` with the recorded episodes of `data` as its world, and say so."""
     _say_unknown(data, "where one is needed, its own episodes are followed (world=demonstrations). Name another")
-    return dataclasses.replace(config, world=dataclasses.replace(config.world, name=DEMONSTRATIONS, data=data))
+    return config.replaced(world=dataclasses.replace(config.world, name=DEMONSTRATIONS, data=data))
 
 
 def _say_assumed(where: object, config: Config) -> None:

@@ -66,13 +66,7 @@ def compose(
     act in. sections: those that are read, in which an unknown key is looked for as well. Raises ConfigError naming the
     key.
     """
-    defaults = to_plain(Config())
-    for path, section in _tagged_sections():
-        node = _at(defaults, path)
-        kept = () if section.beside else [key for key in node if key != "config"]
-        _at(defaults, path[:-1])[path[-1]] = {"kind": section.kind, **{key: node[key] for key in kept}}
-    store = ConfigStore.instance()
-    prepared = [_prepare(override, defaults, store, sections) for override in overrides]
+    prepared = [_prepare(override, sections) for override in overrides]
     composed = _hydra(prepared)
     for path, section in _tagged_sections():
         _leave_out_other_kinds(composed, path, section, prepared)
@@ -86,8 +80,7 @@ def compose(
 
 def to_yaml(config: Config, sections: tuple[str, ...]) -> str:
     """Return the given sections as YAML, as saved in a run folder."""
-    plain = to_plain(config)
-    return OmegaConf.to_yaml(OmegaConf.create({name: plain[name] for name in sections}))
+    return OmegaConf.to_yaml(OmegaConf.create({name: to_plain(getattr(config, name)) for name in sections}))
 
 
 def groups() -> dict[str, list[str]]:
@@ -180,13 +173,24 @@ def _leave_out_other_kinds(
             node.pop(key, None)
 
 
-def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sections: Sequence[str]) -> str:
+def _defaults(section: str) -> Any:
+    """Return the plain defaults of a section; where something of several kinds is, only which kind."""
+    found = {section: to_plain(getattr(Config(), section))}
+    for path, kind in _tagged_sections():
+        if path[0] == section:
+            node = _at(found, path)
+            kept = {} if kind.beside else {key: node[key] for key in node if key != "config"}
+            _at(found, path[:-1])[path[-1]] = {**kept, "kind": kind.kind}
+    return found[section]
+
+
+def _prepare(override: str, sections: Sequence[str]) -> str:
     key, _, value = override.partition("=")
     key = key.lstrip("+")
     if key == "world" and not value.endswith((".yaml", ".yml")):
         return _named_world(value)
     if key in GROUPS:
-        return f"{key}={_group_option(key, value, store)}"
+        return f"{key}={_group_option(key, value)}"
     _require_each_key_once(key, value)
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
@@ -198,12 +202,14 @@ def _prepare(override: str, defaults: Mapping[str, Any], store: ConfigStore, sec
             return f"++{key}.kind={value}"
         if parts[: len(inside)] == inside and len(parts) > len(inside):
             return f"++{key}={value}"  # which keys there are depends on the kind, known once all is composed
-    node: Any = defaults
+    node: Any = dict.fromkeys(item.name for item in dataclasses.fields(Config))
+    if parts[0] in node:
+        node[parts[0]] = _defaults(parts[0])
     for depth, part in enumerate(parts):
         if not isinstance(node, Mapping) or (part not in node and not _is_open(parts[:depth])):
             place = ".".join(parts[:depth])
             known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
-            meant = _elsewhere(parts, defaults, sections) or did_you_mean(key, known)
+            meant = _elsewhere(parts, sections) or did_you_mean(key, known)
             raise ConfigError(f"Unknown configuration key '{key}'.{meant}")
         node = node.get(part, {})
     if isinstance(node, str) and re.fullmatch(r"[\w.+-]+", value):
@@ -228,12 +234,14 @@ def _require_each_key_once(key: str, value: str) -> None:
             nodes += [each for _, each in node.value]
 
 
-def _elsewhere(parts: tuple[str, ...], defaults: Mapping[str, Any], sections: Sequence[str]) -> str:
+def _elsewhere(parts: tuple[str, ...], sections: Sequence[str]) -> str:
     """Return " Did you mean 'x'?" for the setting of the same last name nearest to the key: its own section's first."""
     if len(parts) < 2:
         return ""
+    known = {item.name for item in dataclasses.fields(Config)}
     for section in dict.fromkeys((parts[0], *sections)):
-        for path in sorted(_leaves(defaults.get(section), (section,)), key=len):
+        tree = _defaults(section) if section in known else None
+        for path in sorted(_leaves(tree, (section,)), key=len):
             if path[-1] == parts[-1]:
                 return f" Did you mean '{'.'.join(path)}'?"
     return ""
@@ -274,7 +282,7 @@ def _is_open(path: tuple[str, ...]) -> bool:
     return not dataclasses.is_dataclass(kind)
 
 
-def _group_option(group: str, value: str, store: ConfigStore) -> str:
+def _group_option(group: str, value: str) -> str:
     if not value.endswith((".yaml", ".yml")):
         known = groups()[group]
         if value not in known:
@@ -286,7 +294,7 @@ def _group_option(group: str, value: str, store: ConfigStore) -> str:
     if not path.is_file():
         raise ConfigError(f"{group}={value}: there is no such file.")
     package = "_global_" if group == "recipe" else group
-    store.store(group=group, name=path.stem, package=package, node=read_yaml(path))
+    ConfigStore.instance().store(group=group, name=path.stem, package=package, node=read_yaml(path))
     return path.stem
 
 

@@ -1,7 +1,8 @@
 """The one configuration of every verb: all sections, of which a verb reads its own."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from robopolicy.configuration.sections.act import DeploySection, EvaluateSection, InferenceSection, OptimizeSection
 from robopolicy.configuration.sections.learn import (
@@ -34,9 +35,9 @@ from robopolicy.configuration.sections.worldmodel import ImagineSection, PlanSec
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Config:
-    """Every section; a verb reads its own."""
+    """Every section; a verb reads its own. What is not given is at its defaults, and built when it is first read."""
 
     run: RunSection = field(default_factory=RunSection)
     world: WorldSection = field(default_factory=WorldSection)
@@ -70,3 +71,19 @@ class Config:
     demo: DemoSection = field(default_factory=DemoSection)
     check: CheckSection = field(default_factory=CheckSection)
     json: Path | None = None
+
+    def __init__(self, **sections: Any):
+        if unknown := sections.keys() - {item.name for item in fields(Config)}:
+            raise TypeError(f"There are no sections {sorted(unknown)}.")
+        vars(self).update(sections)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the section `name`, which was not given, at its defaults; AttributeError where there is none."""
+        item = next((item for item in fields(Config) if item.name == name), None)
+        if item is None or item.default_factory is MISSING:
+            raise AttributeError(f"There is no section '{name}'.")
+        return vars(self).setdefault(name, item.default_factory())
+
+    def replaced(self, **sections: Any) -> "Config":
+        """Return this with other sections."""
+        return Config(**{**vars(self), **sections})
