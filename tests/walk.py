@@ -111,7 +111,7 @@ def walk(command: list[str], until: str = "policy_loss") -> Walk:
 
 
 def report(found: Walk) -> str:
-    """Return the files in order, with jumps to them and the functions that are entered, and the counts of every part."""
+    """Return the files in order, with the jumps to them and the functions entered, and the counts of every part."""
     times = Counter(file for _, file, _ in filter(None, dict.fromkeys(found.jumps)))
     lines = [
         f"{place:4d} {times[file]:4d} jumps  {file}: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}"
