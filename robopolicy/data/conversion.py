@@ -38,8 +38,8 @@ from robopolicy.data.formats.pixels import Pictures, layout, scale_of
 from robopolicy.data.lerobot_format import write_parts
 from robopolicy.data.lerobot_reading import is_dataset
 
-AT_ONCE = 2**28
-"""Bytes of episodes that are written together: what a conversion holds of them in memory, beside one more episode."""
+AT_ONCE = 2**27
+"""Bytes of episodes that are written together; in memory they stand twice while they are joined."""
 
 
 @dataclass(frozen=True)

@@ -272,6 +272,10 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(lerobot_format, "write_tables", interrupted)
     assert convert(source, tmp_path / "out", "convert.fps=20") == 130
     assert written and sorted(item.name for item in tmp_path.iterdir()) == ["toy"]
+    monkeypatch.undo()
+    (tmp_path / ".out.robopolicy-0123abcd.tmp" / "data").mkdir(parents=True)  # of one that was killed
+    assert convert(source, tmp_path / "out", "convert.fps=20") == 0
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["out", "toy"]
 
 
 def test_a_second_conversion_replaces_only_when_asked(tmp_path, capsys):

@@ -67,6 +67,8 @@ class _OlderSource(Source):
         self.numbers = [row["episode_index"] for row in rows]
         self.lengths = tuple(row["length"] for row in rows)
         self.tasks = tuple(row["task"] for row in rows)
+        if several := sum(row["tasks"] > 1 for row in rows):
+            self.notes = (f"{several} of {len(rows)} episodes change their task on the way: their first is kept.",)
         self.features: Mapping[str, Any] = self.information["features"]
         found = {key: _column(path, key, feature) for key, feature in self.features.items() if key not in _OWN}
         self.columns = {key: column for key, column in found.items() if column is not None}
@@ -156,7 +158,9 @@ def _episodes(path: Path, information: Mapping[str, Any]) -> list[dict[str, Any]
         if not (isinstance(number, int) and isinstance(length, int) and number >= 0 and length >= 1):
             raise DataError(f"{path}/meta/episodes.jsonl: episode {number} has length {length}.")
         texts = [str(text) for text in tasks] if isinstance(tasks, list) else []
-        found.append({"episode_index": number, "length": length, "task": texts[0] if texts else ""})
+        found.append(
+            {"episode_index": number, "length": length, "task": texts[0] if texts else "", "tasks": len(texts)}
+        )
     return sorted(found, key=lambda row: row["episode_index"])
 
 
