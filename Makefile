@@ -15,7 +15,7 @@ demo: $(VENV)/.core  ## collect, train, fine-tune, judge, serve and drive; ends 
 test: $(VENV)/.dev lint  ## style, floors, types, and every test that is done in a moment
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow and not long" $(ARGS)
 
-check: $(VENV)/.dev lint  ## every test but the learning runs: before a change is handed in
+check: $(VENV)/.dev $(VENV)/.docs lint  ## every test but the learning runs: before a change is handed in
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 slow: $(VENV)/.dev  ## the learning runs that take minutes

@@ -8,7 +8,8 @@ from sphinx.application import Sphinx
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from generated import docstring_as_rst, write_reference  # noqa: E402  beside this file
+import results_table  # noqa: E402  beside this file
+from generated import docstring_as_rst, with_links, write_reference  # noqa: E402  beside this file
 
 from robopolicy import __version__  # noqa: E402
 
@@ -32,6 +33,14 @@ linkcheck_ignore = [r"http://(127\.0\.0\.1|localhost).*"]
 
 
 def setup(app: Sphinx) -> None:
-    """Write the reference from the code first, and read docstrings as the plain text that they are."""
+    """Write pages from code and figures first; adapt links to files, and docstrings, which are plain text."""
+    results_table.write()
     app.connect("builder-inited", lambda app: write_reference(Path(app.srcdir) / "reference"))
+    app.connect("source-read", adapt_links)
     app.connect("autodoc-process-docstring", docstring_as_rst)
+
+
+def adapt_links(app: Sphinx, page: str, source: list[str]) -> None:
+    """Lead links to files of the repository to pages of the documentation, as far as there is one."""
+    folder = (Path(app.srcdir) / page).parent
+    source[0] = with_links(source[0], folder, folder)

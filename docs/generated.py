@@ -1,9 +1,10 @@
-"""Reference pages that are written from the code at every build: verbs, settings, algorithms, papers."""
+"""Pages that are written from the code at every build: commands, settings, algorithms, long tables of results."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from results_table import RESULTS, ROOT, table
 
 from robopolicy.configuration import compose, described
 from robopolicy.rl.configuration import AlgorithmConfig
@@ -26,6 +27,8 @@ API = {
 def write_reference(folder: Path) -> None:
     """Write every generated page below `folder`; a page that has not changed is left alone, for faster rebuilds."""
     pages = {"verbs.md": verbs(), "settings.md": settings(), "algorithms.md": algorithms(), "api.md": api()}
+    pages["results_tables.md"] = results_tables(folder)
+    folder.mkdir(exist_ok=True)
     for name, text in pages.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:
@@ -98,12 +101,35 @@ def api() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table; bars inside cells are escaped."""
-    names = list(head)
-    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
-    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    return "\n".join(lines)
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|#|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
+"""A link to a file: its text, its path and its anchor; pictures are none."""
+
+
+def results_tables(folder: Path) -> str:
+    """Return the page of long tables below `folder`: what a reader of results needs of the benchmarks' README."""
+    title, *sections = re.split(r"^(?=## )", RESULTS.read_text(), flags=re.MULTILINE)
+    kept = [part for part in sections if not part.startswith(("## A benchmark of your own", "## A claim of yours"))]
+    contents = re.sub(r"^# .*$", "# Tables of results", title, flags=re.MULTILINE)
+    text = re.sub(r"\]\((?:\.\./)+assets/", "](../../assets/", "".join((contents, *kept)))
+    return with_links(text, RESULTS.parent, folder)
+
+
+def with_links(text: str, source: Path, folder: Path) -> str:
+    """Return a page of folder `source` for the documentation's folder `folder`: what is no page of it is only named.
+
+    Links in the repository lead to files, so that they work where it is browsed; the built pages have no such files.
+    """
+
+    def linked(match: re.Match[str]) -> str:
+        words, path, anchor = match[1], (source / match[2]).resolve(), match[3] or ""
+        if path == RESULTS:
+            path = ROOT / "docs" / "reference" / "results_tables.md"
+        if path.is_relative_to(ROOT / "docs") and path.suffix == ".md":
+            return f"[{words}]({path.relative_to(folder, walk_up=True)}{anchor})"
+        name = f"`{path.relative_to(ROOT)}`"
+        return name if name.strip("`").endswith(words.strip("`")) else f"{words} ({name})"
+
+    return LINK.sub(linked, text)
 
 
 def docstring_as_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

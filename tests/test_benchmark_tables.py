@@ -93,9 +93,9 @@ def test_every_plot_is_drawn_from_the_figures_and_every_picture_is_shown():
     assert {"imagination", "ranking"} <= set(drawn)
     for name in drawn:
         assert tables.picture_of(name).read_text().endswith(tables.drawn_of(name)), "run: robopolicy bench tables"
-    text = "".join(path.read_text() for path in (*tables.READMES, ROOT / "sims" / "README.md"))
+    text = "".join(path.read_text() for path in (*tables.READMES, *ROOT.glob("docs/guides/*.md")))
     for path in resource("assets", "pictures").iterdir():
-        assert f"assets/pictures/{path.name})" in text, f"no README shows {path.name}"
+        assert f"assets/pictures/{path.name})" in text, f"no page shows {path.name}"
 
 
 def test_plots_follow_their_figures_and_are_the_same_file_again(tmp_path, monkeypatch):

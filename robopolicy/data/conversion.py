@@ -365,5 +365,5 @@ def _unknown(path: Path) -> str:
         )
     return (
         f"{path} is of no format that is known ({', '.join(FORMATS.names())}). Write its arrays as .npz "
-        "(robopolicy/data/README.md has the names), or add a format: convert.format=package.module:Class."
+        "(docs/guides/recorded_data.md has the names), or add a format: convert.format=package.module:Class."
     )

@@ -15,7 +15,7 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.spec import IMAGE_PREFIX, STATE
 from robopolicy.data.lerobot_reading import read_dataset, read_information
 
-PAGE = Path(__file__).parents[2] / "robopolicy" / "data" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "recorded_data.md"
 
 
 def test_the_page_converts_an_npz_file(tmp_path, monkeypatch):

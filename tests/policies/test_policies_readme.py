@@ -1,20 +1,20 @@
-"""The policy of the policies' README keeps every promise, is found by its dotted path, saved and loaded."""
+"""The policy of the guide keeps every promise, is found by its dotted path, saved and loaded."""
 
 import re
 from pathlib import Path
 
-import robopolicy
 from robopolicy.core.registry import ask_for
 from robopolicy.core.spec import STATE, Field
 from robopolicy.policies import load_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.testing.policy import Level, check_policy
 
-README = Path(robopolicy.__file__).parent / "policies" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "extend.md"
 
 
-def test_the_policy_of_the_readme_can_be_fine_tuned(tmp_path, monkeypatch):
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_policy_of_the_guide_can_be_fine_tuned(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "class MyPolicy" in block]
     (tmp_path / "readme_policy.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     ask_for(["readme_policy"])

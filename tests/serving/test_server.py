@@ -19,7 +19,6 @@ import websockets.sync.client
 from served_policies import FRONT, KEEPALIVE, KEY, PLAIN, Echo, run_serve, run_servers
 from websockets.exceptions import ConnectionClosedError
 
-import robopolicy.serving
 from robopolicy.core.errors import ConfigError, ServingError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.client import PolicyClient
@@ -294,9 +293,11 @@ def test_taken_port_and_open_address_are_refused(ports):
         serve(Echo(), ServerSettings(host="0.0.0.0", port=0))
 
 
-def test_the_driver_of_the_readme_drives(ports, capsys):
-    text = (Path(robopolicy.serving.__file__).parent / "README.md").read_text()
+def test_the_driver_of_the_tutorial_drives(ports, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "tutorials" / "serve.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code, removed = re.subn(r"^class Robot:.*?^robot = Robot\(\)$", "", code, flags=re.DOTALL | re.MULTILINE)
+    assert removed == 1
 
     class Robot:
         sent: list[np.ndarray] = []  # noqa: RUF012
