@@ -22,6 +22,8 @@ from robopolicy.training.experience import with_executed
 from robopolicy.training.update import Learner
 from sims.registry import make_world
 
+pytestmark = pytest.mark.long
+
 PATH = Path(__file__).parents[2] / "docs" / "dppo_one_file.py"
 STEPS, BASE, CLEANEST, GAMMA = 5, 0.02, 0.1, 0.85
 

@@ -17,7 +17,7 @@ from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_polic
 from sims.registry import make_world
 from sims.tasks import reach_planar
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 EPISODES, JUDGED = 300, 200
 

@@ -153,11 +153,11 @@ def test_memory_of_a_connection_is_bounded_and_is_given_back():
                 connection.send(honest())
                 assert unpack(connection.recv(timeout=20))["actions"].shape == (4, 1)
             per["one session"] = (memory(process) - empty) / count
-            for connection in connections[:4]:
+            for connection in connections[:3]:  # of the 768 sessions that one address may have
                 for index in range(200):
                     connection.send(honest(**{SESSION: f"{index:0128d}"}))
                     connection.recv(timeout=20)
-            per["200 sessions"] = (memory(process) - empty) / 4
+            per["200 sessions"] = (memory(process) - empty) / 3
         time.sleep(1.0)
         per["after closing, all together"] = memory(process) - empty
         with ExitStack() as stack:
