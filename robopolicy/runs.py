@@ -111,7 +111,23 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
             _say_other_ground(folder, config.run.threads)
     else:
         folder.describe(text, config.run.seed, config.run.threads)
+    _follow(folder, config, verb, sections)
     return folder
+
+
+def _follow(folder: RunFolder, config: Config, verb: str, sections: Sequence[str]) -> None:
+    """Attach the tracker that run.tracker names, unless the run has ended. Raises ConfigError if it cannot be made."""
+    if not config.run.tracker or (folder.path / RESULT).exists():
+        return
+    from robopolicy.evaluation.trackers import TRACKERS, Following, TrackedRun, flat  # numpy and more, only if asked
+
+    plain = to_plain(config)
+    run = TrackedRun(
+        path=folder.path,
+        name=f"{verb}-{run_name(config)}-{config.run.seed}",
+        config=flat({name: plain[name] for name in sections}),
+    )
+    folder.followers.append(Following(TRACKERS.load(config.run.tracker), run, folder))
 
 
 def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> None:
@@ -152,6 +168,7 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
         for name in (RESULT, REPORT, "report.json", *FILMS):
             (folder.path / name).unlink(missing_ok=True)
     folder.describe(settings, config.run.seed, config.run.threads)
+    _follow(folder, config, verb, sections)
     return folder
 
 
@@ -214,6 +231,8 @@ def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None
     plain = json.loads(json.dumps(result))
     publish(config, plain)
     write_json(folder.path / RESULT, plain)
+    for follower in folder.followers:
+        follower.finish()
 
 
 def publish(config: Config, result: Mapping[str, Any]) -> None:

@@ -356,3 +356,12 @@ def test_ways_of_deciding(tmp_path, prefix):
     ]
     assert robopolicy("optimize", str(checkpoint), tried, "optimize.budgets=[3]", *few, root=tmp_path) == 0
     assert f"{prefix}alternating cache 3" in result(tmp_path, "optimize", "reach_planar")["ways"]
+
+
+def test_a_tracker(tmp_path):
+    settings = ["world=reach_planar", f"run.root={tmp_path}", "run.threads=1", "run.tracker=lines"]
+    assert main(["collect", *settings, "collect.episodes=8"]) == 0
+    small = "policy.width=16", "policy.depth=1", "train.fit.steps=100", "train.evaluate_episodes=0"
+    assert main(["train", *settings, *small]) == 0
+    lines = (tmp_path / "train" / "reach_planar" / "0" / "lines.txt").read_text().splitlines()
+    assert lines[0] == "train-reach_planar-0" and lines[1].startswith("100 ") and lines[-1] == "finished"

@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from robopolicy.core.storage import read_json_lines, read_object, reading, storage_errors, write_atomic, write_json
 
@@ -21,12 +21,25 @@ GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
 
 
+class Follower(Protocol):
+    """Sees each line of metrics.jsonl as it is written, such as an experiment tracker; must not raise."""
+
+    def __call__(self, record: dict[str, Any]) -> None:
+        """See one line."""
+        ...
+
+    def finish(self) -> None:
+        """Close; the run has ended."""
+        ...
+
+
 class RunFolder:
     """The folder of one run. Metrics are appended line by line, so a kill loses at most the line being written."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
         self._clock: Clock | None = None
+        self.followers: list[Follower] = []
         with storage_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 
@@ -74,6 +87,8 @@ class RunFolder:
             file.flush()
         if self._clock is not None:
             self._clock.keep()
+        for follower in self.followers:
+            follower(record)
 
     def clock(self) -> "Clock":
         """Return the clock of this run, which goes on from what a killed process had logged last."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from robopolicy.core.ranges import Count, Natural, NonNegative, Seed, Share
+from robopolicy.core.structured import REGISTRY
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class RunSection:
     """
     plugins: tuple[str, ...] = ()
     """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""
+    tracker: str = field(default="", metadata={REGISTRY: "robopolicy.evaluation.trackers:TRACKERS"})
+    """Experiment tracker that also receives the metrics and videos: tensorboard, wandb (offline unless logged in),
+    trackio, or an import path, package.module:name. Empty for none.
+    """
 
 
 WORLD_MODEL = "worldmodel"
