@@ -28,7 +28,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 html_theme, html_title = "furo", f"robopolicy {__version__}"
 html_theme_options = {"navigation_with_keys": True}
-html_static_path = ["../assets/pictures"]
+html_static_path, html_css_files = ["../assets/pictures", "static"], ["wide.css"]
 linkcheck_ignore = [r"http://(127\.0\.0\.1|localhost).*"]
 
 

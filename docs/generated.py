@@ -108,7 +108,11 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|#|mailto:)
 def results_tables(folder: Path) -> str:
     """Return the page of long tables below `folder`: what a reader of results needs of the benchmarks' README."""
     title, *sections = re.split(r"^(?=## )", RESULTS.read_text(), flags=re.MULTILINE)
-    kept = [part for part in sections if not part.startswith(("## A benchmark of your own", "## A claim of yours"))]
+    kept = [
+        part
+        for part in sections
+        if not part.startswith(("## How the tables are made", "## A benchmark of your own", "## A claim of yours"))
+    ]
     contents = re.sub(r"^# .*$", "# Tables of results", title, flags=re.MULTILINE)
     text = re.sub(r"\]\((?:\.\./)+assets/", "](../../assets/", "".join((contents, *kept)))
     return with_links(text, RESULTS.parent, folder)
