@@ -128,6 +128,8 @@ def test_the_readme_fits_a_screen_and_a_half_and_its_results_are_the_figures(mon
     results = importlib.import_module("results_table")
     text = (ROOT / "README.md").read_text()
     assert text.count("\n") <= 90
+    unlinked = [page.name for page in DOCS.glob("guides/*.md") if f"](docs/guides/{page.name})" not in text]
+    assert not unlinked, "the README links every guide"
     assert text.count("<!-- headlines -->") == 1 and results.headlines() in text, "run: python docs/results_table.py"
     assert results.PAGE.read_text() == results.page(), "run: python docs/results_table.py"
     rows = re.findall(r"^\| .*README\.md#([\w-]+)\) \|$", results.page(), re.MULTILINE)
