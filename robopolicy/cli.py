@@ -28,6 +28,7 @@ from robopolicy.core.errors import (
     is_interruption,
 )
 from robopolicy.core.registry import ask_for
+from robopolicy.core.status import ending, note
 from robopolicy.verbs.verb import VERBS, Verb, declaration
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         try:
-            return run_verb(arguments[0], arguments[1:], output)
+            with ending():
+                return run_verb(arguments[0], arguments[1:], output)
         except Exception as error:
             if is_interruption(error):
                 return _interrupted(arguments[0])
@@ -105,6 +107,7 @@ def _show(shown: set[str], message: Warning | str, category: type[Warning], *_: 
     text = str(message) if issubclass(category, RobopolicyWarning) else f"{category.__name__}: {message}"
     if text not in shown:
         shown.add(text)
+        note(text)
         Console(stderr=True, emoji=False).print(
             f"[bold yellow]Note:[/] {escape(text)}", highlight=False, soft_wrap=True
         )

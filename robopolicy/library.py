@@ -18,6 +18,7 @@ from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, R
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.registry import ask_for
+from robopolicy.core.status import ending
 from robopolicy.core.storage import read_object
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.core.world import Controller, World
@@ -126,6 +127,7 @@ def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
     sources = declaration(verb).world_from
     config = compose(list(settings), lambda config: with_origin(config, sources))
     ask_for(config.run.plugins)
-    VERBS.load(verb)(config)
+    with ending():
+        VERBS.load(verb)(config)
     folder = run_path(config, verb)
     return {**read_object(folder / RESULT), "run": str(folder)}

@@ -16,6 +16,7 @@ from rich.text import Text
 from robopolicy.configuration import Config, read_yaml, to_yaml
 from robopolicy.core.errors import CheckpointError, ConfigError, RobopolicyWarning, in_one_line
 from robopolicy.core.run import RunFolder
+from robopolicy.core.status import begin, end
 from robopolicy.core.storage import read_object, recover_folder, storage_errors, sweep, write_json
 from robopolicy.core.structured import from_plain, to_plain
 from sims.names import OURS
@@ -25,6 +26,8 @@ LONGEST_NAME = 200
 """Bytes of a run's name: file systems allow 255, and results are called after it as well."""
 FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
 """What `evaluate` films."""
+MOMENT = 0.2
+"""Seconds in which a lock is tried again: whoever looks whether a run is alive holds it for microseconds."""
 DESCRIPTION = ("config.yaml", "versions.json")
 """What every run has in its folder from its beginning."""
 
@@ -67,7 +70,7 @@ def claim(path: Path, way_out: str = "name this run with run.name=NAME") -> None
     file = path.absolute().with_name(f".{path.name}.lock")
     if file in _claimed:
         return
-    lock = FileLock(file, blocking=False)
+    lock = FileLock(file, timeout=MOMENT)
     with storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -111,13 +114,15 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
             _say_other_ground(folder, config.run.threads)
     else:
         folder.describe(text, config.run.seed, config.run.threads)
-    _follow(folder, config, verb, sections)
+    if not (path / RESULT).exists():
+        begin(path)
+        _follow(folder, config, verb, sections)
     return folder
 
 
 def _follow(folder: RunFolder, config: Config, verb: str, sections: Sequence[str]) -> None:
-    """Attach the tracker that run.tracker names, unless the run has ended. Raises ConfigError if it cannot be made."""
-    if not config.run.tracker or (folder.path / RESULT).exists():
+    """Attach the tracker that run.tracker names. Raises ConfigError where there is none of that name."""
+    if not config.run.tracker:
         return
     from robopolicy.evaluation.trackers import TRACKERS, Following, TrackedRun, flat  # numpy and more, only if asked
 
@@ -168,6 +173,7 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
         for name in (RESULT, REPORT, "report.json", *FILMS):
             (folder.path / name).unlink(missing_ok=True)
     folder.describe(settings, config.run.seed, config.run.threads)
+    begin(folder.path)
     _follow(folder, config, verb, sections)
     return folder
 
@@ -233,6 +239,7 @@ def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None
     write_json(folder.path / RESULT, plain)
     for follower in folder.followers:
         follower.finish()
+    end(folder.path)
 
 
 def publish(config: Config, result: Mapping[str, Any]) -> None:

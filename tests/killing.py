@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 import robopolicy.core.run
+import robopolicy.core.status
 from robopolicy.cli import main
 from robopolicy.verbs.verb import VERBS
 
@@ -335,5 +336,6 @@ def settle() -> None:
     torch.set_num_threads(1)
     commit = robopolicy.core.run.versions()["commit"]
     robopolicy.core.run._commit = lambda: commit
+    robopolicy.core.status.Status.write = lambda self, soon=True: None  # it tells the time
     sys.argv = ["robopolicy"]
     tempfile.gettempdir()

@@ -1,4 +1,4 @@
-"""Progress bars for anything that takes longer than two seconds; silent when nobody watches."""
+"""Progress bars for anything that takes longer than two seconds; the run's status says the same (`core/status.py`)."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -6,6 +6,8 @@ from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from robopolicy.core.status import phase
 
 console = Console(stderr=True, emoji=False)
 
@@ -21,16 +23,22 @@ class Advance(Protocol):
 @contextmanager
 def progress(label: str, total: int) -> Generator[Advance, None, None]:
     """Show a bar for `total` pieces of work on a terminal; elsewhere (pipes, CI) draw nothing."""
-    if not console.is_terminal:
-        yield lambda steps=1, note="": None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(label, total=total, note="")
-        yield lambda steps=1, note="": bar.update(task, advance=steps, note=note)
+    with phase(label, total) as count:
+        if not console.is_terminal:
+            yield lambda steps=1, note="": count(steps, note)
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(label, total=total, note="")
+
+            def advance(steps: int = 1, note: str = "") -> None:
+                bar.update(task, advance=steps, note=note)
+                count(steps, note)
+
+            yield advance

@@ -17,6 +17,7 @@ from rich.rule import Rule
 from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.run import RunFolder
+from robopolicy.core.status import begin
 from robopolicy.core.storage import read_json
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.runs import finish, finished, open_folder, output, run_path
@@ -35,6 +36,7 @@ def run(config: Config) -> int:
     started = time.perf_counter()
     root = config.run.root / "demo" / config.demo.recipe / str(config.run.seed)
     folder = open_folder(root)
+    begin(root)
     stages = stage_config(config, root)
     seconds: dict[str, float] = {}
 

@@ -1,0 +1,205 @@
+"""What a run does now, for whoever watches it: one small file beside its folder, `.<seed>.status.json`.
+
+The file lies beside the folder as the lock does, so that the folder holds the same whether or how often a run was
+interrupted. It is a view: a disk that is full loses it, and the run goes on. A process that is killed leaves
+"running" there and frees the lock, which tells it from one that works (`state_of`).
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from robopolicy.core.errors import RobopolicyError, in_a_sentence, in_one_line, is_interruption
+
+RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = "running", "finished", "failed", "interrupted", "killed"
+EVERY = 0.5
+"""Seconds between two writes of the file, so that a loop of short steps is not slowed."""
+AT_ONCE = 0.1
+"""Seconds in which a resumed phase reports what was done before, which says nothing about its speed."""
+NOTES = 20
+"""Warnings that are kept, the newest."""
+
+
+@dataclass
+class Phase:
+    """One piece of work. done, total: its steps; note: such as "loss 0.12"; began, base: when and from which step its
+    speed is measured.
+    """
+
+    label: str
+    total: int
+    done: int = 0
+    note: str = ""
+    began: float = field(default_factory=time.time)
+    base: int = 0
+
+    def advance(self, steps: int, note: str) -> None:
+        """Count `steps` more."""
+        self.done += steps
+        self.note = note or self.note
+        if time.time() - self.began < AT_ONCE:
+            self.base = self.done
+
+    def left(self, now: float) -> float | None:
+        """Return the seconds that the rest takes at the speed so far, None where that is not known yet."""
+        done, seconds = self.done - self.base, now - self.began
+        return None if done <= 0 or seconds <= 0 else max(self.total - self.done, 0) * seconds / done
+
+
+class Status:
+    """The state of one run of this process."""
+
+    def __init__(self, folder: Path):
+        self.path = status_file(folder)
+        self.state = RUNNING
+        self.reason = ""
+        self.notes: list[str] = []
+        self.at_end: list[Callable[[], None]] = []
+        self._began = time.time()
+        self._written = 0.0
+        self.write()
+
+    def write(self, soon: bool = True) -> None:
+        """Write the file; soon: also if it was written a moment ago."""
+        now = time.monotonic()
+        if not soon and now - self._written < EVERY:
+            return
+        self._written = now
+        told = {
+            "state": self.state,
+            "reason": self.reason,
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "command": sys.argv,
+            "began": self._began,
+            "updated": time.time(),
+            "phases": [asdict(phase) for phase in _phases] if self.state == RUNNING else [],
+            "notes": self.notes[-NOTES:],
+        }
+        temporary = self.path.with_name(f"{self.path.name}.tmp")
+        with suppress(OSError):  # a full disk: the run itself says so where it matters
+            temporary.write_text(json.dumps(told))
+            os.replace(temporary, self.path)
+
+    def end(self, state: str, reason: str = "") -> None:
+        """Say how the run ended, and call what waits for that."""
+        if _open.pop(self.path, None) is None:
+            return
+        self.state = state
+        self.reason = reason
+        self.write()
+        for call in self.at_end:
+            call()
+
+
+_open: dict[Path, Status] = {}
+_phases: list[Phase] = []
+
+
+def status_file(folder: Path) -> Path:
+    """Where the status of the run in a folder lies."""
+    return folder.absolute().with_name(f".{folder.name}.status.json")
+
+
+def begin(folder: Path) -> Status:
+    """Say that the run in `folder` runs, in this process."""
+    path = status_file(folder)
+    _open[path] = _open.get(path) or Status(folder)
+    return _open[path]
+
+
+def end(folder: Path, state: str = FINISHED) -> None:
+    """Say that the run in `folder` has ended; nothing where this process did not begin it."""
+    found = _open.get(status_file(folder))
+    if found is not None:
+        found.end(state)
+
+
+@contextmanager
+def ending() -> Generator[None, None, None]:
+    """Say of all runs that are open when an error comes through that they ended so."""
+    try:
+        yield
+    except BaseException as error:
+        interrupted = is_interruption(error)
+        reason = "" if interrupted else _reason(error)
+        for status in list(_open.values()):
+            status.end(INTERRUPTED if interrupted else FAILED, reason)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    said = in_a_sentence(error) if isinstance(error, Exception) else ""
+    return said or in_one_line(error)
+
+
+def note(text: str) -> None:
+    """Keep a warning for whoever watches the runs of this process."""
+    for status in _open.values():
+        status.notes.append(text)
+        status.write()
+
+
+@contextmanager
+def phase(label: str, total: int) -> Generator[Callable[[int, str], None], None, None]:
+    """Tell of a piece of work of `total` steps; yields what counts them: (steps, note)."""
+    found = Phase(label, total)
+    _phases.append(found)
+
+    def advance(steps: int, note: str) -> None:
+        found.advance(steps, note)
+        for status in _open.values():
+            status.write(soon=False)
+
+    try:
+        advance(0, "")
+        yield advance
+    finally:
+        _phases.remove(found)
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """Return what the status file of a run says, {} where there is none or it is damaged."""
+    from robopolicy.core.storage import read_object  # imports safetensors, which help does without
+
+    try:
+        return read_object(status_file(folder))
+    except RobopolicyError:
+        return {}
+
+
+def state_of(folder: Path, status: dict[str, Any]) -> str:
+    """Return the state of the run in `folder`, of which `read_status` said `status`."""
+    said = status.get("state")
+    if said in (FINISHED, FAILED, INTERRUPTED):
+        return said
+    if said is not None and is_claimed(folder):
+        return RUNNING
+    result = folder / "result.json"
+    began = status.get("began", 0.0)
+    complete = result.exists() and result.stat().st_mtime >= (began if isinstance(began, float) else 0.0)
+    return FINISHED if complete else RUNNING if is_claimed(folder) else KILLED
+
+
+def is_claimed(folder: Path) -> bool:
+    """Whether a living process has claimed the folder (`robopolicy.runs.claim`)."""
+    import fcntl
+
+    try:
+        lock = os.open(folder.absolute().with_name(f".{folder.name}.lock"), os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for microseconds; `claim` tries again meanwhile
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
