@@ -8,7 +8,7 @@ from tiny_runs import TINY
 from robopolicy.cli import main
 from robopolicy.core.run import RunFolder
 from robopolicy.policies import load_policy
-from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy
+from robopolicy.training.critics import AgentPolicy, SteeredPolicy
 
 pytestmark = pytest.mark.long
 

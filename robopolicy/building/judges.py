@@ -32,8 +32,7 @@ from robopolicy.rl.offline.decisions import recorded_decisions, value_bound
 from robopolicy.rl.offline.fqe import FqeConfig
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.runs import default_path, output
-from robopolicy.training.critics.features import critic_interface
-from robopolicy.training.critics.fit import fit_agent
+from robopolicy.training.critics import critic_interface, fit_agent
 
 
 def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> Episodes | None:

@@ -68,9 +68,9 @@ LEFT_BEHIND = Registry(
     "policy",
     "",
     {
-        "agent": "robopolicy.training.critics.policies:AgentPolicy",
-        "best_of": "robopolicy.training.critics.policies:BestOfPolicy",
-        "steered": "robopolicy.training.critics.policies:SteeredPolicy",
+        "agent": "robopolicy.training.critics:AgentPolicy",
+        "best_of": "robopolicy.training.critics:BestOfPolicy",
+        "steered": "robopolicy.training.critics:SteeredPolicy",
     },
 )
 """Policies that other trainings than imitation leave behind: their classes, for checkpoints."""

@@ -41,8 +41,7 @@ from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.runs import default_path, output
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.critics.features import critic_interface
-from robopolicy.training.critics.fit import fit_agent
+from robopolicy.training.critics import critic_interface, fit_agent
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.guided import guided_episodes
 from robopolicy.training.offline.improvers import Imagination, Improver, Lesson, Wraps

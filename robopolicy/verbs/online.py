@@ -38,11 +38,16 @@ from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
 from robopolicy.runs import default_path, output, run_path
-from robopolicy.training.critics.features import critic_interface, interface_of
-from robopolicy.training.critics.fit import fit_agent
-from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy, steered
-from robopolicy.training.online.configuration import OnlineConfig
-from robopolicy.training.online.loop import (
+from robopolicy.training.configuration import OnlineConfig
+from robopolicy.training.critics import (
+    AgentPolicy,
+    SteeredPolicy,
+    critic_interface,
+    fit_agent,
+    interface_of,
+    steered,
+)
+from robopolicy.training.online import (
     Begins,
     Frozen,
     OnlineResult,

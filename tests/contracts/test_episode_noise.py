@@ -24,8 +24,7 @@ from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES
 from robopolicy.policies.token.configuration import TokenDecoding
 from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
-from robopolicy.training.critics.features import interface_of
-from robopolicy.training.critics.policies import AgentPolicy, BestOfPolicy, steered
+from robopolicy.training.critics import AgentPolicy, BestOfPolicy, interface_of, steered
 from sims.engine import MujocoWorld
 from sims.experts import NoisyController, noise_level
 from sims.registry import load_task

@@ -22,16 +22,14 @@ from robopolicy.rl.offline.decisions import actions_at, recorded_decisions, valu
 from robopolicy.rl.offline.fqe import FqeConfig, fit_q
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.presets import PRESETS
-from robopolicy.training.configuration import DistillConfig, FinetuneConfig, FitConfig
-from robopolicy.training.critics.fit import fit_agent
-from robopolicy.training.critics.policies import AgentPolicy, BestOfPolicy, steered
+from robopolicy.training.configuration import DistillConfig, FinetuneConfig, FitConfig, OnlineConfig
+from robopolicy.training.critics import AgentPolicy, BestOfPolicy, fit_agent, steered
 from robopolicy.training.distill import distill
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance
 from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.training.offline.improvers import Imagination, Lesson
-from robopolicy.training.online.configuration import OnlineConfig
-from robopolicy.training.online.loop import learn_online, plays_noise, plays_policy
+from robopolicy.training.online import learn_online, plays_noise, plays_policy
 
 SMALL_LEARNING = {
     "width": 16,

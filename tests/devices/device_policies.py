@@ -22,11 +22,11 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.nn.configuration import ActionTokens, DenoiserKind, FlowNoise, ImageEncoderConfig, Prediction
 from robopolicy.policies.advantage_conditioned import condition_on_advantage
 from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
-from robopolicy.policies.few_steps import few_step_student
 from robopolicy.policies.loading import build_policy
 from robopolicy.policies.registry import POLICIES
 from robopolicy.policies.token.configuration import DecodeSchedule, TokenConfig, TokenDecoding
 from robopolicy.training.configuration import FitConfig, PretrainConfig
+from robopolicy.training.distill import few_step_student
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.pretrain import pretrain
 

@@ -26,7 +26,7 @@ from robopolicy.inference.plan import FILE, InferencePlan, load_plan, save_plan,
 from robopolicy.nn.configuration import DenoiserKind
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.rl.offline.configuration import RlpdConfig
-from robopolicy.training.critics.policies import SteeredPolicy, steered
+from robopolicy.training.critics import SteeredPolicy, steered
 from robopolicy.verbs import optimize
 from sims.registry import make_world
 

@@ -12,7 +12,7 @@ from robopolicy.core.spec import Field
 from robopolicy.nn.configuration import Prediction
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
-from robopolicy.policies.few_steps import clean_actions, few_step_student
+from robopolicy.training.distill import clean_actions, few_step_student
 
 STATE = "observation.state"
 CONFIG = DenoisingPolicyConfig(width=32, depth=2, sampling_steps=5, denoising_steps=20, chunk=2)

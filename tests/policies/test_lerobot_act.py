@@ -21,9 +21,8 @@ from robopolicy.policies.lerobot.configuration import LeRobotStart, LeRobotTunin
 from robopolicy.policies.loading import build_policy, load_policy
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.expert_rows import ExpertRows
 from robopolicy.training.finetune import finetune
-from robopolicy.training.guidance import Guidance
+from robopolicy.training.guidance import ExpertRows, Guidance
 from sims.registry import load_task, make_world
 
 pytestmark = pytest.mark.long

@@ -18,11 +18,10 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import TASK
 from robopolicy.nn.precision import is_lowered
-from robopolicy.policies.few_steps import clean_actions, few_step_student
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
 from robopolicy.policies.loading import load_policy
 from robopolicy.training.configuration import DistillConfig, FitConfig
-from robopolicy.training.distill import Distillation, distill
+from robopolicy.training.distill import Distillation, clean_actions, distill, few_step_student
 
 pytestmark = pytest.mark.long
 

@@ -17,7 +17,8 @@ from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import steps_of
-from robopolicy.training.offline.adjoint_matching import (
+from robopolicy.training.offline.configuration import AdjointMatchingConfig
+from robopolicy.training.offline.gradients import (
     AdjointMatching,
     draw_chain,
     gains,
@@ -26,7 +27,6 @@ from robopolicy.training.offline.adjoint_matching import (
     memoryless,
     require_flow,
 )
-from robopolicy.training.offline.configuration import AdjointMatchingConfig
 from robopolicy.training.offline.rounds import improve_in_rounds
 
 STEPS = 10

@@ -23,7 +23,7 @@ from robopolicy.policies.configuration import Likelihood
 from robopolicy.rl.context import Context
 from robopolicy.rl.critic import state_critic
 from robopolicy.rl.registry import Mechanism, Need, Slot, mechanisms
-from robopolicy.training.collection.build import WHOLE
+from robopolicy.training.collection import WHOLE
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 from robopolicy.training.guidance import Guidance

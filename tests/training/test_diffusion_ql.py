@@ -15,7 +15,7 @@ from robopolicy.core.spec import TASK
 from robopolicy.policies import load_policy
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.training.offline.configuration import DiffusionQlConfig, WeightedImitationConfig
-from robopolicy.training.offline.diffusion_ql import DiffusionQl, scaled_ascent
+from robopolicy.training.offline.gradients import DiffusionQl, scaled_ascent
 from robopolicy.training.offline.improvers import WeightedImitation
 from robopolicy.training.offline.rounds import improve_in_rounds
 

@@ -11,9 +11,8 @@ from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import Field
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
-from robopolicy.policies.few_steps import few_step_student
 from robopolicy.training.configuration import DistillConfig, FitConfig, PretrainConfig
-from robopolicy.training.distill import Distillation, distill
+from robopolicy.training.distill import Distillation, distill, few_step_student
 from robopolicy.training.pretrain import pretrain
 
 STATE = "observation.state"

@@ -13,9 +13,9 @@ from robopolicy.policies import load_policy
 from robopolicy.policies.configuration import PolicyKind
 from robopolicy.rl.offline.decisions import observed_at
 from robopolicy.testing.policy import Level, check_policy
-from robopolicy.training.critics.policies import SteeredPolicy
+from robopolicy.training.critics import SteeredPolicy
 from robopolicy.training.offline.configuration import DsrlConfig
-from robopolicy.training.offline.dsrl import Dsrl, drawn_noise, noise_values
+from robopolicy.training.offline.frozen import Dsrl, drawn_noise, noise_values
 from robopolicy.training.offline.improvers import BestOf, BestOfConfig, Wraps
 from robopolicy.training.offline.rounds import improve_in_rounds
 

@@ -21,8 +21,8 @@ from robopolicy.rl.preferences import Preferences, read_pairs
 from robopolicy.training import finetune as finetuning
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
-from robopolicy.training.expert_rows import ExpertRows, expert_rollouts
 from robopolicy.training.finetune import finetune
+from robopolicy.training.guidance import ExpertRows, expert_rollouts
 from robopolicy.training.needs import keeps_images
 from robopolicy.training.update import Learner
 from sims.registry import make_world

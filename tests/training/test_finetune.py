@@ -17,7 +17,7 @@ from robopolicy.rl.algorithm import Algorithm, build_algorithm
 from robopolicy.rl.critic import Critic, state_critic
 from robopolicy.rl.presets import RatioLevel
 from robopolicy.training import update
-from robopolicy.training.collection.streams import StreamCollector
+from robopolicy.training.collection.episodes import StreamCollector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import require_same_scores
 from robopolicy.training.finetune import FinetuneResult, finetune

@@ -16,9 +16,9 @@ from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.testing.policy import Level, check_policy
-from robopolicy.training.critics.policies import BestOfPolicy
+from robopolicy.training.critics import BestOfPolicy
 from robopolicy.training.offline.configuration import IdqlConfig
-from robopolicy.training.offline.idql import Idql
+from robopolicy.training.offline.frozen import Idql
 from robopolicy.training.offline.improvers import Lesson, Wraps
 from robopolicy.training.offline.rounds import improve_in_rounds
 

@@ -27,9 +27,8 @@ from robopolicy.training.acting import TeacherTurns
 from robopolicy.training.collection import make_collector
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.experience import decisions_at, rescored, with_executed
-from robopolicy.training.expert_rows import ExpertRows, expert_rollouts
 from robopolicy.training.finetune import finetune
-from robopolicy.training.guidance import Guidance
+from robopolicy.training.guidance import ExpertRows, Guidance, expert_rollouts
 from robopolicy.training.update import Learner, PolicyAverage
 from worldmodels.configuration import PlanConfig
 from worldmodels.planning import PlannedPolicy

@@ -17,8 +17,7 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.iql import Iql
-from robopolicy.training.critics.fit import fit_agent
-from robopolicy.training.critics.policies import BestOfPolicy
+from robopolicy.training.critics import BestOfPolicy, fit_agent
 from robopolicy.training.distill import distillable
 from robopolicy.training.offline.configuration import (
     IMPROVERS,
@@ -159,7 +158,7 @@ def test_a_run_that_was_cut_off_ends_in_the_same_place(imitated, tmp_path):
 
 
 def test_a_critic_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
-    monkeypatch.setattr("robopolicy.training.critics.fit.SAVE_EVERY", 5)
+    monkeypatch.setattr("robopolicy.training.critics.SAVE_EVERY", 5)
     data = lesson().data.transitions
     whole, parts, again = (Iql(IqlConfig(width=16, depth=1), 1, 2, 0) for _ in range(3))
     fit_agent(whole, data, 10, 32, Generators(0), run=RunFolder(tmp_path / "whole"))

@@ -24,10 +24,10 @@ from robopolicy.rl.offline.interface import Interface
 from robopolicy.rl.offline.sac import Cql, Sac
 from robopolicy.rl.offline.td3 import ReBrac
 from robopolicy.testing.policy import Level, check_policy
-from robopolicy.training.critics.policies import AgentPolicy, SteeredPolicy, steered
-from robopolicy.training.online import loop
-from robopolicy.training.online.configuration import OnlineConfig
-from robopolicy.training.online.loop import Experience, Explorer, learn_online, plays_agent, plays_noise, plays_policy
+from robopolicy.training import online
+from robopolicy.training.configuration import OnlineConfig
+from robopolicy.training.critics import AgentPolicy, SteeredPolicy, steered
+from robopolicy.training.online import Experience, Explorer, learn_online, plays_agent, plays_noise, plays_policy
 
 FIELDS, ACTION = {STATE: Field((1,))}, Field((1,), low=-1.0, high=1.0)
 CHUNK = 2
@@ -133,7 +133,7 @@ def test_the_budget_is_never_exceeded_and_used_up_to_a_chunk(steps):
 def test_decisions_are_kept_as_they_were_played(end, horizon, monkeypatch):
     """One row by hand: chunks of 2, of which the last is cut by the end of the task or by the time limit."""
     policy, world, held = acting(), StepsWorld(rows=1, horizon=horizon, end=end, goal=0.0), Experience()
-    monkeypatch.setattr(loop, "Experience", lambda: held)
+    monkeypatch.setattr(online, "Experience", lambda: held)
     learn_online(policy, world, always(1.0), replace(QUICK, steps=horizon + 1, warmup=1000))
     data = held.transitions
     last = int(data.episode.eq(0).sum()) - 1
@@ -192,7 +192,7 @@ def test_the_switch_forgets_moments_and_conservatism_unless_it_is_told_not_to():
         policy.agent.begin(data)
         policy.agent.update(data, torch.Generator().manual_seed(0))
         config = replace(QUICK, moments=moments, conservative=conservative)
-        loop.into_the_world(policy.agent, config)
+        online.into_the_world(policy.agent, config)
         assert bool(policy.agent.optimisers["critics"].state) is (moments == "keep")
         assert (policy.agent.config.alpha > 0) is conservative
         learn_online(policy, StepsWorld(end=0.4), always(1.0), config, recorded=data, begins="recorded")
@@ -256,7 +256,7 @@ def test_a_run_that_is_killed_ends_bit_for_bit_in_the_same_place(kind, tmp_path)
 
 
 def test_a_kill_between_the_last_line_of_metrics_and_the_last_resume_point_leaves_one_line(tmp_path, monkeypatch):
-    saves, save = [], loop.Online.save
+    saves, save = [], online.Online.save
 
     def run(name):
         evaluate = lambda policy: {"success": float(policy.agent.act(torch.zeros(1, 1)).mean()) / 2 + 0.5}  # noqa: E731
@@ -264,7 +264,7 @@ def test_a_kill_between_the_last_line_of_metrics_and_the_last_resume_point_leave
             acting(), StepsWorld(), always(0.25), QUICK, evaluate=evaluate, run=RunFolder(tmp_path / name)
         )
 
-    monkeypatch.setattr(loop.Online, "save", lambda self: saves.append(None) or save(self))
+    monkeypatch.setattr(online.Online, "save", lambda self: saves.append(None) or save(self))
     whole, count = run("whole"), len(saves)
 
     def dies(self):
@@ -274,7 +274,7 @@ def test_a_kill_between_the_last_line_of_metrics_and_the_last_resume_point_leave
         save(self)
 
     saves.clear()
-    monkeypatch.setattr(loop.Online, "save", dies)
+    monkeypatch.setattr(online.Online, "save", dies)
     with pytest.raises(Killed):
         run("broken")
     assert run("broken") == whole
@@ -395,7 +395,7 @@ def test_the_actor_of_sac_moves_every_so_many_critic_steps():
 
 def test_an_explorer_decides_whole_chunks():
     policy = acting()
-    explorer = Explorer(policy, plays_agent(policy.agent), loop.Generators(0))
+    explorer = Explorer(policy, plays_agent(policy.agent), online.Generators(0))
     chunk, (state, action) = explorer.choose({STATE: np.zeros((3, 1, 1), np.float32), TASK: np.array([""] * 3)})
     assert chunk.shape == (3, CHUNK, 1) and state.shape == (3, 1) and action.shape == (3, CHUNK)
 
@@ -428,7 +428,7 @@ def test_it_learns(kind):
         frozen = plays_noise(policy)
 
     def earned(judged):
-        player = loop.Player(judging, PolicyActor(judged, torch.Generator().manual_seed(0), deterministic=True))
+        player = online.Player(judging, PolicyActor(judged, torch.Generator().manual_seed(0), deterministic=True))
         player.start_wave(np.arange(64))
         return {"return": float(sum(played.step.reward.sum() for played in player)) / 64}
 

@@ -12,7 +12,7 @@ from bandit_toys import BanditWorld, ChainPolicy, mean_reward
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
-from robopolicy.training.collection.props import PropsCollector, sampling_error_loss
+from robopolicy.training.collection.copies import PropsCollector, sampling_error_loss
 from robopolicy.training.configuration import FinetuneConfig
 from robopolicy.training.finetune import finetune
 

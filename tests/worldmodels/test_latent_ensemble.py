@@ -23,8 +23,7 @@ from robopolicy.rl.offline.configuration import IqlConfig
 from robopolicy.rl.offline.iql import Iql
 from robopolicy.testing.policy import Level, check_policy
 from robopolicy.training.configuration import FinetuneConfig, FitConfig
-from robopolicy.training.critics.features import critic_interface
-from robopolicy.training.critics.policies import BestOfPolicy
+from robopolicy.training.critics import BestOfPolicy, critic_interface
 from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import ImaginedPpoConfig
 from robopolicy.training.offline.imagined import ImaginedPpo

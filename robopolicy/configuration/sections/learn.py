@@ -10,8 +10,7 @@ from robopolicy.core.structured import Tagged
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.registry import POLICIES
 from robopolicy.rl.offline.configuration import AGENTS, RlpdConfig
-from robopolicy.training.configuration import DistillConfig, FinetuneConfig, PretrainConfig, TeachConfig
-from robopolicy.training.online.configuration import OnlineConfig
+from robopolicy.training.configuration import DistillConfig, FinetuneConfig, OnlineConfig, PretrainConfig, TeachConfig
 
 
 @dataclass(frozen=True)

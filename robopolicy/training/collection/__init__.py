@@ -1,8 +1,73 @@
 """Where an iteration's rollouts come from: one protocol, and a collector for each way of taking turns with learning."""
 
-from robopolicy.training.collection.build import make_collector
-from robopolicy.training.collection.episodes import EpisodeCollector, start_pool
+from dataclasses import replace
+
+import torch
+
+from robopolicy.core.images import Keeping
+from robopolicy.core.policy import Trainable
+from robopolicy.core.world import World
+from robopolicy.nn.sharing import copied
+from robopolicy.rl.algorithm import Algorithm
+from robopolicy.rl.preferences import Pairs
+from robopolicy.rl.registry import Need
+from robopolicy.training.acting import Acting
+from robopolicy.training.collection.copies import BackgroundCollector, DelayedCollector, PropsCollector
+from robopolicy.training.collection.episodes import EpisodeCollector, StreamCollector, start_pool
 from robopolicy.training.collection.protocol import BatchCollector, Collector
-from robopolicy.training.collection.streams import StreamCollector
+from robopolicy.training.collection.stored import StoredPairs
+from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.demonstrations import Demonstrations
 
 __all__ = ["BatchCollector", "Collector", "EpisodeCollector", "StreamCollector", "make_collector", "start_pool"]
+
+WHOLE = frozenset({Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
+"""Needs that only whole episodes meet; without them rollouts are streams."""
+
+
+def make_collector(
+    world: World,
+    policy: Trainable,
+    algorithm: Algorithm,
+    config: FinetuneConfig,
+    seed: int,
+    generator: torch.Generator,
+    demonstrations: Demonstrations | None = None,
+    acting: Acting | None = None,
+    pairs: Pairs | None = None,
+    *,
+    images: Keeping = "plain",
+) -> Collector:
+    """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
+
+    seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
+    in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy. pairs:
+    stored episodes in the place of all that, None to play. images: how what cameras show is kept with decisions.
+    Raises ConfigError where the algorithm cannot learn from them.
+    """
+    if pairs is not None:
+        return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)
+
+    def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
+        acts = None if acting is None else acting(actor)
+        if algorithm.needs & WHOLE:
+            given = demonstrations, acts
+            return EpisodeCollector(world, actor, algorithm, section, seed, generator, *given, images=images)
+        return StreamCollector(world, actor, section.rollout_length, seed, generator, acts, images=images)
+
+    if not (config.props or config.staleness or config.delay):
+        return in_turns(policy, config)
+    # Acting with the learner's own weights would change them under a batch that is being played.
+    actor = copied(policy).requires_grad_(False).eval()
+    if config.props:
+        share = replace(
+            config,
+            groups=max(1, config.groups // config.props),
+            rollout_length=max(1, config.rollout_length // config.props),
+        )
+        instructions = world.spec.instructions
+        inner, past = in_turns(actor, share), config.props_past
+        return PropsCollector(inner, policy, actor, instructions, generator, config.props, past=past)
+    if config.delay:
+        return DelayedCollector(in_turns(actor, config), policy, actor, config.delay)
+    return BackgroundCollector(in_turns(actor, config), policy, actor, config.staleness)

@@ -148,7 +148,7 @@ class DiffusionQlConfig:
     climbs mistakes too: give it a critic that knows actions which were not recorded, such as offline.agent=rebrac.
     """
 
-    builds: ClassVar[str] = "robopolicy.training.offline.diffusion_ql:DiffusionQl"
+    builds: ClassVar[str] = "robopolicy.training.offline.gradients:DiffusionQl"
     steps: Count = 500
     """Updates a round."""
     batch_size: Count = 256
@@ -177,7 +177,7 @@ class AdjointMatchingConfig:
     which is memoryless on few steps too; the critic is fitted before, not alternately.
     """
 
-    builds: ClassVar[str] = "robopolicy.training.offline.adjoint_matching:AdjointMatching"
+    builds: ClassVar[str] = "robopolicy.training.offline.gradients:AdjointMatching"
     steps: Count = 600
     """Updates a round."""
     batch_size: Count = 128
@@ -263,7 +263,7 @@ class DsrlConfig:
     is something that the policy would have done. `robopolicy online` goes on from it.
     """
 
-    builds: ClassVar[str] = "robopolicy.training.offline.dsrl:Dsrl"
+    builds: ClassVar[str] = "robopolicy.training.offline.frozen:Dsrl"
     bound: Positive = 1.5
     """Largest noise that may be chosen, in standard deviations."""
     steps: Count = 2000
@@ -297,7 +297,7 @@ class IdqlConfig:
     offline.agent=iql with offline.agent.expectile=0.7.
     """
 
-    builds: ClassVar[str] = "robopolicy.training.offline.idql:Idql"
+    builds: ClassVar[str] = "robopolicy.training.offline.frozen:Idql"
     deploys_critic: ClassVar[bool] = True
     """The critic acts along, so it sees what the policy reads and nothing else."""
     candidates: Count = 4

@@ -1,10 +1,15 @@
-"""Steers a frozen policy by its noise, out of recorded data: noise-aliased DSRL behind the gate.
+"""Improvers that leave the policy frozen: DSRL steers its noise, IDQL chooses among its decisions.
 
-Source: Wagenmaker et al. 2025, arXiv:2506.15799 (DSRL-NA). A critic of actions, Q(s, a), is fitted to what was
-recorded. What the frozen policy makes of noise w is pi(s, w), so Q^W(s, w) = Q(s, pi(s, w)) is known wherever it is
+DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (noise-aliased, DSRL-NA). A critic of actions, Q(s, a), is fitted to what
+was recorded. What the frozen policy makes of noise w is pi(s, w), so Q^W(s, w) = Q(s, pi(s, w)) is known wherever it is
 asked for, and an actor over noise climbs it. Deviations: Q is the lesson's critic, whose targets do not follow the
 actor (the paper backs up pi(s', w') with the actor's w'); and a share of the noise is the actor's own, so that Q^W
 holds where it is.
+
+IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573: an expectile critic (offline.agent=iql), a policy that imitates what
+was recorded, and the argmax over samples of it. Deviation: how many samples is not the user's guess. A critic errs
+somewhere among many decisions and the argmax looks for it, so every round asks for more than the last accepted one, and
+the gate says how far the critic is to be trusted.
 """
 
 from dataclasses import replace
@@ -20,9 +25,9 @@ from robopolicy.nn.optimisers import require_finite, set_learning_rate
 from robopolicy.rl.offline.configuration import RlpdConfig
 from robopolicy.rl.offline.decisions import frame_states, observed_at
 from robopolicy.rl.offline.sac import Sac
-from robopolicy.training.critics.policies import SteeredPolicy, steered
-from robopolicy.training.offline.configuration import DsrlConfig
-from robopolicy.training.offline.improvers import Lesson
+from robopolicy.training.critics import BestOfPolicy, SteeredPolicy, steered
+from robopolicy.training.offline.configuration import DsrlConfig, IdqlConfig
+from robopolicy.training.offline.improvers import Lesson, chosen_decisions
 
 
 class Dsrl:
@@ -133,3 +138,36 @@ def drawn_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: tor
     theirs = policy.agent.act(state, generator)
     chosen = torch.rand((len(state), 1), generator=generator, device=generator.device).to(state.device) < own
     return torch.where(chosen, theirs, noise)
+
+
+LOOKED_AT = 1024
+"""Recorded observations on which the log says what choosing gains, by the critic itself."""
+
+
+class Idql:
+    """See `IdqlConfig`."""
+
+    def __init__(self, config: IdqlConfig):
+        self.config = config
+
+    def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
+        """Return the policy as the base of one that is yet to choose, by the lesson's critic; see `Wraps`."""
+        made = BestOfPolicy(policy, lesson.critic, lesson.interface, 1)
+        return cast(Trainable, made)  # the rounds copy, save and restore it, and nothing of it learns
+
+    def prepare(self, policy: Trainable) -> None:
+        """Nothing is to be done; raises ConfigError for a policy that was not wrapped."""
+        if not isinstance(policy, BestOfPolicy):
+            raise ConfigError(f"idql changes a BestOfPolicy, not {type(policy).__name__}: wrap() makes one.")
+
+    def improve(
+        self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
+    ) -> dict[str, float]:
+        """Let the policy choose among more decisions; see `Improver`. step: share of the further ones."""
+        choosing, data = cast(BestOfPolicy, policy), lesson.data
+        now = int(choosing.count)
+        further = self.config.candidates - 1 if now == 1 else now
+        choosing.count.fill_(now + max(1, round(step * further)))
+        frames = data.frame[:: max(1, len(data) // LOOKED_AT)][:LOOKED_AT]
+        _, gain = chosen_decisions(choosing.base, lesson, frames, int(choosing.count), generators)
+        return {"candidates": float(choosing.count), "gain": gain}

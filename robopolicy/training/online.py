@@ -31,8 +31,8 @@ from robopolicy.core.world import Rows, World
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.rl.offline.agent import OfflineAgent
 from robopolicy.rl.offline.sac import Cql
-from robopolicy.training.critics.policies import Acts, SteeredPolicy
-from robopolicy.training.online.configuration import OnlineConfig
+from robopolicy.training.configuration import OnlineConfig
+from robopolicy.training.critics import Acts, SteeredPolicy
 from robopolicy.training.state import load_trainer, save_trainer
 
 FIRST = 1024

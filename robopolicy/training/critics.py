@@ -1,8 +1,10 @@
-"""Policies that an agent with critics makes: it acts itself, or chooses for a frozen policy.
+"""Critics of a policy's decisions: what they see, how they are fitted, and policies that an agent with critics makes.
 
-It chooses the noise that the policy begins with (DSRL, Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is
-the initial noise of a diffusion's or flow's noise-free sampler. Or it chooses among several decisions of the policy
-(IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573). Either way what is done is something that the policy would do.
+Such an agent acts itself, or chooses for a frozen policy. It chooses the noise that the policy begins with (DSRL,
+Wagenmaker et al. 2025, arXiv:2506.15799): the agent's action is the initial noise of a diffusion's or flow's noise-free
+sampler. Or it chooses among several decisions of the policy (IDQL, Hansen-Estruch et al. 2023, arXiv:2304.10573).
+Either way what is done is something that the policy would do. A critic of recorded data sees the vectors of the data,
+and of images what the policy's encoder makes.
 """
 
 import copy
@@ -16,19 +18,26 @@ from torch import Tensor, nn
 
 from robopolicy.core.candidates import best_of
 from robopolicy.core.checkpoints import read_weights, require_format, restoring, write_checkpoint
+from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import ConfigError
+from robopolicy.core.examples import example_observation
 from robopolicy.core.modules import Module
 from robopolicy.core.origin import described_origin
 from robopolicy.core.policy import ActsFromNoise, DecidesFromNoise, Decision, Policy, TensorObservation
-from robopolicy.core.spec import Field, PolicySpec, validate_observation
+from robopolicy.core.progress import progress
+from robopolicy.core.randomness import Generators
+from robopolicy.core.run import RunFolder
+from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain, to_plain
+from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Rows
+from robopolicy.nn.optimisers import require_finite
 from robopolicy.policies.network import freeze
 from robopolicy.rl.offline.agent import OfflineAgent, smallest_value
 from robopolicy.rl.offline.configuration import AGENTS
-from robopolicy.rl.offline.interface import Interface
-from robopolicy.training.critics.features import Encoder, Encodes, interface_of
+from robopolicy.rl.offline.interface import Interface, recorded_range
 from robopolicy.training.encoders import load_with_encoder
+from robopolicy.training.state import load_trainer, save_trainer
 
 BASE, ENCODER = "base", "encoder"
 """Where a checkpoint keeps the frozen policy that is steered, and the policy whose features an agent sees."""
@@ -412,3 +421,144 @@ def _save_encoder(interface: Interface, folder: Path) -> None:
     """Put the policy whose features the agent sees, if any, into the folder of a checkpoint."""
     if isinstance(interface.features, Encoder):
         cast(Steerable, interface.features.policy).save(folder / ENCODER)
+
+
+@runtime_checkable
+class Encodes(Protocol):
+    """A policy that can say what its network makes of an observation."""
+
+    def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
+        """Return conditions [N, ...] of observations [N, H, ...], by name."""
+        ...
+
+
+class Encoder:
+    """Frozen features [N, F] of observations [N, H, ...]: what a policy's network makes of them, as it is now.
+
+    size: F. Raises ConfigError where the policy cannot encode.
+    """
+
+    def __init__(self, policy: Policy):
+        if not isinstance(policy, Encodes):
+            raise ConfigError(f"{type(policy).__name__} sees images alone and has no encode(): no critic can see them.")
+        self.policy: Policy = policy
+        self._encode = policy.encode
+        seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device_of(policy))
+        self.size = self(seen).shape[1]
+
+    @torch.no_grad()
+    def __call__(self, observation: TensorObservation) -> Tensor:
+        """Return the features [N, F]."""
+        keys = (*self.policy.spec.observation, TASK)
+        found = self._encode({key: observation[key] for key in keys if key in observation})
+        return torch.cat([value.flatten(1) for value in found.values()], -1).float()
+
+
+def critic_interface(policy: Policy, episodes: Episodes, *, deployed: bool = False) -> Interface:
+    """Return how critics see decisions of `policy` in `episodes`: chunks as long as its own.
+
+    Where the policy has cameras, the frozen features of its encoder, as it is now, are part of the state. Vectors are
+    those of the data, also those that the policy does not read: a critic may know more than its policy, unless it is
+    deployed with it. Raises ConfigError where there are only images and the policy cannot encode them.
+    """
+    tasks = tuple(sorted(set(episodes.tasks) | set(policy.spec.instructions)))
+    bounds = recorded_range(episodes)
+    # A copy: the critic's inputs must not move while the policy's encoder learns.
+    seer = copy.deepcopy(policy) if policy.spec.cameras else policy
+    known = {key: field for key, field in episodes.observation_fields.items() if key in policy.spec.observation}
+    fields = known if deployed else episodes.observation_fields
+    return interface_of(seer, fields, episodes.action_field, tasks, bounds=bounds)
+
+
+def interface_of(
+    policy: Policy,
+    fields: Mapping[str, Field],
+    action: Field,
+    instructions: tuple[str, ...],
+    *,
+    chunk: int | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Interface:
+    """Return how critics see `fields`, and actions (or noise) like `action`, of a policy that encodes images for them.
+
+    chunk: control steps of a decision, None for the policy's; bounds: low and high [A] where `action` has none. Raises
+    ConfigError as `critic_interface` does.
+    """
+    spec = policy.spec
+    vectors = {key: field for key, field in fields.items() if not key.startswith(IMAGE_PREFIX)}
+    encoder = Encoder(policy) if spec.cameras and (isinstance(policy, Encodes) or not vectors) else None
+    images = {key: field for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)} if encoder else {}
+    return Interface(
+        {**vectors, **images},
+        action,
+        chunk=spec.chunk if chunk is None else chunk,
+        instructions=instructions,
+        features=encoder,
+        feature_size=0 if encoder is None else encoder.size,
+        history=spec.history,
+        bounds=bounds,
+    )
+
+
+def device_of(policy: Policy) -> torch.device:
+    """Return where the weights of a policy are, the CPU for one without any."""
+    weights = policy.parameters() if isinstance(policy, torch.nn.Module) else iter(())
+    return next((weight.device for weight in weights), torch.device("cpu"))
+
+
+LOG_EVERY, SAVE_EVERY = 100, 1000
+
+
+def fit_agent(
+    agent: OfflineAgent,
+    data: Transitions,
+    steps: int,
+    batch_size: int,
+    generators: Generators,
+    *,
+    run: RunFolder | None = None,
+    label: str = "critic",
+) -> dict[str, float]:
+    """Update `agent` on random batches of `data` until it has had so many `steps`; returns its last figures.
+
+    run: gets a line of metrics every hundred steps, and a resume point named `label`: the same call after a kill goes
+    on from there and ends bit for bit in the same place. Raises NonFiniteError naming the step, and what the agent
+    raises where the data lacks something.
+    """
+    data.check()
+    place = None if run is None else run.path / "resume" / label
+    step = _resumed(agent, generators, place, run, label)
+    # After the resume point is read: statistics are taken from the same data again, not saved.
+    agent.begin(data)
+    figures: dict[str, torch.Tensor] = {}
+    draws = generators[f"{label}/batches"]
+    with progress(f"Fitting the {label}", steps) as advance:
+        advance(step)
+        while step < steps:
+            figures = agent.update(data.draw(batch_size, draws), generators[f"{label}/update"])
+            step += 1
+            advance()
+            if step % LOG_EVERY == 0 or step == steps:
+                for name, value in figures.items():
+                    require_finite(name, value, f"step {step} of the {label}")
+                if run is not None:
+                    run.log({f"{label}_step": step, **_floats(figures)})
+            if place is not None and (step % SAVE_EVERY == 0 or step == steps):
+                save_trainer(place, {"step": step, "agent": agent.tree(), "generators": generators.state()})
+    return _floats(figures)
+
+
+def _resumed(agent: OfflineAgent, generators: Generators, place: Path | None, run: RunFolder | None, label: str) -> int:
+    """Bring the agent to where a killed run left it; returns after how many steps that was."""
+    saved: Mapping[str, Any] | None = None if place is None else load_trainer(place)
+    step = 0 if saved is None else int(saved["step"])
+    if saved is not None:
+        agent.restore(saved["agent"])
+        generators.restore(saved["generators"])
+    if run is not None:
+        run.rewind(f"{label}_step", step)
+    return step
+
+
+def _floats(figures: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in figures.items()}

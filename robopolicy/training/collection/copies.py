@@ -1,0 +1,315 @@
+"""Collectors that act with a copy of the policy: in the background, with old weights, or steered (PROPS).
+
+In the background, with bounded staleness: a thread owns the world and a copy of the policy; physics and tensor work
+release Python's lock, so both really run at the same time. Admission is AReaL's rule (arXiv:2505.24298): batch n may be
+started once the learner has done n - staleness updates. Weights are taken over between batches, never inside one, so
+every decision of a batch has one version, unless it belongs to an episode that was left unfinished (APRIL) and goes on
+with newer weights. staleness 1 is collecting one batch ahead. `DelayedCollector` is as stale on purpose, repeatably.
+
+PROPS collects on-policy data with less sampling error, by steering away from what has been sampled too often. An
+iteration's data comes in parts. After each part a copy of the policy learns to make what was drawn so far a little less
+likely, and plays the next part: what is rare in the data so far comes up more. All parts together look more like the
+policy's distribution than as many independent samples do, and are learned from as if they had been drawn from it. So
+are the rollouts of some earlier iterations, where they are kept: what is played is what they lack. Source: Corrado &
+Hanna 2023, arXiv:2311.08290 (proximal robust on-policy sampling). On denoising chains the steps are the transition
+densities of all steps (the paper has Gaussian heads).
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextvars import copy_context
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robopolicy.core.policy import Trainable
+from robopolicy.core.rollouts import Rollouts, concatenate
+from robopolicy.nn.optimisers import clip_gradients
+from robopolicy.nn.pieces import scores_of
+from robopolicy.nn.sharing import learned, load_learned
+from robopolicy.rl.weights import step_mean
+from robopolicy.training.collection.protocol import BatchCollector
+from robopolicy.training.experience import decisions_at, rescored
+
+
+class CopyCollector(ABC):
+    """A `Collector` on top of `collector`, which acts with `actor`, a copy of `policy`, the one that learns."""
+
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable):
+        self.collector = collector
+        self.policy = policy
+        self.actor = actor
+
+    @abstractmethod
+    def collect(self, iteration: int) -> Rollouts:
+        """Return the rollouts of an iteration (from 0); raises NonFiniteError naming it."""
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """Learn what came of the starts."""
+        self.collector.observe(collected, prepared)
+
+    def restart(self) -> None:
+        """Begin with fresh episodes at the next call."""
+        self.collector.restart()
+
+    def close(self) -> None:
+        """Stop what runs beside the trainer."""
+        self.collector.close()
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state."""
+        return self.collector.tree()
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        self.collector.restore(tree)
+
+
+class BackgroundCollector(CopyCollector):
+    """Runs `collector`, whose policy is the copy `actor` that nobody else uses, in a thread of its own.
+
+    staleness: by how many updates the thread may run ahead. With 1 the thread begins a batch as soon as the one before
+    it is done, with weights that are one update old: runs repeat bit by bit, unless the system keeps the thread from
+    beginning for the whole of an update. With 2 or more which weights a batch sees depends on timing, and runs do not
+    repeat. `close` must be called.
+    """
+
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, staleness: int):
+        super().__init__(collector, policy, actor)
+        self.staleness = staleness
+        self._changed = threading.Condition()
+        self._ready: deque[Rollouts] = deque()
+        self._weights: dict[str, Tensor] | None = None
+        self._version = self._submitted = 0
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Hand over the weights after `iteration` updates and wait for the next batch; raises the thread's errors."""
+        # A copy under no lock: the learner is between updates here.
+        weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
+        with self._changed:
+            self._weights, self._version = weights, iteration
+            self._changed.notify_all()
+            # The first batch after a (re)start is of the present iteration: nothing is collected for updates gone by.
+            if self._thread is None:
+                self._submitted = self._version = iteration
+                self._stopping = False
+                work = copy_context().run  # with it goes the precision that this thread learns in
+                self._thread = threading.Thread(target=work, args=(self._work,), name="collector", daemon=True)
+                self._thread.start()
+            while not self._ready and self._error is None:
+                self._changed.wait(0.2)  # wakes up for Ctrl-C
+            if self._error is not None:
+                raise self._error
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+            return batch
+
+    def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
+        """Learn what came of the starts, between two batches of the thread's."""
+        with self._changed:
+            super().observe(collected, prepared)
+
+    def restart(self) -> None:
+        """Stop the thread and drop what it has made: after a checkpoint everything starts from fresh episodes."""
+        self.close()
+        self._ready.clear()
+        super().restart()
+
+    def close(self) -> None:
+        """Stop the thread after the batch it is in."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    # AReaL's admission: batch n waits until n - staleness updates are done.
+                    while not self._stopping and self._submitted > self._version + self.staleness:
+                        self._changed.wait()
+                    if self._stopping:
+                        return
+                    batch = self._submitted
+                    version = self._version
+                    weights = self._weights
+                    self._submitted, self._weights = batch + 1, None
+                # Between batches only: a batch is of one version.
+                if weights is not None:
+                    load_learned(self.actor, weights)
+                rollouts = self.collector.batch(batch, version)
+                with self._changed:
+                    self._ready.append(rollouts)
+                    self._changed.notify_all()
+        # Kept for `collect`, which raises it in the trainer's thread; otherwise the trainer would wait for ever.
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+
+class DelayedCollector(CopyCollector):
+    """Collects in turns with learning, but with weights that are `delay` updates old: staleness that is repeatable.
+
+    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm. The old weights
+    stay over a restart.
+    """
+
+    def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, delay: int):
+        super().__init__(collector, policy, actor)
+        self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Collect with the oldest weights there are, at most `delay` updates old."""
+        self.past.append({name: value.detach().clone() for name, value in learned(self.policy).items()})
+        load_learned(self.actor, self.past[0])
+        # While fewer than delay + 1 weights are there, the oldest is younger than `delay` updates.
+        return self.collector.batch(iteration, iteration + 1 - len(self.past))
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state and the old weights."""
+        return {**super().tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))
+
+
+def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weight: float) -> Tensor:
+    """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r log r - r + 1) over masked steps, a scalar.
+
+    log_ratio, mask: [N, K].
+    r: the sampling policy's probability over the policy's. It has no gradient below 1 - eps: no step is pushed further.
+    """
+    ratio = log_ratio.exp()
+    # max(r, clip(r)): above 1 - eps a step is pushed down, below it is left alone.
+    surrogate = torch.max(ratio, ratio.clamp(1 - epsilon, 1 + epsilon))
+    # E_policy[r log r - r + 1] = KL(actor || policy), each term at least 0.
+    divergence = ratio * log_ratio - ratio + 1
+    return (step_mean(mask) * torch.where(mask, surrogate + kl_weight * divergence, 0.0)).sum()
+
+
+class PropsCollector(CopyCollector):
+    """Collects each iteration's rollouts in `parts`, the later ones with an adjusted copy of the policy.
+
+    generator: draws the minibatches of the adjustment, which starts from the policy anew for each part, so that there
+    is nothing of it to save. past: how many earlier iterations are kept; their rows come back after the fresh ones,
+    with `replayed` among the extras. rate, epochs, minibatch: of its Adam; epsilon: width of its clip; kl_weight,
+    kl_stop: how it is held near the policy, and where it ends.
+    """
+
+    def __init__(
+        self,
+        collector: BatchCollector,
+        policy: Trainable,
+        actor: Trainable,
+        instructions: tuple[str, ...],
+        generator: torch.Generator,
+        parts: int,
+        *,
+        past: int = 0,
+        rate: float = 1e-4,
+        epochs: int = 4,
+        epsilon: float = 0.1,
+        kl_weight: float = 0.1,
+        kl_stop: float = 0.03,
+        minibatch: int = 2048,
+    ):
+        super().__init__(collector, policy, actor)
+        self.parts = parts
+        self.instructions = instructions
+        self.generator = generator
+        self.past: deque[Rollouts] = deque(maxlen=past)
+        self.rate = rate
+        self.epochs = epochs
+        self.epsilon = epsilon
+        self.minibatch = minibatch
+        self.kl_weight, self.kl_stop = kl_weight, kl_stop
+
+    def collect(self, iteration: int) -> Rollouts:
+        """Return all parts of an iteration, and after them the rollouts that are kept, scored by the policy itself."""
+        played: list[Rollouts] = []
+        past = [self._as_own(rollouts) for rollouts in self.past]
+        for part in range(self.parts):
+            load_learned(self.actor, learned(self.policy))
+            if past or played:
+                self._adjust([*past, *played])
+            found = self.collector.batch(iteration * self.parts + part, iteration)
+            played.append(self._as_own(found))
+        fresh = concatenate(played)
+        if not self.past.maxlen:
+            return fresh
+        self.past.append(fresh)
+        own = [_marked(fresh, False, iteration), *(_marked(rollouts, True, iteration) for rollouts in past)]
+        return concatenate(own)
+
+    def tree(self) -> dict[str, Any]:
+        """Return the collector's state and the rollouts that are kept."""
+        return {**super().tree(), "past": {str(place): rollouts.tree() for place, rollouts in enumerate(self.past)}}
+
+    def restore(self, tree: Mapping[str, Any]) -> None:
+        """Go on from `tree`."""
+        super().restore(tree)
+        self.past.extend(Rollouts.of(tree["past"][str(place)]) for place in range(len(tree["past"])))
+
+    def _adjust(self, played: list[Rollouts]) -> None:
+        """Make what was played less likely under the actor, within a trust region.
+
+        What is frozen in the policy stays frozen here: what a frozen encoder made of images is kept with the decisions.
+        """
+        parameters = list(self.actor.parameters())
+        for mine, learns in zip(parameters, self.policy.parameters(), strict=True):
+            mine.requires_grad_(learns.requires_grad)
+        optimiser = torch.optim.Adam(list(self.actor.trainable_parameters()), lr=self.rate)
+        for batch in self._minibatches([rollouts.flat() for rollouts in played]):
+            if not self._step(batch, optimiser):
+                break
+        self.actor.requires_grad_(False)
+
+    def _minibatches(self, parts: list[Rollouts]) -> Iterator[Rollouts]:
+        """Yield minibatches of single decisions [n, 1], the parts one after the other in every epoch."""
+        draws = self.generator
+        for _ in range(self.epochs):
+            for rollouts in parts:
+                live = rollouts.played.squeeze(1).nonzero().squeeze(1)
+                order = live[torch.randperm(len(live), generator=draws, device=draws.device)]
+                for index in order.split(self.minibatch):
+                    yield rollouts.take(index)
+
+    def _step(self, batch: Rollouts, optimiser: torch.optim.Optimizer) -> bool:
+        """Take one step of the adjustment; False, and no step, where the actor is too far from the policy already."""
+        everywhere = torch.ones_like(batch.alive)
+        logp = scores_of(self.actor, *decisions_at(batch, everywhere, self.instructions)).logp
+        # Clamped for the exponential; the stop below ends the adjustment long before a ratio of e^3 is common.
+        mask, log_ratio = batch.mask[:, 0], (logp - batch.logp_behaviour[:, 0]).clamp(-3, 3)
+        divergence = torch.where(mask, log_ratio.detach().expm1() - log_ratio.detach(), 0.0)  # k3 of the whole decision
+        if float(divergence.sum(-1).mean()) > self.kl_stop:
+            return False
+        loss = sampling_error_loss(log_ratio, mask, self.epsilon, self.kl_weight)
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        clip_gradients(list(self.actor.trainable_parameters()), 1.0, "adjusting the sampling policy")
+        optimiser.step()
+        return True
+
+    def _as_own(self, rollouts: Rollouts) -> Rollouts:
+        """Score what the actor played with the policy: it is learned from as the policy's own."""
+        logp, _ = rescored(rollouts, self.policy, self.instructions)
+        return replace(rollouts, logp_behaviour=torch.where(rollouts.mask, logp, 0.0))
+
+
+def _marked(rollouts: Rollouts, replayed: bool, iteration: int) -> Rollouts:
+    """Say whether rows are of an earlier iteration; to the learner they are all the present policy's."""
+    known = replace(rollouts, policy_version=torch.full_like(rollouts.policy_version, iteration))
+    return known.with_extras(replayed=torch.full_like(rollouts.terminated, replayed))
