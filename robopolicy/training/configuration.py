@@ -1,4 +1,4 @@
-"""What can be set about pre-training, fine-tuning and learning online, with the defaults that worked; needs no torch."""
+"""What can be set about pre-training, fine-tuning and learning online, with the defaults that worked; no torch here."""
 
 import math
 from dataclasses import dataclass, field, replace
