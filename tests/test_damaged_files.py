@@ -23,7 +23,7 @@ from robopolicy.core.spec import STATE, Field, WorldSpec
 from robopolicy.data.lerobot_format import recorded_origin, write_dataset
 from robopolicy.data.lerobot_reading import read_dataset
 from robopolicy.data.quality import read_quality
-from robopolicy.doctor.statistics import check_statistics
+from robopolicy.doctor.data import check_statistics
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.scores import known_anchors

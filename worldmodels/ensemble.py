@@ -21,7 +21,7 @@ from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
-from robopolicy.nn.members import Members
+from robopolicy.nn.blocks import Members
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.data.statistics import Standardised, means_and_deviations, recorded_transitions, require_fields
 from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of

@@ -15,10 +15,10 @@ from robopolicy.doctor.data import (
     check_fields,
     check_finite_values,
     check_policy_fields,
+    check_statistics,
 )
 from robopolicy.doctor.findings import Finding, Health
-from robopolicy.doctor.image_timing import check_image_timing
-from robopolicy.doctor.images import STANDS_STILL, check_cameras, check_images
+from robopolicy.doctor.images import STANDS_STILL, check_cameras, check_image_timing, check_images
 from robopolicy.doctor.policy import check_normalizers, check_policy_on_data
 from robopolicy.doctor.recording import (
     check_constant_elements,
@@ -29,7 +29,6 @@ from robopolicy.doctor.recording import (
     check_truncation,
 )
 from robopolicy.doctor.replay import check_replay
-from robopolicy.doctor.statistics import check_statistics
 
 __all__ = ["Finding", "Health", "check_statistics", "examine", "examine_data", "examine_policy"]
 

@@ -19,23 +19,26 @@ from robopolicy.core.finite_values import element_names, listed
 from robopolicy.core.progress import progress
 from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import World
-from robopolicy.doctor.columns import explain_columns
-from robopolicy.doctor.explain import Explanation, Score, explain_exactly, explain_nearly, report
 from robopolicy.doctor.findings import Finding, Health, name_factor
 from robopolicy.doctor.motion import (
     LATEST,
+    Explanation,
     Hypothesis,
     Motion,
+    Score,
     action_hypotheses,
+    explain_exactly,
+    explain_nearly,
     long_shifts,
     observations_early,
     rate_hypotheses,
+    report,
     scaled_actions,
     short_shifts,
 )
 from robopolicy.doctor.needed import explain_needed, needed_actions, only_some, single_actions, solve_step
 from robopolicy.doctor.recording import spikes, stopped_short, truncated
-from robopolicy.doctor.sensors import Recorded, faulty_sensors, mend_spikes, unlike_the_rest
+from robopolicy.doctor.sensors import Recorded, explain_columns, faulty_sensors, mend_spikes, unlike_the_rest
 
 REMEDY = "Same starts, other motion: control rate, substeps, action units or order differ from the recording."
 LABELS = "Correct next.success, or open the world with the criterion of success that the recording used."

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import CheckpointError, ConfigError
 from robopolicy.nn.branches import Blocks, Caching, Memory
-from robopolicy.nn.denoisers import Denoiser
-from robopolicy.nn.transformer import TransformerDenoiser
+from robopolicy.nn.denoisers import Denoiser, TransformerDenoiser
 
 
 class CachedSteps:

@@ -18,8 +18,8 @@ CHUNKINGS = Registry(
     {
         SYNCHRONOUS: "robopolicy.inference.chunking:synchronous",
         "prefetch": "robopolicy.inference.chunking:prefetch",
-        "ensembling": "robopolicy.inference.ensembling:ensembling",
-        "bidirectional": "robopolicy.inference.ensembling:bidirectional",
+        "ensembling": "robopolicy.inference.chunking:ensembling",
+        "bidirectional": "robopolicy.inference.chunking:bidirectional",
         "rtc": "robopolicy.inference.rtc:rtc",
         "trained_rtc": "robopolicy.inference.rtc:trained_rtc",
         "lerobot_rtc": "robopolicy.inference.rtc:lerobot_rtc",

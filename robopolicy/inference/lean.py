@@ -2,7 +2,12 @@
 
 Time embeddings are computed once for a checkpoint, the observation's part of the network once for a decision, and a
 step's schedule is a few numbers (`samplers`). Nothing is scored, recorded or checked between noise and action; what
-goes in and what comes out is. Axes: B row, K step, P predicted step, C executed step, A action dimension.
+goes in and what comes out is. Our networks are so small that calling a layer costs more than computing it, so they are
+computed in as few calls as can be. Token policies read each instruction once: it comes first and sees nothing of what
+follows, so what a language model makes of it, its keys and values, is kept from decision to decision.
+
+Axes: B row, K step, P predicted step, C executed step, A action dimension, W width, M what a time or a condition adds
+to a network's first layer, or all its modulations.
 """
 
 import copy
@@ -12,20 +17,21 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention, silu
 
 from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.policy import CONDITION, Decision, Policy, TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.spec import PolicySpec, all_finite, validate_observation
 from robopolicy.core.world import Rows
+from robopolicy.inference.caching import CachedSteps
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.lerobot import lean_lerobot
-from robopolicy.inference.networks import at_work
 from robopolicy.inference.samplers import Predicts, Sampler, make_sampler, own_sampler, sample
-from robopolicy.inference.tokens import LeanTokens
 from robopolicy.nn.branches import Caching
-from robopolicy.nn.denoisers import Denoiser
+from robopolicy.nn.denoisers import Denoiser, ResidualMLP, TransformerBlock, TransformerDenoiser
 from robopolicy.nn.encoders import ObservationEncoder
+from robopolicy.nn.language import Reading
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot.acting import LeRobotPolicy
 from robopolicy.policies.likelihood import matching_latents
@@ -39,6 +45,7 @@ from robopolicy.policies.network import (
     steps_of,
 )
 from robopolicy.policies.sampler import Draws, draw
+from robopolicy.policies.token.decoding import Prompt
 from robopolicy.policies.token.policy import TokenPolicy
 
 
@@ -321,3 +328,159 @@ def denoiser_in(precision: str, network: ChunkNetwork, times: Tensor) -> tuple[D
         return denoiser, table
     copied = copy.deepcopy(cast(nn.Module, denoiser)).to(torch.bfloat16)
     return cast(Denoiser, copied), table.bfloat16()
+
+
+CONTEXTS = 2**25
+"""Most numbers of a table [K, B, M] that is filled before the first step."""
+
+
+def at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:
+    """Return what makes a condition [B, D] the denoiser at work on it; table: its features of the times [K, M].
+
+    Raises ConfigError where caching does not fit.
+    """
+    if caching is not None:
+        caching.check(denoiser.block_names, len(table))
+        return lambda condition: CachedSteps(denoiser, table, denoiser.encode_condition(condition), caching).one
+    if isinstance(denoiser, ResidualMLP):
+        return _perceptron(denoiser, table)
+    if isinstance(denoiser, TransformerDenoiser):
+        return _transformer(denoiser, table)
+
+    def begin(condition: Tensor) -> Predicts:
+        features = denoiser.encode_condition(condition)
+        return lambda x, step: denoiser.denoise(x, table[step], features)
+
+    return begin
+
+
+def _contexts(table: Tensor, features: Tensor) -> Callable[[int], Tensor]:
+    """Return step -> the sum of time's and condition's features [B, M], added up for all steps at once if that fits."""
+    if len(table) * features.numel() <= CONTEXTS:
+        return (table[:, None] + features).__getitem__
+    return lambda step: table[step] + features
+
+
+def _perceptron(denoiser: ResidualMLP, table: Tensor) -> Callable[[Tensor], Predicts]:
+    reads, table = denoiser.condition.weight.T, table + denoiser.condition.bias
+    latent = denoiser.latent.weight.T
+    head = denoiser.head.weight.T
+    bias = denoiser.head.bias
+    hidden = [cast(nn.Linear, layer).weight.T for layer in denoiser.hidden]
+
+    def begin(condition: Tensor) -> Predicts:
+        if len(table) == 1:  # one step has one context: both parts of it in one product
+            contexts = torch.addmm(table[0], condition, reads)[None].__getitem__
+        else:
+            contexts = _contexts(table, condition @ reads)
+
+        def predict(x: Tensor, step: int) -> Tensor:
+            rows = torch.addmm(contexts(step), x.flatten(1), latent)
+            for layer in hidden:
+                rows = torch.addmm(rows, silu(rows), layer)
+            return torch.addmm(bias, silu(rows), head).view(x.shape)
+
+        return predict
+
+    return begin
+
+
+def _transformer(denoiser: TransformerDenoiser, table: Tensor) -> Callable[[Tensor], Predicts]:
+    width, eps = denoiser.width, denoiser.norm.eps
+    # Normalised values are multiplied by 1 + scale: the ones are added to the times' part, once for a checkpoint.
+    ones = table.new_zeros(table.shape[-1] // width, width)
+    ones[1:-2:3], ones[-1] = 1.0, 1.0
+    table = table + ones.flatten()
+    embedding, position = denoiser.embedding.weight, denoiser.position + denoiser.embedding.bias
+    blocks = [cast(TransformerBlock, block) for block in denoiser.blocks]
+    weights = [
+        [
+            (cast(nn.Linear, layer).weight, cast(nn.Linear, layer).bias)
+            for layer in (block.attention_in, block.attention_out, block.feed_forward[0], block.feed_forward[2])
+        ]
+        for block in blocks
+    ]
+    heads = blocks[0].heads if blocks else 1
+
+    def one(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return layer_norm(tokens, (width,), scale, shift, eps)
+
+    def many(tokens: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        return torch.addcmul(shift, layer_norm(tokens, (width,), None, None, eps), scale)
+
+    def begin(condition: Tensor) -> Predicts:
+        contexts = _contexts(table, denoiser.encode_condition(condition))
+        rows = len(condition)
+        # The modulations of a single row are an affine layer norm's weight and bias.
+        modulated = one if rows == 1 else many
+
+        def predict(x: Tensor, step: int) -> Tensor:
+            context = contexts(step).view(rows, table.shape[-1] // width, width)
+            parts = context[0].unbind(0) if rows == 1 else context[:, :, None].unbind(1)
+            tokens = linear(x, embedding) + position
+            apart = *x.shape[:2], 3, heads, width // heads
+            for place, (into, out, up, down) in enumerate(weights):
+                shift, scale, gate, shift_forward, scale_forward, gate_forward = parts[6 * place : 6 * place + 6]
+                read = linear(modulated(tokens, shift, scale), *into).view(apart).permute(2, 0, 3, 1, 4)
+                mixed = scaled_dot_product_attention(read[0], read[1], read[2]).transpose(1, 2).flatten(2)
+                tokens = torch.addcmul(tokens, gate, linear(mixed, *out))
+                fed = silu(linear(modulated(tokens, shift_forward, scale_forward), *up))
+                tokens = torch.addcmul(tokens, gate_forward, linear(fed, *down))
+            return linear(modulated(tokens, parts[-2], parts[-1]), denoiser.head.weight, denoiser.head.bias)
+
+        return predict
+
+    return begin
+
+
+READINGS = 64
+"""Sets of instructions whose reading is kept."""
+
+
+class LeanTokens:
+    """A `core.policy.Policy` that decides as a token policy does; its readings follow the policy's weights."""
+
+    def __init__(self, policy: TokenPolicy):
+        self.policy = policy
+        self._weights = list(policy.parameters())
+        self._known = -1
+        self._readings: dict[tuple[str, ...], Reading] = {}
+
+    @property
+    def spec(self) -> PolicySpec:
+        """As the policy's own."""
+        return self.policy.spec
+
+    @property
+    def reads_instructions(self) -> bool:
+        """As the policy's own."""
+        return self.policy.reads_instructions
+
+    def reset(self, rows: Rows = None) -> None:
+        """Nothing is remembered of any rows [R]."""
+
+    @torch.no_grad()
+    def act(
+        self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
+    ) -> Decision:
+        """Decide for every row; actions [B, C, A] alone. Raises as the policy does."""
+        version = sum(weight._version for weight in self._weights)
+        if version != self._known:
+            self._readings.clear()
+            self._known = version
+        policy = self.policy
+        embedded, texts = policy.embed(observation), policy.texts(observation)
+        prompt = Prompt(self._reading(texts, embedded.device), embedded)
+        return Decision(policy.say(prompt, generator, deterministic=deterministic).actions)
+
+    def _reading(self, texts: list[str], device: torch.device) -> Reading:
+        """Return what N rows have read of their instructions, for one decision to go on from."""
+        distinct = tuple(sorted(set(texts)))
+        if distinct not in self._readings:
+            if len(self._readings) >= READINGS:
+                self._readings.pop(next(iter(self._readings)))
+            self._readings[distinct] = self.policy.read(list(distinct), torch.arange(len(distinct)).to(device))
+        kept = self._readings[distinct]
+        number = {text: place for place, text in enumerate(distinct)}
+        rows = torch.tensor([number[text] for text in texts], device=device)
+        return kept.copied(rows)

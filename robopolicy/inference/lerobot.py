@@ -6,21 +6,284 @@ W f([t; c]) + b is a table over the steps plus one product with c; in adaLN that
 A step of the scheduler is a weighted sum with six weights. On a CPU layers find their weights in the layout that they
 are multiplied in, instead of bringing them into it at every call (which is most of a convolution over 16 steps).
 Features of an instruction are kept from decision to decision, because LeRobot's text encoder is frozen. Random numbers
-are drawn in LeRobot's order. Axes: B row, T predicted step, A action dimension, K evaluation of the network, C channel.
+are drawn in LeRobot's order.
+
+What is left of a network is a function of latents [B, T, A] and the index of a time. It asks for its residual branches,
+by their numbers, so that somebody may remember them (`robopolicy.nn.branches.Blocks`). Axes: B row, T predicted step, A
+action dimension, K evaluation of the network, C channel, H width, L block.
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.origin import origin_of, remember_origin
-from robopolicy.inference.lerobot_networks import Lean, lean_transformer, lean_unet
-from robopolicy.nn.branches import Caching
+from robopolicy.nn.branches import FEED_FORWARD, Blocks, Caching, fresh
 from robopolicy.policies.lerobot.acting import LeRobotPolicy
+
+
+class AtWork(Protocol):
+    """A network at work on B observations."""
+
+    def __call__(self, x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
+        """Return its prediction [B, T, A] of latents x [B, T, A] at time number `index`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lean:
+    """A network at K times.
+
+    blocks: names of its residual branches, in the order of their computation; bind: a condition [B, D] -> the network
+    at work under it.
+    """
+
+    blocks: tuple[str, ...]
+    bind: Callable[[Tensor], AtWork]
+
+
+Maps = Callable[[Tensor], Tensor]
+
+
+def lean_transformer(network: Any, times: Tensor) -> Lean:
+    """Return LeRobot's DiffusionTransformer at `times` [K]."""
+    layers, split = list(network.transformer_blocks), network.timestep_embed_dim
+    read = [block.adaLN_modulation[-1] for block in layers]
+    timed = functional.silu(network.time_mlp(times))
+    # Of adaLN's W SiLU([t; c]) + b the part of t, [K, L, 6 H]; scales multiply (1 + scale), and 1 is added here.
+    table = torch.stack([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)
+    for scale in (1, 4):
+        table[..., scale * network.hidden_size : (scale + 1) * network.hidden_size] += 1
+    attend = [_attention(block) for block in layers]
+    expand = [_linear(block.mlp[0], gelu=True) for block in layers]
+    shrink = [_linear(block.mlp[2]) for block in layers]
+
+    def bind(condition: Tensor) -> AtWork:
+        given = functional.silu(condition)
+        known = torch.stack([functional.linear(given, layer.weight[:, split:]) for layer in read])[:, :, None]
+
+        def predict(x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
+            x = network.input_proj(x)
+            if network.pos_embedding is not None:
+                x = x + network.pos_embedding[:, : x.shape[1]]
+            modulation = (table[index][:, None, None] + known).chunk(6, -1)
+            for place in range(len(layers)):
+                own = tuple(part[place] for part in modulation)
+                shift, scale, gate, shift_after, scale_after, gate_after = own
+                x = torch.addcmul(x, gate, blocks(2 * place, partial(attention, place, x, scale, shift)))
+                after = partial(feed_forward, place, x, scale_after, shift_after)
+                x = torch.addcmul(x, gate_after, blocks(2 * place + 1, after))
+            return network.output_proj(x)
+
+        return predict
+
+    def attention(place: int, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return attend[place](_modulated(x, scale, shift, layers[place].norm1.eps))
+
+    def feed_forward(place: int, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return shrink[place](expand[place](_modulated(x, scale, shift, layers[place].norm2.eps)))
+
+    names = tuple(f"{place}.{kind}" for place in range(len(layers)) for kind in ("attention", FEED_FORWARD))
+    return Lean(names, bind)
+
+
+def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return scale * norm(x) + shift of x [B, T, H]; scale, shift: [B, 1, H]. For one row that is one layer norm."""
+    if len(x) == 1:
+        return functional.layer_norm(x, x.shape[-1:], scale[0, 0], shift[0, 0], eps)
+    return torch.addcmul(shift, functional.layer_norm(x, x.shape[-1:], eps=eps), scale)
+
+
+def _attention(block: Any) -> Maps:
+    """Return the self-attention of a block, [B, T, H] -> [B, T, H]."""
+    rotate: tuple[Tensor, Tensor] | None = None
+    layer: Any = block.attn if block.use_rope else block.multihead_attn
+    heads, leave = layer.num_heads, _linear(layer.out_proj)
+    if not block.use_rope:
+        enter = _linear(layer.in_proj_weight, layer.in_proj_bias)
+    else:
+        enter = _linear(layer.qkv_proj)
+        # Rotation of pairs (x1, x2) by an angle: x cos + (-x2, x1) sin. Rolling x by half gives (x2, x1), and the sign
+        # goes to the sine. Both are written out for all heads of queries and keys: products of whole rows, [T, 2 H].
+        cos, sin = layer.rope._cos_cached[0, 0], layer.rope._sin_cached[0, 0].clone()
+        sin[:, : sin.shape[1] // 2] *= -1
+        rotate = cos.repeat(1, 2 * heads), sin.repeat(1, 2 * heads)
+
+    def attend(x: Tensor) -> Tensor:
+        rows, steps, width = x.shape
+        made = enter(x)
+        turned, value = made[..., : 2 * width], made[..., 2 * width :]
+        if rotate is not None:
+            cos, sin = rotate
+            halves = turned.unflatten(-1, (2 * heads, 2, -1))
+            turned = torch.addcmul(turned * cos[:steps], halves.roll(1, -2).flatten(2), sin[:steps])
+        query, key = turned.view(rows, steps, 2, heads, -1).permute(2, 0, 3, 1, 4)
+        value = value.view(rows, steps, heads, -1).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return leave(mixed.transpose(1, 2).reshape(rows, steps, width))
+
+    return attend
+
+
+def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None, *, gelu: bool = False) -> Maps:
+    """Return a linear layer, [..., inputs] -> [..., outputs]; on a CPU by oneDNN on weights in its own layout.
+
+    gelu: whether GELU (approximated by tanh) follows, which oneDNN applies while the product is at hand.
+    """
+    if isinstance(weight, nn.Linear):
+        weight, bias = weight.weight, weight.bias
+    matrix = weight.detach()
+    if _packs(matrix):
+        packed = torch.ops.mkldnn._reorder_linear_weight(matrix)
+        after = ("gelu", [], "tanh") if gelu else ("none", [], "")
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, *after)
+    if gelu:
+        return lambda x: functional.gelu(functional.linear(x, matrix, bias), approximate="tanh")
+    return lambda x: functional.linear(x, matrix, bias)
+
+
+def lean_unet(network: Any, times: Tensor) -> Lean:
+    """Return LeRobot's DiffusionConditionalUnet1d at `times` [K]."""
+    parts = {"down": network.down_modules, "middle": [network.mid_modules], "up": network.up_modules}
+    named = {
+        f"{part}.{place}": block for part, stages in parts.items() for place, block in enumerate(_residual(stages))
+    }
+    read = [block.cond_encoder[-1] for block in named.values()]
+    timed = functional.mish(network.diffusion_step_encoder(times))
+    split, sizes = timed.shape[1], [layer.out_features for layer in read]
+    table = torch.cat([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)[..., None]
+    residual = [_residual_block(block) for block in named.values()]
+    down = [_layer(stage[2]) for stage in network.down_modules]
+    up = [_layer(stage[2]) for stage in network.up_modules]
+    leave = _conv_block(network.final_conv[0]), _layer(network.final_conv[1])
+
+    def bind(condition: Tensor) -> AtWork:
+        given = functional.mish(condition)
+        known = torch.cat([functional.linear(given, layer.weight[:, split:]) for layer in read], 1)[..., None]
+
+        def predict(x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
+            todo = zip(count(), residual, (table[index] + known).split(sizes, 1))
+            x, skipped = x.transpose(1, 2), list[Tensor]()
+            for shrink in down:
+                x = _two(x, todo, blocks)
+                skipped.append(x)
+                x = shrink(x)
+            x = _two(x, todo, blocks)
+            for grow in up:
+                x = grow(_two(torch.cat([x, skipped.pop()], 1), todo, blocks))
+            return leave[1](leave[0](x)).transpose(1, 2)
+
+        return predict
+
+    return Lean(tuple(named), bind)
+
+
+def _residual(stages: Any) -> Iterator[Any]:
+    """Yield the residual blocks of stages, the first two modules of each."""
+    for stage in stages:
+        yield from (stage[0], stage[1])
+
+
+Residual = tuple[Callable[[Tensor, Tensor], Tensor], Maps]
+"""A block's branch, of maps [B, C, T] and FiLM's modulation [B, C' or 2 C', 1], and its shortcut; both [B, C', T]."""
+
+
+def _two(x: Tensor, todo: Iterator[tuple[int, Residual, Tensor]], blocks: Blocks) -> Tensor:
+    """Return maps [B, C, T] after the next two residual blocks."""
+    for _ in range(2):
+        number, (branch, shortcut), modulation = next(todo)
+        x = blocks(number, partial(branch, x, modulation)) + shortcut(x)
+    return x
+
+
+def _residual_block(block: Any) -> Residual:
+    """Return branch and shortcut of a residual block."""
+    first, second = _conv_block(block.conv1), _conv_block(block.conv2)
+
+    def run(x: Tensor, modulation: Tensor) -> Tensor:
+        hidden = first(x)
+        if block.use_film_scale_modulation:
+            scale, bias = modulation.chunk(2, 1)
+            hidden = torch.addcmul(bias, hidden, scale)
+        else:
+            hidden = hidden + modulation
+        return second(hidden)
+
+    return run, _layer(block.residual_conv)
+
+
+def _conv_block(block: Any) -> Maps:
+    convolve, norm = _layer(block.block[0]), block.block[1]
+    return lambda x: functional.mish(
+        functional.group_norm(convolve(x), norm.num_groups, norm.weight, norm.bias, norm.eps)
+    )
+
+
+def _layer(layer: nn.Module) -> Maps:
+    """Return a layer of the U-Net, maps [B, C, T] -> [B, C', T']: what it is, or the same with packed weights."""
+    if isinstance(layer, nn.Conv1d):
+        return Convolution(layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
+    if isinstance(layer, nn.ConvTranspose1d):
+        return _doubling(layer)
+    return layer
+
+
+def _doubling(layer: nn.ConvTranspose1d) -> Maps:
+    """Return a transposed convolution of 4 taps and stride 2, as an ordinary one that makes both phases of its output.
+
+    y[2 t] = w[1] x[t] + w[3] x[t - 1] and y[2 t + 1] = w[2] x[t] + w[0] x[t + 1].
+    """
+    taps = layer.weight.transpose(0, 1).unbind(-1)  # four of [outputs, inputs]
+    none = torch.zeros_like(taps[0])
+    phases = torch.stack([taps[3], taps[1], none], -1), torch.stack([none, taps[2], taps[0]], -1)
+    assert layer.bias is not None
+    convolve = Convolution(torch.cat(phases), layer.bias.repeat(2), 1, 1)
+
+    def double(x: Tensor) -> Tensor:
+        return convolve(x).unflatten(1, (2, -1)).permute(0, 2, 3, 1).flatten(2)
+
+    return double
+
+
+class Convolution:
+    """A convolution over time, [B, inputs, T] -> [B, outputs, T'], on a CPU by oneDNN on weights in its own layout.
+
+    That layout depends on the size of what is convolved, so weights are packed again where that changes.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, stride: int, padding: int):
+        self.weight = weight.detach()
+        self.bias = bias
+        self.stride = stride
+        self.padding = padding
+        self._packs = _packs(weight)
+        self._packed: tuple[torch.Size, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Convolve maps [B, inputs, T]."""
+        if not self._packs:
+            return functional.conv1d(x, self.weight, self.bias, self.stride, self.padding)
+        wide, geometry = x.unsqueeze(2), ((0, self.padding), (1, self.stride), (1, 1), 1)
+        if self._packed is None or self._packed[0] != x.shape:
+            plain = self.weight.unsqueeze(2).contiguous().to_mkldnn()
+            self._packed = x.shape, torch.ops.aten.mkldnn_reorder_conv2d_weight(plain, *geometry, wide.shape)
+        run = torch.ops.mkldnn._convolution_pointwise
+        return run(wide, self._packed[1], self.bias, *geometry, "none", [], "").squeeze(2)
+
+
+def _packs(weight: Tensor) -> bool:
+    """Whether oneDNN can have such weights in its own layout."""
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+    return there and weight.device.type == "cpu" and weight.dtype == torch.float32
+
 
 Predict = Callable[[Tensor, int], Tensor]
 """(latents x [B, T, A], evaluation k) -> what the network says of them, [B, T, A]."""

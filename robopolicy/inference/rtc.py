@@ -28,7 +28,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Policy, TensorObservation
 from robopolicy.core.turns import Turns, turns_of
 from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhead, Underway
-from robopolicy.nn.prefix import given_steps
+from robopolicy.nn.denoisers import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy, OpensDenoising, require_denoising
 from robopolicy.policies.latents import OwnLatents, SaysWhatItDenoises

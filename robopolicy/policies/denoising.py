@@ -22,9 +22,9 @@ from robopolicy.core.policy import Decision, Policy, Scores, TakesAdapters, Tens
 from robopolicy.core.spec import Field, PolicySpec, WorldSpec, validate_observation
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
+from robopolicy.nn.denoisers import draw_counts, given_steps, with_prefix
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
 from robopolicy.nn.precision import as_kept, multiplied
-from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.abilities import MapsFeatures, began_elsewhere
 from robopolicy.policies.checkpoint import save_policy, saved_fields

@@ -20,12 +20,10 @@ from robopolicy.core.registry import Registry
 from robopolicy.core.spec import IMAGE_PREFIX, Field
 from robopolicy.nn.blocks import NoiseHead
 from robopolicy.nn.configuration import FlowNoise
-from robopolicy.nn.denoisers import Denoiser, make_denoiser
-from robopolicy.nn.encoders import ObservationEncoder
+from robopolicy.nn.denoisers import Denoiser, PrefixDenoiser, make_denoiser, with_prefix
+from robopolicy.nn.encoders import Modulation, ObservationEncoder, WordEncoder
 from robopolicy.nn.normalizer import Normalizer
 from robopolicy.nn.precision import is_lowered, multiplied
-from robopolicy.nn.prefix import PrefixDenoiser, with_prefix
-from robopolicy.nn.text import Modulation, WordEncoder
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind, TextEncoder
 from robopolicy.policies.interface import given_instructions
 

@@ -27,7 +27,7 @@ from robopolicy.core.randomness import Generators
 from robopolicy.core.run import RunFolder
 from robopolicy.core.spec import TASK
 from robopolicy.nn.configuration import Prediction, Spacing
-from robopolicy.nn.prefix import draw_counts, given_steps, with_prefix
+from robopolicy.nn.denoisers import draw_counts, given_steps, with_prefix
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.configuration import Likelihood, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising

@@ -25,8 +25,8 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import read_dataset
 from robopolicy.data.lerobot_reading import is_dataset, require_known
 from robopolicy.doctor import Finding, Health, examine
+from robopolicy.doctor.data import check_columns, check_statistics
 from robopolicy.doctor.policy import check_plan
-from robopolicy.doctor.statistics import check_columns, check_statistics
 from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 

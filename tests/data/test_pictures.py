@@ -8,7 +8,7 @@ import pytest
 from robopolicy.core.errors import DataError, RobopolicyWarning, SpecError
 from robopolicy.core.spec import STATE, Field, PolicySpec, camera_key, require_cameras_named
 from robopolicy.data.lerobot_reading import read_dataset, read_information
-from robopolicy.doctor.statistics import check_columns, check_statistics
+from robopolicy.doctor.data import check_columns, check_statistics
 from robopolicy.nn.encoders import ObservationEncoder
 from robopolicy.policies.configuration import DenoisingPolicyConfig
 from robopolicy.policies.denoising import DenoisingPolicy

@@ -12,7 +12,7 @@ import torch
 
 from robopolicy.core.errors import ConfigError, NonFiniteError, SpecError
 from robopolicy.core.spec import Field
-from robopolicy.inference import networks
+from robopolicy.inference import lean
 from robopolicy.inference.caching import CachePlan
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
@@ -114,7 +114,7 @@ def test_lean_decides_as_the_reference_over_random_configurations(seed: int):
 def test_a_table_that_would_be_too_large_is_not_filled(
     denoiser: DenoiserKind, steps: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(networks, "CONTEXTS", 0)
+    monkeypatch.setattr(lean, "CONTEXTS", 0)
     policy = _policy(DenoisingPolicyConfig(denoiser=denoiser, width=16, depth=2, heads=2, sampling_steps=steps))
     own, found = (
         each.act(_seen(policy), torch.Generator().manual_seed(7), deterministic=True).actions

@@ -13,8 +13,7 @@ from robopolicy.inference.caching import CachePlan, FirstBlockCaching
 from robopolicy.inference.calibration import calibrate
 from robopolicy.inference.configuration import InferenceConfig
 from robopolicy.inference.engine import with_engine
-from robopolicy.inference.lerobot import lean_lerobot, why_not_lean
-from robopolicy.inference.lerobot_networks import Convolution
+from robopolicy.inference.lerobot import Convolution, lean_lerobot, why_not_lean
 from robopolicy.inference.schedules import CacheConfig, make_plan
 from robopolicy.policies.lerobot.acting import LeRobotPolicy, load_lerobot_policy
 from robopolicy.testing.policy import Level, check_policy

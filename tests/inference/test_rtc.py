@@ -21,7 +21,7 @@ from robopolicy.inference.rtc import (
     prefix_weights,
 )
 from robopolicy.nn.configuration import DenoiserKind, Prediction
-from robopolicy.nn.prefix import draw_counts, with_prefix
+from robopolicy.nn.denoisers import draw_counts, with_prefix
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import PolicyKind

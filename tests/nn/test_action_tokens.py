@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy.fft import idct
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.action_tokens import BinTokenizer, FrequencyTokenizer, make_action_tokenizer
 from robopolicy.nn.configuration import ActionTokens
+from robopolicy.nn.tokens import BinTokenizer, FrequencyTokenizer, make_action_tokenizer
 
 SEEDS = st.integers(0, 2**31)
 

@@ -16,8 +16,8 @@ from robopolicy.core.errors import ConfigError, SpecError
 from robopolicy.core.spec import STATE, TASK, Field, WorldSpec
 from robopolicy.evaluation.instructions import with_instruction
 from robopolicy.nn.configuration import DenoiserKind, FlowNoise, ImageEncoderConfig
+from robopolicy.nn.encoders import Modulation, WordEncoder
 from robopolicy.nn.language import WordTokenizer
-from robopolicy.nn.text import Modulation, WordEncoder
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig, load_policy
 from robopolicy.policies.configuration import Likelihood, PolicyKind, TextEncoder
 from robopolicy.rl.critic import state_critic

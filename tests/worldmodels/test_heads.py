@@ -12,7 +12,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.returns import returns_to_go
 from robopolicy.core.structured import to_plain
 from robopolicy.evaluation.world_model import precision_recall
-from robopolicy.nn.members import Members
+from robopolicy.nn.blocks import Members
 from worldmodels.configuration import EnsembleConfig
 from worldmodels.heads.latent import LatentHeads
 from worldmodels.heads.outputs import calibrated_threshold, explains_as_well, quantiles_of

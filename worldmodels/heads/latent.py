@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.nn.blocks import perceptron
-from robopolicy.nn.members import Members
+from robopolicy.nn.blocks import Members, perceptron
 from worldmodels.data.statistics import BOUND
 from worldmodels.heads.outputs import BINS, explains_as_well, reward_bins, two_hot, two_hot_mean
 from worldmodels.heads.success import make_success_head

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.nn.members import Members
+from robopolicy.nn.blocks import Members
 from worldmodels.registry import SUCCESS_HEADS
 
 

@@ -24,7 +24,6 @@ from robopolicy.core.policy import Decision, Scores, TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, Field, PolicySpec, validate_observation
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
-from robopolicy.nn.action_tokens import make_action_tokenizer
 from robopolicy.nn.language import (
     LanguageModel,
     Reading,
@@ -33,7 +32,6 @@ from robopolicy.nn.language import (
     small_backbone,
 )
 from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
-from robopolicy.nn.observation_tokens import ObservationTokens
 from robopolicy.nn.pretrained import (
     described_backbone,
     load_pretrained_tokenizer,
@@ -43,6 +41,7 @@ from robopolicy.nn.pretrained import (
     pretrained_vision_language,
     sees,
 )
+from robopolicy.nn.tokens import ObservationTokens, make_action_tokenizer
 from robopolicy.nn.vision_language import VisionLanguageProcessor, describe_prompt, images_of_rows
 from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.interface import check_chunks, given_instructions, in_range, register_range, select_fields

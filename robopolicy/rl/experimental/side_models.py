@@ -13,7 +13,7 @@ from robopolicy.core.arrays import integers, is_mapping
 from robopolicy.core.policy import MatchesNoise
 from robopolicy.core.rollouts import Rollouts, visible
 from robopolicy.core.spec import TASK
-from robopolicy.nn.members import follow
+from robopolicy.nn.blocks import follow
 from robopolicy.rl.advantages.gae import chunk_rewards, gae, next_values
 from robopolicy.rl.context import Context, Tools, given
 from robopolicy.rl.critic import ReturnScale, StateFeatures

@@ -13,7 +13,7 @@ from robopolicy.core.candidates import ScoreCandidates
 from robopolicy.core.policy import TensorObservation
 from robopolicy.core.randomness import normal
 from robopolicy.core.transitions import Transitions
-from robopolicy.nn.members import Members
+from robopolicy.nn.blocks import Members
 from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.rl.offline.interface import Interface
 

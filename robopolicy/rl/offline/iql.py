@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from robopolicy.core.transitions import Transitions
-from robopolicy.nn.members import follow
+from robopolicy.nn.blocks import follow
 from robopolicy.rl.offline.agent import Actor, Critics, OfflineAgent, Values
 from robopolicy.rl.offline.configuration import IqlConfig
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import DataError
 from robopolicy.core.transitions import Transitions
-from robopolicy.nn.members import follow
+from robopolicy.nn.blocks import follow
 from robopolicy.rl.offline.agent import Actor, Critics, OfflineAgent
 from robopolicy.rl.offline.configuration import CqlConfig, SacConfig
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from robopolicy.core.arrays import Array
 from robopolicy.core.errors import DataError
 from robopolicy.core.transitions import Transitions
-from robopolicy.nn.members import Members, follow
+from robopolicy.nn.blocks import Members, follow
 from robopolicy.rl.offline.agent import Critics, OfflineAgent, Standardiser
 from robopolicy.rl.offline.configuration import NeighbourIndex, PrdcConfig, ReBracConfig, Td3BcConfig, Td3Config
 
