@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from robopolicy.data.lerobot_images import write_videos
+from robopolicy.data.lerobot_media import write_videos
 
 LENGTHS = (6, 5, 7)
 HEIGHT, WIDTH = 16, 24

@@ -9,10 +9,8 @@ import torch
 from robopolicy.benchmarks import coplanner, joint, trajectories, video
 from robopolicy.benchmarks.replay import replay
 from robopolicy.nn.configuration import EdmConfig
-from worldmodels.configuration import TrajectoryConfig
-from worldmodels.data.statistics import recorded_transitions
-from worldmodels.images.configuration import ReadoutConfig
-from worldmodels.video.configuration import VideoConfig
+from worldmodels.configuration import ReadoutConfig, TrajectoryConfig, VideoConfig
+from worldmodels.data import recorded_transitions
 
 pytestmark = pytest.mark.long
 

@@ -15,7 +15,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.configuration import JointConfig
 from robopolicy.verbs.verb import VERBS, declaration
-from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
+from worldmodels.configuration import PixelDiffusionConfig
 
 
 @pytest.mark.parametrize("recipe", groups()["recipe"])

@@ -19,10 +19,9 @@ from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import JointModel
 from sims.registry import make_world
 from worldmodels import load_world_model, save_world_model
-from worldmodels.configuration import EnsembleConfig
+from worldmodels.configuration import EnsembleConfig, RssmConfig
 from worldmodels.encoding import save_encoder
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel
 
 SMALL = [*TINY, "evaluate.episodes=4", "evaluate.videos=0", "rank.episodes=4"]

@@ -6,9 +6,10 @@ where the user has named them too, so that a downloaded folder cannot choose wha
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
 
 from robopolicy.core.checkpoints import (
     Checkpoint,
@@ -21,8 +22,10 @@ from robopolicy.core.checkpoints import (
 from robopolicy.core.errors import CheckpointError, did_you_mean
 from robopolicy.core.origin import described_origin, remember_described
 from robopolicy.core.spec import WorldSpec
+from robopolicy.core.structured import to_plain
+from worldmodels.data import StateStructure, structure_in
 from worldmodels.protocol import LearnedModel
-from worldmodels.registry import WORLD_MODELS
+from worldmodels.registry import WORLD_MODELS, saved_configuration
 
 PREFIX = "world_model/"
 
@@ -77,3 +80,34 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
             raise CheckpointError(f"{folder}: {error}") from error
     remember_described(model, description, folder / "config.json")
     return read_weights(model, folder, device, weights).eval()
+
+
+class Described[Configuration](nn.Module):
+    """A part of a `LearnedModel`: what it is made of is described, and the model made of it again.
+
+    success_bonus: the reward for reaching success. The structure is kept in buffers (`register_structure`), by the
+    model itself or one of its parts.
+    """
+
+    configuration: type[Configuration]
+    config: Configuration
+
+    def __init__(
+        self, config: Configuration, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
+    ):
+        super().__init__()
+        self.config, self.success_bonus = config, success_bonus
+
+    def description(self) -> dict[str, Any]:
+        """Return what `restore` needs besides spec and weights."""
+        return {"config": to_plain(self.config), "success_bonus": self.success_bonus}
+
+    @classmethod
+    def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
+        """Return a model into which `weights` can be loaded.
+
+        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
+        `LearnedModel.restore` does.
+        """
+        config = saved_configuration(cls.configuration, description)
+        return cls(config, spec, structure_in(weights), description["success_bonus"])

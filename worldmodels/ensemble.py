@@ -22,10 +22,18 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
+from worldmodels.checkpoint import Described
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.data.statistics import Standardised, means_and_deviations, recorded_transitions, require_fields
-from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
-from worldmodels.described import Described
+from worldmodels.data import (
+    Standardised,
+    StateStructure,
+    find_structure,
+    means_and_deviations,
+    recorded_transitions,
+    register_structure,
+    require_fields,
+    structure_of,
+)
 from worldmodels.heads.outputs import quantiles_of
 from worldmodels.heads.state import StepHeads, success_batch
 from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of

@@ -30,12 +30,18 @@ from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.nn.encoders import ImageEncoder, module_name
 from worldmodels.checkpoint import load_world_model
 from worldmodels.configuration import LatentEnsembleConfig
-from worldmodels.data.statistics import recorded_transitions, require_fields
-from worldmodels.data.structure import StateStructure, find_structure, no_structure, structure_in
+from worldmodels.data import (
+    StateStructure,
+    find_structure,
+    no_structure,
+    recorded_transitions,
+    require_fields,
+    structure_in,
+)
 from worldmodels.encoding import encoded
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.images.decoder import ImageDecoder
 from worldmodels.images.model import PartStage
+from worldmodels.images.networks import ImageDecoder
 from worldmodels.protocol import LATENT, Context, Imagined, Latent
 from worldmodels.registry import saved_configuration
 

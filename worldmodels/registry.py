@@ -17,9 +17,9 @@ WORLD_MODELS = Kinds(
     {
         "ensemble": "worldmodels.configuration:EnsembleConfig",
         "latent_ensemble": "worldmodels.configuration:LatentEnsembleConfig",
-        "rssm": "worldmodels.rssm.configuration:RssmConfig",
-        "pixel_diffusion": "worldmodels.pixel_diffusion.configuration:PixelDiffusionConfig",
-        "video": "worldmodels.video.configuration:VideoConfig",
+        "rssm": "worldmodels.configuration:RssmConfig",
+        "pixel_diffusion": "worldmodels.configuration:PixelDiffusionConfig",
+        "video": "worldmodels.configuration:VideoConfig",
     },
 )
 

@@ -27,10 +27,16 @@ from robopolicy.core.spec import WorldSpec
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn import edm
+from worldmodels.checkpoint import Described
 from worldmodels.configuration import TrajectoryConfig
-from worldmodels.data.statistics import recorded_transitions, require_fields
-from worldmodels.data.structure import StateStructure, find_structure, register_structure, structure_of
-from worldmodels.described import Described
+from worldmodels.data import (
+    StateStructure,
+    find_structure,
+    recorded_transitions,
+    register_structure,
+    require_fields,
+    structure_of,
+)
 from worldmodels.heads.state import StepHeads
 
 LogProb = Callable[[Tensor, Tensor], Tensor]

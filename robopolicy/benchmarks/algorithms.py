@@ -11,7 +11,7 @@ from robopolicy.benchmarks.rates import pooled, rate_text, short, spread_text
 from robopolicy.benchmarks.runs import Variant, chosen_from, few_iterations, run_variant
 from robopolicy.configuration import Config, compose
 from robopolicy.core.progress import progress
-from robopolicy.evaluation.curves import method_curves
+from robopolicy.evaluation.plots import method_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.verbs.bench import Benchmark, Table
 

@@ -30,7 +30,7 @@ from robopolicy.training.pretrain import pretrain
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, PlanConfig
-from worldmodels.data.statistics import recorded_transitions
+from worldmodels.data import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import ImaginedWorld
 from worldmodels.planning import PlannedPolicy

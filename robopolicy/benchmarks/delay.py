@@ -23,7 +23,7 @@ from robopolicy.configuration import Config, compose
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.storage import read_json, write_json
-from robopolicy.evaluation.curves import success_beside_delay
+from robopolicy.evaluation.plots import success_beside_delay
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.smoothness import SmoothnessMeter
 from robopolicy.evaluation.success import evaluate_policy

@@ -4,6 +4,11 @@ Arms: `base` (soft actor-critic with two critics on truncated rollouts, the engi
 the model's uncertainty, which true dynamics do not have), `patched` (the true value is paid where imagination stops; it
 must be known), `RAVL` (the smallest of ten critics, kept from agreeing) and `long` (rollouts to the episode's end).
 Source: Sims et al. 2024, arXiv:2402.12527.
+
+The smallest place where the edge bites is a point in space whose dynamics are known exactly. State: where it is, in
+AXES dimensions; action: a step of at most STEP along each axis; reward: -COST times the distance from the origin before
+the step. All values are at most 0, and going home at once is best. The source has two dimensions; with eight there is
+always a direction in which critics extrapolate upwards.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +20,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from robopolicy.benchmarks import point
 from robopolicy.benchmarks.runs import chosen_from
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.player import Player
-from robopolicy.core.randomness import Generators, derive, episode_seeds
+from robopolicy.core.randomness import Generators, derive, episode_seeds, uniforms
+from robopolicy.core.spec import STATE, Field, WorldSpec
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.world import Snapshot, World
-from robopolicy.evaluation.curves import value_curves
+from robopolicy.evaluation.plots import value_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.rl.offline.configuration import SacConfig
@@ -42,7 +47,58 @@ from sims.engine import MujocoWorld
 from sims.registry import load_task, make_world
 from worldmodels.env import ImaginedWorld, Truncation
 from worldmodels.oracle import OracleModel
-from worldmodels.protocol import Context, Starts
+from worldmodels.protocol import Context, Imagined, Latent, Starts
+
+AXES = 8
+STEP = 1.0
+COST = 0.02
+REACH = 2.0
+
+SPEC = WorldSpec(
+    name="point",
+    observation={STATE: Field((AXES,))},
+    action=Field((AXES,), low=-1.0, high=1.0),
+    fps=10,
+    horizon=50,
+    rewards=("cost",),
+    success="It never ends.",
+)
+
+
+class PointModel:
+    """The true dynamics as a `WorldModel`."""
+
+    spec = SPEC
+
+    def initial(self, context: Context, seeds: np.ndarray) -> Latent:
+        """Return the latent of the newest frame, {"state": [N, AXES]}."""
+        return {"state": torch.from_numpy(np.asarray(context.last(STATE), dtype=np.float32))}
+
+    def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
+        """Move by actions [N, AXES] at most STEP along each axis; nothing is uncertain."""
+        state = latent["state"]
+        after = state + STEP * actions.float().clamp(-1, 1)
+        never = torch.zeros(len(state), dtype=torch.bool)
+        paid = {"cost": -COST * state.norm(dim=1)}
+        return {"state": after}, Imagined({STATE: after}, paid, never, never, torch.zeros(len(state)))
+
+
+def starts(seeds: np.ndarray) -> Context:
+    """Return contexts anywhere within REACH of the origin along every axis; one for each of `seeds` [N]."""
+    place = (2 * uniforms(np.asarray(seeds, dtype=np.int64), AXES) - 1) * REACH
+    return Context({STATE: place.astype(np.float32)[:, None]})
+
+
+def best_value(state: Tensor, discount: float, steps: int = 400) -> Tensor:
+    """Return the value [N] of walking straight home from states [N, AXES] in steps of at most STEP along each axis."""
+    total, factor = torch.zeros(len(state)), 1.0
+    for _ in range(steps):
+        total, factor = total - factor * COST * state.norm(dim=1), factor * discount
+        state = state - state.clamp(-STEP, STEP)
+        if not bool(state.any()):
+            break
+    return total
+
 
 ROWS = 500
 EPISODES = 200
@@ -103,23 +159,23 @@ LENGTH = ImaginedValuesConfig(epochs=16, rollouts=1000, updates=250)
 def point_problem(seed: int) -> Problem:
     """Return the problem of the point that walks home."""
     generator = torch.Generator().manual_seed(derive(seed, "point"))
-    state = torch.from_numpy(point.starts(episode_seeds(seed, "recorded", RECORDED)).last(point.STATE))
-    action = 2 * torch.rand(RECORDED, point.AXES, generator=generator) - 1
+    state = torch.from_numpy(starts(episode_seeds(seed, "recorded", RECORDED)).last(STATE))
+    action = 2 * torch.rand(RECORDED, AXES, generator=generator) - 1
     never = torch.zeros(RECORDED, dtype=torch.bool)
-    recorded = Transitions(state, action, -point.COST * state.norm(dim=1), state + point.STEP * action, never)
+    recorded = Transitions(state, action, -COST * state.norm(dim=1), state + STEP * action, never)
     agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
-        return ImaginedWorld(point.PointModel(), point.starts, ROWS, truncation=truncation, penalty=penalty)
+        return ImaginedWorld(PointModel(), starts, ROWS, truncation=truncation, penalty=penalty)
 
     return Problem(
         imagined,
-        ImaginedWorld(point.PointModel(), point.starts, EPISODES),
+        ImaginedWorld(PointModel(), starts, EPISODES),
         recorded,
         agent,
         5,
         0.01,
-        lambda state: agent.discount * point.best_value(state, agent.discount),
+        lambda state: agent.discount * best_value(state, agent.discount),
     )
 
 

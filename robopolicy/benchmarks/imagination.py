@@ -18,7 +18,7 @@ from robopolicy.benchmarks.runs import IMAGE_MODELS, chosen_from, demonstrations
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation.curves import imagination_curves, imagined_beside_real
+from robopolicy.evaluation.plots import imagination_curves, imagined_beside_real
 from robopolicy.evaluation.report import Section
 from robopolicy.runs import is_complete
 from robopolicy.verbs import imagine

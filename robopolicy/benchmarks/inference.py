@@ -28,7 +28,7 @@ from robopolicy.core.spec import PolicySpec
 from robopolicy.core.storage import read_json, write_json
 from robopolicy.core.world import Rows
 from robopolicy.data.lerobot_reading import read_dataset
-from robopolicy.evaluation.curves import speed_beside_success
+from robopolicy.evaluation.plots import speed_beside_success
 from robopolicy.evaluation.report import Section
 from robopolicy.evaluation.success import evaluate_policy
 from robopolicy.inference.caching import CachePlan, FirstBlockCaching

@@ -19,7 +19,7 @@ from robopolicy.benchmarks.runs import chosen_from, each_row, logged, pretrained
 from robopolicy.configuration import Config, compose
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation.curves import method_curves
+from robopolicy.evaluation.plots import method_curves
 from robopolicy.evaluation.report import Section
 from robopolicy.runs import is_complete, output
 from robopolicy.verbs import finetune, online

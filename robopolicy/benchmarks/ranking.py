@@ -21,7 +21,7 @@ from robopolicy.benchmarks.runs import (
 )
 from robopolicy.configuration import Config, compose
 from robopolicy.core.storage import read_json
-from robopolicy.evaluation.curves import ranking_panels
+from robopolicy.evaluation.plots import ranking_panels
 from robopolicy.evaluation.report import Section, ranking_plot
 from robopolicy.runs import is_complete
 from robopolicy.verbs import rank

@@ -33,7 +33,7 @@ from robopolicy.training.imagined_values import AgentController
 from robopolicy.verbs.bench import Benchmark, Table
 from sims.registry import make_world
 from worldmodels.configuration import EnsembleConfig, TrajectoryConfig
-from worldmodels.data.statistics import recorded_transitions
+from worldmodels.data import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.trajectory_diffusion import TrajectoryDiffusion
 

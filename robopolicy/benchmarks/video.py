@@ -33,8 +33,8 @@ from sims.engine import MujocoWorld
 from sims.experts import NOISE_LEVELS, NoisyController
 from sims.registry import load_task
 from worldmodels.checkpoint import load_world_model, save_world_model
+from worldmodels.configuration import VideoConfig
 from worldmodels.starts import context_at
-from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.model import VideoModel
 
 WORLDS = 32

@@ -23,7 +23,7 @@ from robopolicy.core.interventions import intervened
 from robopolicy.core.machine import usable_threads
 from robopolicy.core.progress import Advance, progress
 from robopolicy.core.storage import read_object, reading
-from robopolicy.data.lerobot_images import encode_png, quiet_encoder, video_information, write_videos
+from robopolicy.data.lerobot_media import encode_png, quiet_encoder, video_information, write_videos
 from robopolicy.data.lerobot_reading import ACTOR, INTERVENTIONS, LABEL_STEPS, LABELS, SEGMENT
 from robopolicy.data.lerobot_statistics import Statistics, image_statistics, pooled, vector_statistics
 

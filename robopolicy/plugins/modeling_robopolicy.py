@@ -28,7 +28,7 @@ from robopolicy.plugins.configuration_robopolicy import RobopolicyConfig, not_tr
 from robopolicy.plugins.features import ACTION, feature, require_names
 from robopolicy.policies.loading import EXPORTED
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.limits import Limits
+from robopolicy.serving.protocol import Limits
 
 LARGEST_IMAGE = 3 * 8192 * 8192
 """Bytes of the largest image that is resized."""

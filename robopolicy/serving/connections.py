@@ -10,7 +10,7 @@ from websockets.asyncio.server import ServerConnection
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import State
 
-from robopolicy.serving.limits import Limits
+from robopolicy.serving.protocol import Limits
 
 READ_BYTES = 32 * 1024
 """Bytes taken from a socket at a time: what one client sends is worked through in pieces this long, and a flood is

@@ -38,9 +38,8 @@ from robopolicy.core.spec import (
     cameras_of,
     validate_observation,
 )
-from robopolicy.serving.limits import IMAGE_BYTES, Limits
 from robopolicy.serving.pictures import pixels, resized
-from robopolicy.serving.protocol import OURS
+from robopolicy.serving.protocol import IMAGE_BYTES, OURS, Limits
 
 _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
 

@@ -43,8 +43,7 @@ from robopolicy.policies.known import known_ranges
 from robopolicy.serving.batching import Answer, Asker, BusyError, InferenceQueue
 from robopolicy.serving.configuration import ServerConfig
 from robopolicy.serving.connections import Door, LimitedConnection, address_of
-from robopolicy.serving.limits import Limits
-from robopolicy.serving.protocol import REQUEST, RESET, SEED, fingerprint, pack, sealed, unpack
+from robopolicy.serving.protocol import REQUEST, RESET, SEED, Limits, fingerprint, pack, sealed, unpack
 from robopolicy.serving.sessions import Left, Sessions
 from robopolicy.serving.telemetry import Log, Metrics, log_to_stderr
 

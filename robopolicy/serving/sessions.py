@@ -16,8 +16,7 @@ from robopolicy.core.errors import NonFiniteError, SpecError
 from robopolicy.core.spec import PolicySpec
 from robopolicy.inference.chunking import Underway
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.limits import Limits
-from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION
+from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, Limits
 
 
 @dataclass(frozen=True, eq=False)

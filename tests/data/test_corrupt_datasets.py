@@ -138,7 +138,7 @@ def test_a_damaged_image_is_named(copy):
 
 def test_images_of_several_sizes_are_named(copy):
     def shrunk(table):
-        from robopolicy.data.lerobot_images import encode_png
+        from robopolicy.data.lerobot_media import encode_png
 
         images = table.column(FRONT).to_pylist()
         images[7] = {"bytes": encode_png(np.zeros((4, 5, 3), np.uint8)), "path": None}

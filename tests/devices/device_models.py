@@ -18,10 +18,9 @@ from robopolicy.training.fit import fit_stages
 from robopolicy.training.offline.configuration import GuidedConfig
 from robopolicy.training.offline.guided import guided_episodes
 from worldmodels.checkpoint import load_world_model, save_world_model
-from worldmodels.configuration import PlanConfig, TrajectoryConfig
+from worldmodels.configuration import PlanConfig, ReadoutConfig, TrajectoryConfig
 from worldmodels.encoding import EncodedPolicy, encoded
 from worldmodels.env import ImaginedWorld
-from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import DecoderFree
 from worldmodels.registry import WORLD_MODELS

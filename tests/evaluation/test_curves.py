@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from robopolicy.evaluation.curves import imagination_curves, method_curves, pooled_curve, ranking_panels
+from robopolicy.evaluation.plots import imagination_curves, method_curves, pooled_curve, ranking_panels
 
 
 def test_seeds_are_averaged_at_common_steps_and_a_finished_seed_keeps_its_last_value():

@@ -10,7 +10,7 @@ from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.policies import DenoisingPolicy, DenoisingPolicyConfig
 from robopolicy.policies.configuration import PolicyKind
-from robopolicy.serving.limits import Limits
+from robopolicy.serving.protocol import Limits
 from robopolicy.serving.server import PolicyServer, ServerSettings, serve
 
 FRONT = "observation.images.front"

@@ -10,9 +10,8 @@ from robopolicy.serving import pictures
 from robopolicy.serving.client import _fitted
 from robopolicy.serving.described import camera_shapes
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.limits import IMAGE_BYTES, Limits
 from robopolicy.serving.pictures import pixels, resized, smaller
-from robopolicy.serving.protocol import pack, unpack
+from robopolicy.serving.protocol import IMAGE_BYTES, Limits, pack, unpack
 
 TOP, WRIST = IMAGE_PREFIX + "top", IMAGE_PREFIX + "wrist"
 SPEC = PolicySpec(

@@ -13,7 +13,7 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, TASK, Field, PolicySpec
 from robopolicy.serving.batching import BusyError, InferenceQueue, Turns, Waiting, gives_way
 from robopolicy.serving.connections import Door
-from robopolicy.serving.limits import Limits
+from robopolicy.serving.protocol import Limits
 from robopolicy.serving.sessions import Sessions
 
 HOG, ROBOT = "10.0.0.1", "10.0.0.2"

@@ -10,8 +10,7 @@ from websockets.exceptions import ConnectionClosed
 from robopolicy.core.errors import RobopolicyError
 from robopolicy.core.spec import STATE
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.limits import Limits
-from robopolicy.serving.protocol import RESET, SEED, SESSION, pack, unpack
+from robopolicy.serving.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 
 
 def observation():

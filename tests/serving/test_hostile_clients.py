@@ -26,9 +26,8 @@ from robopolicy.serving.client import PolicyClient, connected
 from robopolicy.serving.configuration import ServerAddress
 from robopolicy.serving.driver import ActionLimits, Driver
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.limits import Limits
 from robopolicy.serving.pictures import resized
-from robopolicy.serving.protocol import RESET, SEED, SESSION, pack, unpack
+from robopolicy.serving.protocol import RESET, SEED, SESSION, Limits, pack, unpack
 from robopolicy.serving.telemetry import JsonLines, Log
 
 pytestmark = pytest.mark.long

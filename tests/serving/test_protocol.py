@@ -7,8 +7,7 @@ import pytest
 from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import STATE, Field, PolicySpec
 from robopolicy.serving.inputs import Session
-from robopolicy.serving.limits import Limits
-from robopolicy.serving.protocol import CHECK, pack, sealed, unpack, unsealed
+from robopolicy.serving.protocol import CHECK, Limits, pack, sealed, unpack, unsealed
 
 
 def test_bytes_are_openpis():

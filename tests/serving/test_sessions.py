@@ -3,7 +3,7 @@
 import time
 
 from robopolicy.core.spec import STATE, Field, PolicySpec
-from robopolicy.serving.limits import Limits
+from robopolicy.serving.protocol import Limits
 from robopolicy.serving.sessions import Sessions
 
 

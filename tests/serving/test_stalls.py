@@ -15,8 +15,7 @@ from served_policies import FRONT, Echo
 from websockets.exceptions import ConnectionClosed
 
 from robopolicy.core.spec import STATE
-from robopolicy.serving.limits import Limits
-from robopolicy.serving.protocol import SESSION, pack, unpack
+from robopolicy.serving.protocol import SESSION, Limits, pack, unpack
 
 LARGEST = Limits.of(Echo().spec).message - 200
 SECONDS = 4.0

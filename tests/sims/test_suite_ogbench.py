@@ -11,7 +11,7 @@ from robopolicy.data.record import record
 from robopolicy.testing.controller import check_controller
 from robopolicy.testing.world import check_world
 from sims.registry import make_expert, make_world
-from sims.suites.controllers.ogbench_order import OPEN, Things, lights_out, next_target
+from sims.suites.controllers.ogbench_oracles import OPEN, Things, lights_out, next_target
 from sims.suites.ogbench_environment import split_name
 from sims.suites.ogbench_suite import instruction
 

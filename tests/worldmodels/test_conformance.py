@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from robopolicy.testing.world_model import check_world_model
-from worldmodels.configuration import EnsembleConfig, LatentEnsembleConfig
+from worldmodels.configuration import (
+    EnsembleConfig,
+    LatentEnsembleConfig,
+    PixelDiffusionConfig,
+    ReadoutConfig,
+    RssmConfig,
+    VideoConfig,
+)
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.latent_ensemble import LatentEnsembleModel
-from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
-from worldmodels.pixel_diffusion.model import PixelDiffusionModel
-from worldmodels.rssm.configuration import RssmConfig
+from worldmodels.pixel_diffusion import PixelDiffusionModel
 from worldmodels.rssm.model import RssmModel
-from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.model import VideoModel
 
 outside = pytest.importorskip("outside_robotics.model", reason="install it with: pip install -e tests/outside")

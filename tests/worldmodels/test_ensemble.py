@@ -17,7 +17,7 @@ from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
 from worldmodels.configuration import EnsembleConfig
-from worldmodels.data.statistics import recorded_transitions
+from worldmodels.data import recorded_transitions
 from worldmodels.ensemble import EnsembleModel
 from worldmodels.env import PENALTY, ImaginedWorld, Truncation
 from worldmodels.protocol import Context

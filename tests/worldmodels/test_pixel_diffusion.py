@@ -15,11 +15,9 @@ from robopolicy.evaluation.world_model import examine
 from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
-from worldmodels.images.configuration import ReadoutConfig
-from worldmodels.images.readout import to_frames, to_pixels
-from worldmodels.pixel_diffusion.configuration import PixelDiffusionConfig
-from worldmodels.pixel_diffusion.model import PixelDiffusionModel
-from worldmodels.pixel_diffusion.networks import PixelDenoiser
+from worldmodels.configuration import PixelDiffusionConfig, ReadoutConfig
+from worldmodels.images.networks import to_frames, to_pixels
+from worldmodels.pixel_diffusion import PixelDenoiser, PixelDiffusionModel
 from worldmodels.starts import context_at
 
 READOUT = ReadoutConfig(batch_size=64, imagined_steps=256, members=3)

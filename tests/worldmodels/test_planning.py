@@ -13,10 +13,9 @@ from robopolicy.core.candidates import majority_mean
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.policy import Decision
 from robopolicy.core.spec import STATE, Field, PolicySpec, WorldSpec
-from worldmodels.configuration import PlanConfig
+from worldmodels.configuration import PlanConfig, RssmConfig
 from worldmodels.planning import PlannedPolicy
 from worldmodels.protocol import Imagined
-from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel
 
 FIELD = {STATE: Field((1,))}

@@ -20,12 +20,12 @@ from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit
 from worldmodels import load_world_model, save_world_model
+from worldmodels.configuration import RssmConfig
 from worldmodels.env import ImaginedWorld
 from worldmodels.heads.outputs import reward_bins, symexp, two_hot, two_hot_mean
 from worldmodels.protocol import Context
-from worldmodels.rssm.configuration import RssmConfig
+from worldmodels.rssm.dynamics import balanced_divergence, draw, straight_through, unimixed
 from worldmodels.rssm.model import RssmModel
-from worldmodels.rssm.networks import balanced_divergence, draw, straight_through, unimixed
 from worldmodels.starts import context_at, recorded_starts
 
 IMAGE = "observation.images.top"

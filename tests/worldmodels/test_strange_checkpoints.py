@@ -27,9 +27,8 @@ from robopolicy.policies import (
 from robopolicy.policies.configuration import JointConfig
 from robopolicy.policies.joint import JointModel
 from worldmodels import load_world_model, save_world_model
-from worldmodels.configuration import EnsembleConfig
+from worldmodels.configuration import EnsembleConfig, RssmConfig
 from worldmodels.ensemble import EnsembleModel
-from worldmodels.rssm.configuration import RssmConfig
 from worldmodels.rssm.model import RssmModel
 
 SECONDS, MEGABYTES = 15.0, 1000

@@ -17,11 +17,10 @@ from robopolicy.evaluation.world_model import examine, follow
 from robopolicy.testing.world import check_world
 from robopolicy.training.configuration import FitConfig
 from robopolicy.training.fit import fit_stages
+from worldmodels.configuration import ReadoutConfig, VideoConfig
 from worldmodels.env import Truncation
-from worldmodels.images.configuration import ReadoutConfig
 from worldmodels.protocol import Context
 from worldmodels.starts import context_at
-from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.model import VideoModel
 from worldmodels.video.training import DynamicsStage, LatentVideo, subsequence_at
 

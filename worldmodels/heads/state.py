@@ -15,7 +15,7 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
-from worldmodels.data.statistics import Standardised, means_and_deviations, recorded_transitions
+from worldmodels.data import Standardised, means_and_deviations, recorded_transitions
 from worldmodels.heads.outputs import calibrated_threshold, explains_as_well
 from worldmodels.heads.success import make_success_head
 

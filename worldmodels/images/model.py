@@ -1,23 +1,304 @@
-"""What models of images share: making, describing and restoring them, and fitting what is read off their frames."""
+"""What models of images share: fields and statistics, what is read off frames, making, describing and restoring them.
+
+A model of images imagines the next frame of all cameras; everything else that a `LearnedModel` owes (vectors, reward,
+success, uncertainty, thresholds, observations) comes from here. The readout is fitted afterwards on true frames and on
+frames that the finished model imagined. Axes: N or B rows, V elements of all vector fields, A action dimension.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.returns import success_bonus
-from robopolicy.core.sequences import SequenceData
-from robopolicy.core.spec import WorldSpec
-from worldmodels.data.statistics import read_statistics
-from worldmodels.described import Described
-from worldmodels.images.configuration import ImageConfig
-from worldmodels.images.reader import FrameReader
-from worldmodels.protocol import Context, Latent
+from robopolicy.core.errors import ConfigError
+from robopolicy.core.progress import progress
+from robopolicy.core.returns import PROGRESS, SUCCESS, progress_reward, success_bonus
+from robopolicy.core.sequences import SequenceData, Sequences
+from robopolicy.core.spec import IMAGE_PREFIX, STATE, WorldSpec
+from robopolicy.core.vectors import StateVector
+from worldmodels.checkpoint import Described
+from worldmodels.configuration import ImageConfig, ReadoutConfig
+from worldmodels.data import BOUND, StateStructure, read_statistics, register_structure, structure_of
+from worldmodels.heads.latent import THUMBNAIL, Judged, LatentSteps
+from worldmodels.images.networks import FrameReadout, to_pixels
+from worldmodels.protocol import Context, Imagined, Latent, draws_of
+from worldmodels.starts import context_at
+
+CALIBRATION_STEPS = 2000
+"""Thresholds are set on so many imagined steps at most."""
+
+PART = 128
+"""Frames are imagined for training in parts of so many rows."""
+
+ImagineFrames = Callable[[Tensor, torch.Generator], Tensor]
+"""Steps [n] -> frames [n, 3, height, width, 3] around each: before it, in which it is taken, and what it leads to; as
+many of the last two as the model can are imagined."""
+
+Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
+"""Latent and actions [B, A] -> what the heads of reward and success read of the step, and the uncertainty [B]."""
+
+
+class FrameReader(Judged):
+    """Fields, statistics and readout of a model of images.
+
+    spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height
+    and width of a frame, all cameras stacked in height. Raises ConfigError where there is no image, or cameras differ
+    in width.
+    """
+
+    def __init__(
+        self,
+        config: ReadoutConfig,
+        spec: WorldSpec,
+        structure: StateStructure,
+        success_bonus: float,
+        *,
+        depth: int,
+        hidden: int,
+        success_head: str = "contrastive",
+    ):
+        super().__init__()
+        self.config, self.success_bonus = config, success_bonus
+        self.spec = replace(spec, rewards=(PROGRESS, SUCCESS), history=1)
+        self.images = {key: item for key, item in spec.observation.items() if key.startswith(IMAGE_PREFIX)}
+        self.state_vector = StateVector.learned(spec)
+        self.size = stacked_size(spec)
+        register_structure(self, structure)
+        elements, actions = self.state_vector.size, spec.action.size
+        sizes = {"elements": elements, "actions": actions, "free": len(structure.free)}
+        shape = {"depth": depth, "hidden": hidden, "members": config.members}
+        self.readout = FrameReadout(*self.size, **shape, **sizes, success_head=success_head)
+        self.register_statistics(state=elements, action=actions, change=elements, reward=1)
+        self.register_thresholds()
+
+    def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Take over means and deviations by name, see `read_statistics`.
+
+        Each is [V] for "state" and "change", [A] for "action", [1] for "reward", in the data's units.
+        """
+        super().keep_statistics(statistics)
+        self.keep_scales(self.readout.heads)
+
+    @property
+    def structure(self) -> StateStructure:
+        """What the elements of the state are."""
+        return structure_of(self)
+
+    @property
+    def pose_size(self) -> int:
+        """How many elements a pose has, at least one."""
+        fields = self.state_vector.fields
+        return fields[STATE].size if STATE in fields else 1
+
+    def poses(self, states: Tensor) -> Tensor:
+        """Return the robot's own state, `observation.state`, standardised, [..., P], of states [..., V]; one zero where
+        the world has none.
+        """
+        place = self.state_vector.slices.get(STATE)
+        if place is None:
+            return states.new_zeros(*states.shape[:-1], 1)
+        return self.standard("state", states)[..., place]
+
+    def batches(
+        self, episodes: Episodes, generator: torch.Generator, imagine: ImagineFrames
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state.
+
+        A share of the steps are successful, and a share shows frames that `imagine` imagined.
+        """
+        data, config = SequenceData(episodes), self.config
+        assert episodes.step_success is not None
+        won = episodes.step_success.nonzero()[:, 0]
+        imagined, frames = self._imagine_frames(len(data), won, imagine)
+        imagined_won = episodes.step_success[imagined].nonzero()[:, 0]
+        count = config.batch_size
+        imagined_steps = round(config.imagined_share * count)
+        while True:
+            size = count, 1 + len(self.structure.free)
+            draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
+            # Uniform times normal: errors of every size occur, none among them, so that the readout learns to trust a
+            # good state and to mend a bad one. Column 0 of the uniforms chooses the step.
+            noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
+            chosen = choose(draws[:imagined_steps, 0], len(imagined), imagined_won, config.positive_share)
+            true = choose(draws[imagined_steps:, 0], len(data), won, config.positive_share)
+            cut = data.cut(torch.cat([imagined[chosen], true]), 1, 1)
+            seen = self.stack(cut.frames)
+            seen[:imagined_steps] = frames[chosen]
+            yield self._batch(cut, seen, config.state_noise * draws[:, 1:].float() * noise)
+
+    def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
+        """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states off by `noise` [N, free]."""
+        device = self.state_mean.device
+        state, after = self.vector(cut.frames, 1).to(device), self.vector(cut.frames, 2).to(device)
+        given, free = self.perturbed(state, noise), self.structure.free
+        seen = seen.to(device)
+        coarse = functional.adaptive_avg_pool2d(to_pixels(seen[:, 2]), THUMBNAIL).flatten(1)
+        change = ((after - state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
+        # Summaries are made in `FrameReadout.losses`, where the encoder receives gradients.
+        empty = torch.zeros(len(state), 0, device=device)
+        steps = LatentSteps(
+            empty,
+            empty,
+            self.standard("state", state),
+            self.standard("state", after),
+            self.standard("action", cut.actions[:, -1].to(device)),
+            torch.cat([change, coarse], -1),
+            self.standard_reward(cut.reward[:, -1].to(device)),
+            cut.success[:, -1].to(device),
+        )
+        # From the state as given, errors included, to the true one: the change head learns to remove the errors.
+        mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
+        return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
+
+    def perturbed(self, states: Tensor, noise: Tensor) -> Tensor:
+        """Return `states` [..., V] with errors as of a model that drifts: free elements are off by `noise` [..., free]
+        times the deviation of a step's change, derived elements follow from them.
+        """
+        states, free = states.clone(), self.structure.free
+        states[..., free] += noise.to(states.device) * self.change_std[free]
+        return self.structure.complete(states)
+
+    @torch.no_grad()
+    def _imagine_frames(self, count: int, won: Tensor, imagine: ImagineFrames) -> tuple[Tensor, Tensor]:
+        """Return steps [D] and the frames [D, 3, height, width, 3] around them, as far as possible imagined."""
+        # Its own generator with a fixed seed: a resumed stage imagines the same frames again.
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
+        steps, found = choose(draws, count, won, self.config.positive_share), []
+        with progress("Imagining frames for the readout", len(steps)) as advance:
+            for part in steps.split(PART):
+                found.append(imagine(part, generator).cpu())
+                advance(len(part))
+        return steps, torch.cat(found)
+
+    @torch.no_grad()
+    def calibrate(
+        self,
+        episodes: Episodes,
+        history: int,
+        initial: Callable[[Context, np.ndarray], Latent],
+        advance: Advance,
+    ) -> None:
+        """Set the threshold of success, the quantiles of the uncertainty and what is paid on imagined steps of held-out
+        episodes.
+
+        history: frames of a context; initial: contexts of n rows and seeds [n] -> their latent; advance: see `Advance`,
+        called with actions [n, A] in the world's units. Raises DataError where rewards or final frames are missing.
+        """
+        order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
+        steps = order[:CALIBRATION_STEPS].sort().values
+        read = []
+        found = []
+        assert episodes.step_success is not None
+        for part in steps.split(PART):
+            # Seeded by the step's index, so that the calibration does not depend on how steps are cut into parts.
+            latent = initial(context_at(episodes, part, history), part.numpy())
+            inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
+            read.append(inputs)
+            found.append(uncertainty)
+        inputs, success = torch.cat(read), episodes.step_success[steps]
+        reward = self.standard_reward(progress_reward(episodes)[steps].to(inputs.device))
+        self.set_thresholds(self.readout.heads, inputs, reward, success, torch.cat(found))
+
+    def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:
+        """Return the last `past` frames of a context, key -> [R, past, *shape], the actions between them [R, past - 1,
+        A] in the world's units, and how many of the frames are known.
+
+        Missing frames repeat the first one, and their actions are zero.
+        """
+        context = context.connected()
+        arrays = {key: np.ascontiguousarray(context.observation[key][:, -past:]) for key in self.spec.observation}
+        frames = {key: torch.from_numpy(value) for key, value in arrays.items()}
+        rows, count = next(iter(frames.values())).shape[:2]
+        actions = torch.zeros(rows, past - 1, self.spec.action.size)
+        if count > 1:
+            between = np.asarray(context.actions, dtype=np.float32)[:, 1 - count :]
+            actions[:, past - count :] = torch.from_numpy(between)
+        first = torch.arange(count - past, count).clamp_min(0)
+        return {key: value[:, first] for key, value in frames.items()}, actions, count
+
+    def noise(self, latent: Latent, shape: tuple[int, ...]) -> Tensor:
+        """Return standard normal noise [B, *shape], a function of each row's seed and step alone."""
+        draws = torch.from_numpy(draws_of(latent, int(np.prod(shape))).astype(np.float32))
+        # ndtri inverts the normal cumulative distribution; it is infinite at 0 and 1.
+        return torch.special.ndtri(draws.to(self.state_mean.device).clamp(1e-6, 1 - 1e-6)).reshape(-1, *shape)
+
+    def read(self, frames: Tensor, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the next states [B, V], what the heads of reward and success read, and the uncertainty [B].
+
+        frames: [B, 3, height, width, 3], the last of them new; state: [B, V] before; action: [B, A]. Both are in the
+        world's units.
+        """
+        readout = self.readout
+        given = self.standard("state", state)
+        taken = self.standard("action", action)
+        past = readout.summary(frames[:, 0], frames[:, 1])
+        # Uncertainty is of what the action will do, so it reads the frames before it; reward and success read the pair
+        # that ends with the new frame.
+        summary = readout.summary(frames[:, 1], frames[:, 2])
+        after = state.clone()
+        free = self.structure.free
+        structure = self.structure
+        after[:, free] += readout.changes(summary, given, taken) * self.change_std[free]
+        after = structure.complete(after)
+        inputs = readout.heads.inputs(summary, given, self.standard("state", after))
+        return after, inputs, readout.heads.disagreement(past, given, taken)
+
+    def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, uncertainty: Tensor) -> Imagined:
+        """Return one imagined step; success is terminal where the spec says so.
+
+        frame: uint8 [B, height, width, 3], all cameras stacked in height; after: [B, V], in the world's units; inputs,
+        uncertainty: what `read` returns, [B, F + 2 V] and [B]. Rewards come out in the world's units.
+        """
+        return self.judged(self.readout.heads, inputs, self._observation(after, frame), uncertainty)
+
+    def stack(self, frames: Mapping[str, Tensor]) -> Tensor:
+        """Return the cameras' frames, key -> [N, T, *shape], as one, stacked in height."""
+        return torch.cat([frames[key] for key in self.images], -3)
+
+    def vector(self, frames: Mapping[str, Tensor], index: int | slice) -> Tensor:
+        """Return the state vectors [N, ..., V] of frames `index`, key -> [N, T, *shape]."""
+        return self.state_vector.pack({key: value[:, index] for key, value in frames.items()})
+
+    def _observation(self, state: Tensor, frame: Tensor) -> dict[str, Tensor]:
+        """Return the observations of states [B, V] and stacked frames, key -> [B, *shape]."""
+        views = frame.split([field.shape[0] for field in self.images.values()], -3)
+        observation = {**self.state_vector.unpack(state), **dict(zip(self.images, views, strict=True))}
+        return {key: observation[key] for key in self.spec.observation}
+
+
+def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
+    """Return indices [N] below `count` for uniforms [N]; the first `share` of them point to successes `won` [W], if
+    there are any.
+    """
+    index = (draws * count).long()
+    successes = round(share * len(draws)) if len(won) else 0
+    index[:successes] = won[(draws[:successes] * len(won)).long()]
+    return index
+
+
+def stacked_size(spec: WorldSpec) -> tuple[int, int]:
+    """Return height and width of all cameras' frames, one below the other.
+
+    Raises ConfigError when the world shows no images, or its cameras differ in width.
+    """
+    shapes = [field.shape for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
+    if not shapes:
+        raise ConfigError(f"World '{spec.name}' shows no images: add world.cameras, or use worldmodel.kind=ensemble.")
+    if len({shape[1] for shape in shapes}) > 1:
+        raise ConfigError(
+            f"Cameras are stacked in height, so they need one width, not {shapes}: record with one world.image_size, "
+            "or learn from one of them, world.cameras=[NAME]."
+        )
+    return sum(shape[0] for shape in shapes), shapes[0][1]
+
 
 Batches = Callable[[Episodes, torch.Generator], Iterator[dict[str, Any]]]
 

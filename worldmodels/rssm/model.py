@@ -32,15 +32,12 @@ from robopolicy.core.returns import PROGRESS, SUCCESS, success_bonus
 from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.vectors import StateVector
-from worldmodels.data.statistics import BOUND, read_statistics
-from worldmodels.data.structure import StateStructure, register_structure, structure_of
-from worldmodels.described import Described
-from worldmodels.heads.judged import Judged
-from worldmodels.heads.latent import THUMBNAIL, HeadStage, LatentHeads, LatentSteps
+from worldmodels.checkpoint import Described
+from worldmodels.configuration import RssmConfig
+from worldmodels.data import BOUND, StateStructure, read_statistics, register_structure, structure_of
+from worldmodels.heads.latent import THUMBNAIL, HeadStage, Judged, LatentHeads, LatentSteps
 from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
-from worldmodels.rssm.configuration import RssmConfig
-from worldmodels.rssm.dynamics import LatentDynamics, Unrolled
-from worldmodels.rssm.networks import balanced_divergence, draw
+from worldmodels.rssm.dynamics import LatentDynamics, Unrolled, balanced_divergence, draw
 
 HEAD_STEPS = 200_000
 """The heads are fitted again on the latents of at most so many steps."""

@@ -31,12 +31,11 @@ from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn import edm
 from robopolicy.nn.branches import Caching
-from worldmodels.data.structure import StateStructure
-from worldmodels.images.model import ImageModel, PartStage
-from worldmodels.images.reader import PART, FrameReader
-from worldmodels.images.readout import to_frames, to_pixels
+from worldmodels.configuration import VideoConfig
+from worldmodels.data import StateStructure
+from worldmodels.images.model import PART, FrameReader, ImageModel, PartStage
+from worldmodels.images.networks import to_frames, to_pixels
 from worldmodels.protocol import Context, Imagined, Latent, combined, counters
-from worldmodels.video.configuration import VideoConfig
 from worldmodels.video.networks import VideoTransformer, ViewAutoencoder
 from worldmodels.video.training import DynamicsStage, LatentVideo
 

@@ -23,7 +23,7 @@ from robopolicy.nn.branches import FEED_FORWARD, Blocks, Caching, fresh
 from robopolicy.nn.configuration import Precision
 from robopolicy.nn.edm import Network
 from robopolicy.nn.precision import autocast
-from worldmodels.video.configuration import VideoSize
+from worldmodels.configuration import VideoSize
 
 VISIBLE = 0.2
 """A pixel that is so far from the mean image (2 is from black to white) weighs fully."""

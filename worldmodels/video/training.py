@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.nn import edm
-from worldmodels.video.configuration import VideoConfig
+from worldmodels.configuration import VideoConfig
 from worldmodels.video.networks import VideoTransformer
 
 

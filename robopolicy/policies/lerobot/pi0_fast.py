@@ -27,7 +27,7 @@ from robopolicy.core.world import Rows
 from robopolicy.nn.precision import as_kept, lowering, to_keep
 from robopolicy.nn.pretrained import quiet
 from robopolicy.policies.interface import check_chunks, in_range, register_range
-from robopolicy.policies.lerobot.family import TOKEN_MASK, TOKENS
+from robopolicy.policies.lerobot.families import TOKEN_MASK, TOKENS
 from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.network import Condition, freeze

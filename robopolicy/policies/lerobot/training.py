@@ -34,8 +34,14 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.lerobot.act import GaussianACT
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
-from robopolicy.policies.lerobot.families import FAMILIES, WITHOUT_STEPS, why_as_many_steps, why_not_trainable
-from robopolicy.policies.lerobot.family import SeveralAtOnce, Squared
+from robopolicy.policies.lerobot.families import (
+    FAMILIES,
+    WITHOUT_STEPS,
+    SeveralAtOnce,
+    Squared,
+    why_as_many_steps,
+    why_not_trainable,
+)
 from robopolicy.policies.lerobot.features import LeRobotReader
 from robopolicy.policies.lerobot.module import LeRobotModule
 from robopolicy.policies.lerobot.pi0_fast import FastTokens

@@ -1,1 +1,0 @@
-"""What world models learn from: transitions, sequences, and statistics read off them."""

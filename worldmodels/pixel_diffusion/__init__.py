@@ -1,1 +1,0 @@
-"""A diffusion model of the next image (DIAMOND)."""
