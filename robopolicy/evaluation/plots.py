@@ -1,4 +1,4 @@
-"""Plots for reports and small panels for benchmarks: one style, colours that colour-blind readers can tell apart, SVG ready to embed."""
+"""Plots for reports and small panels for benchmarks: one style, colours that everybody can tell apart, SVG ready to embed."""
 
 import io
 from collections.abc import Mapping, Sequence
