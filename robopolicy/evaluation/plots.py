@@ -1,4 +1,4 @@
-"""Plots for reports and small panels for benchmarks: one style, colours that everybody can tell apart, SVG ready to embed."""
+"""Plots for reports and small panels for benchmarks: one style, colours that all can tell apart, as SVG."""
 
 import io
 from collections.abc import Mapping, Sequence

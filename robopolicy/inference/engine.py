@@ -4,6 +4,7 @@ An engine takes a policy and returns one that decides the same faster, or approx
 returns acts and nothing else: scores, gradients and checkpoints stay with the policy that it was made of.
 """
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from robopolicy.core.errors import ConfigError
@@ -24,15 +25,11 @@ ENGINES = Registry(
 )
 
 
-class Engine(Protocol):
-    """What an engine's name stands for."""
+type Engine = Callable[[Policy, InferenceConfig, Caching | None], Policy]
+"""What an engine's name stands for: returns a policy that decides as the given one does, in the way that config names.
 
-    def __call__(self, policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
-        """Return a policy that decides as `policy` does, in the way that config names.
-
-        caching: who remembers its blocks from step to step, None for nobody. Raises ConfigError where it cannot.
-        """
-        ...
+The last argument is who remembers its blocks from step to step, None for nobody. Raises ConfigError where it cannot.
+"""
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ from robopolicy.inference.chunking import Delay, OverlappingPolicy, PredictsAhea
 from robopolicy.nn.denoisers import given_steps
 from robopolicy.nn.schedules import DiffusionSchedule, NoiseSchedule
 from robopolicy.policies.denoising import DenoisingPolicy, OpensDenoising, require_denoising
-from robopolicy.policies.latents import OwnLatents, SaysWhatItDenoises
+from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.network import PrefixedSteps, Steps
 
 OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."
@@ -119,7 +119,7 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
         f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
         f"more than it executes. {OF_AN_ENGINE}",
     )
-    if isinstance(guided.network, SaysWhatItDenoises) and not guided.network.denoises_actions:
+    if isinstance(guided.network, OwnLatents) and not guided.network.denoises_actions:
         raise ConfigError(
             "Real-time chunking guides normalised actions, and this policy's network denoises what actions are made of "
             "(such as a gripper's logits): choose prefetch, ensembling, bidirectional or synchronous."

@@ -12,9 +12,9 @@ the latent before. So one loop runs all of them, without a scheduler in it.
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,15 +74,11 @@ class Sampler:
         return torch.tensor([step.std for step in self.steps])
 
 
-class MakesSampler(Protocol):
-    """What a sampler's name stands for."""
+type MakesSampler = Callable[[NoiseSchedule, int], Sampler]
+"""What a sampler's name stands for: returns the sampler of so many steps for a policy of this schedule.
 
-    def __call__(self, schedule: NoiseSchedule, steps: int) -> Sampler:
-        """Return the sampler of `steps` steps for a policy of this schedule.
-
-        Raises ConfigError where it has none for such policies.
-        """
-        ...
+Raises ConfigError where it has none for such policies.
+"""
 
 
 def own_sampler(schedule: NoiseSchedule, *, deterministic: bool) -> Sampler:
@@ -235,12 +231,8 @@ def _flow(schedule: NoiseSchedule, name: str) -> FlowSchedule:
     return schedule
 
 
-class Predicts(Protocol):
-    """A network at work on N observations."""
-
-    def __call__(self, x: Tensor, step: int) -> Tensor:
-        """Predict [N, P, A] of latents x [N, P, A] about to take step number `step`."""
-        ...
+type Predicts = Callable[[Tensor, int], Tensor]
+"""A network at work on N observations: predicts [N, P, A] of latents [N, P, A] about to take a step, by its number."""
 
 
 def sample(

@@ -4,9 +4,8 @@ A scheduler turns what was seen of the blocks (`calibration`) into a table [B, K
 which of K steps. A stranger's is a function like those here, named by its dotted path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,12 +58,10 @@ class CacheConfig:
             )
 
 
-class CacheScheduler(Protocol):
-    """What a scheduler's name stands for."""
-
-    def __call__(self, calibration: Calibration, config: CacheConfig) -> Tensor:
-        """Return which blocks are computed in which steps, [B, K] bool, in the first step all of them."""
-        ...
+type CacheScheduler = Callable[[Calibration, CacheConfig], Tensor]
+"""What a scheduler's name stands for: returns which blocks are computed in which steps, [B, K] bool, in the first step
+all of them.
+"""
 
 
 def make_plan(calibration: Calibration, config: CacheConfig) -> CachePlan:

@@ -9,13 +9,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+type Blocks = Callable[[int, Callable[[], Tensor]], Tensor]
+"""Who answers for the residual branches of a step: they compute, or somebody remembers what they said before.
 
-class Blocks(Protocol):
-    """Who answers for the residual branches of a step: they compute, or somebody remembers what they said before."""
-
-    def __call__(self, index: int, branch: Callable[[], Tensor]) -> Tensor:
-        """Return the output of block number `index`, what `branch` computes or has computed in an earlier step."""
-        ...
+Called with the number of a block and what computes its output, returns that, computed now or in an earlier step.
+"""
 
 
 def fresh(index: int, branch: Callable[[], Tensor]) -> Tensor:

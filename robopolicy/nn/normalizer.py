@@ -68,10 +68,10 @@ class Normalizer(nn.Module):
 
 @runtime_checkable
 class ShowsNormalizers(Protocol):
-    """A policy that shows what it was fitted on."""
+    """A policy that shows what it was fitted on, or a network that is to be fitted on data before training."""
 
-    def normalizers(self) -> dict[str, Normalizer]:
-        """Return the normalisers by observation key, and the action's under `ACTION`."""
+    def normalizers(self) -> Mapping[str, Normalizer]:
+        """Return the normalisers by observation key, and a policy's of its actions under `ACTION`."""
         ...
 
 

@@ -23,14 +23,14 @@ from robopolicy.core.spec import Field, PolicySpec, WorldSpec, validate_observat
 from robopolicy.core.structured import from_plain
 from robopolicy.core.world import Rows
 from robopolicy.nn.denoisers import draw_counts, given_steps, with_prefix
-from robopolicy.nn.normalizer import ACTION, Normalizer, fit_normalizers
+from robopolicy.nn.normalizer import ACTION, Normalizer, ShowsNormalizers, fit_normalizers
 from robopolicy.nn.precision import as_kept, multiplied
 from robopolicy.nn.schedules import Schedule
 from robopolicy.policies.abilities import MapsFeatures, began_elsewhere
 from robopolicy.policies.checkpoint import save_policy, saved_fields
 from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood, PolicyKind
 from robopolicy.policies.interface import check_predicted, in_range, register_range, select_fields
-from robopolicy.policies.latents import OwnLatents, OwnSchedule, executed_part, size_of_latents, step_errors
+from robopolicy.policies.latents import OwnLatents, executed_part, size_of_latents, step_errors
 from robopolicy.policies.likelihood import chain_scores, matching_latents, matching_scores, noisy_actions, reduce_logp
 from robopolicy.policies.network import (
     ChunkNetwork,
@@ -38,7 +38,6 @@ from robopolicy.policies.network import (
     DenoisingNetwork,
     Guided,
     LearnsNoise,
-    NormalizesFields,
     ReadsInstructions,
     Steps,
     check_condition,
@@ -125,7 +124,7 @@ class DenoisingPolicy(nn.Module):
                 torch.manual_seed(seed)
                 network = ChunkNetwork(config, self.fields, action.size, self.instructions)
         check_network(network, config)
-        if isinstance(network, OwnSchedule):
+        if isinstance(network, OwnLatents):
             self.schedule = network.schedule(config)
         self.network: DenoisingNetwork = network
         self._own = (network,) if isinstance(network, OwnLatents) else ()  # a tuple: it is a submodule already
@@ -350,7 +349,7 @@ class DenoisingPolicy(nn.Module):
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Return the normalisers by observation key, and the action's under "action"."""
-        fields = self.network.normalizers() if isinstance(self.network, NormalizesFields) else {}
+        fields = self.network.normalizers() if isinstance(self.network, ShowsNormalizers) else {}
         return {ACTION: self.action_normalizer, **fields}
 
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:

@@ -36,12 +36,15 @@ class Executed:
 
 @runtime_checkable
 class OwnLatents(Protocol):
-    """Optional: a network that denoises another thing than actions which the policy has normalised.
+    """Optional: a network that was trained elsewhere, with latents, a schedule and an error of its own.
 
     latent_size: elements L of a latent, of which the first A stand for the action; first_step: how many of the P
     predicted steps lie before the one that is executed first; keeps_condition: whether decisions keep what a frozen
-    encoder made of their observation.
+    encoder made of their observation; denoises_actions: whether its latents are normalised actions, padded at most, and
+    not what actions are made of; how_to_explore: what gives its steps noise, to go on from "fine-tune more steps, or ".
     """
+
+    how_to_explore: str
 
     @property
     def latent_size(self) -> int:
@@ -58,6 +61,11 @@ class OwnLatents(Protocol):
         """See the class."""
         ...
 
+    @property
+    def denoises_actions(self) -> bool:
+        """See the class."""
+        ...
+
     def to_latents(self, actions: Tensor) -> Tensor:
         """Return the clean latents [N, P, L] of actions [N, P, A] in the world's units."""
         ...
@@ -70,57 +78,20 @@ class OwnLatents(Protocol):
         """Draw the noise levels [count] at which it was trained."""
         ...
 
-
-@runtime_checkable
-class SaysWhatItDenoises(Protocol):
-    """Optional: a network that says whether its latents are normalised actions, padded at most."""
-
-    @property
-    def denoises_actions(self) -> bool:
-        """Whether they are, and not what actions are made of."""
-        ...
-
-
-@runtime_checkable
-class OwnSchedule(Protocol):
-    """Optional: a network that was trained under a schedule which a `DenoisingPolicyConfig` does not describe."""
-
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """Return it, with the steps and the noise that config asks for."""
+        """Return the schedule that it was trained under, with the steps and the noise that config asks for."""
         ...
 
-
-@runtime_checkable
-class OwnSteps(Protocol):
-    """Optional: a network whose checkpoint says itself in how many steps it denoises, so that a student of few needs
-    one of its own.
-    """
+    def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return how wrong each predicted step is, [N, P], of predictions and targets [N, P, L]."""
+        ...
 
     def why_always_as_many(self) -> str:
-        """Return why there is none that denoises in fewer steps, "" where there is."""
+        """Return why it cannot denoise in fewer steps, "" where it can."""
         ...
 
     def of_steps(self, steps: int) -> Self:
         """Return a copy that denoises in so many steps, frozen weights shared; raises ConfigError as it says."""
-        ...
-
-
-@runtime_checkable
-class Explores(Protocol):
-    """Optional: a network whose steps get their noise by other settings.
-
-    how_to_explore: what gives them noise, to go on from "fine-tune more steps, or ".
-    """
-
-    how_to_explore: str
-
-
-@runtime_checkable
-class OwnError(Protocol):
-    """Optional: a network that was trained by another error than the mean square over the elements of an action."""
-
-    def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return how wrong each predicted step is, [N, P], of predictions and targets [N, P, L]."""
         ...
 
 
@@ -136,6 +107,6 @@ def size_of_latents(network: object, action_size: int) -> int:
 
 def step_errors(network: object, size: int, prediction: Tensor, target: Tensor) -> Tensor:
     """Return the error of each predicted step, [N, P], of [N, P, L]; size: A."""
-    if isinstance(network, OwnError):
+    if isinstance(network, OwnLatents):
         return network.errors(prediction, target)
     return (prediction - target)[..., :size].square().mean(-1)

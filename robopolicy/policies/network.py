@@ -102,15 +102,6 @@ class LearnsNoise(Protocol):
 
 
 @runtime_checkable
-class NormalizesFields(Protocol):
-    """Optional: a network that normalises fields of the observation, to be fitted on data before training."""
-
-    def normalizers(self) -> Mapping[str, Normalizer]:
-        """Return the normalisers by observation key."""
-        ...
-
-
-@runtime_checkable
 class ReadsInstructions(Protocol):
     """Optional: a network that says whether `encode` reads the instruction, observation["task"], a list of N texts."""
 

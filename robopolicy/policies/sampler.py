@@ -16,7 +16,7 @@ from torch import Tensor
 from robopolicy.core.randomness import normal, uniform
 from robopolicy.nn.schedules import DiffusionSchedule, FlowSchedule, NoiseSchedule, Normal, truncated_noise
 from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind
-from robopolicy.policies.latents import Explores
+from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.network import Steps
 
 
@@ -45,7 +45,7 @@ def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionS
 
 def how_to_explore(network: object) -> str:
     """Return what gives steps noise where none has any, to go on from "fine-tune more steps, or "."""
-    if isinstance(network, Explores):
+    if isinstance(network, OwnLatents):
         return network.how_to_explore
     return "set flow_noise=constant, or raise eta or min_sampling_std"
 

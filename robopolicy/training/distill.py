@@ -31,7 +31,7 @@ from robopolicy.nn.denoisers import draw_counts, given_steps, with_prefix
 from robopolicy.nn.schedules import FlowSchedule
 from robopolicy.policies.configuration import Likelihood, PolicyKind
 from robopolicy.policies.denoising import DenoisingPolicy, require_denoising
-from robopolicy.policies.latents import OwnSteps
+from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.network import PrefixedSteps
 from robopolicy.training.configuration import DistillConfig
 from robopolicy.training.experience import require_lowering
@@ -164,7 +164,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
     require_fewer_steps(teacher, steps)
     config, network = teacher.config, teacher.network
     diffusion = config.kind is PolicyKind.DIFFUSION
-    if isinstance(network, OwnSteps):
+    if isinstance(network, OwnLatents):
         copied, tuned = network.of_steps(steps), steps
     else:
         copied, tuned = copy.deepcopy(network).requires_grad_(True), None
@@ -195,7 +195,7 @@ def require_fewer_steps(teacher: DenoisingPolicy, steps: int) -> None:
     most, network = teacher.schedule.steps, teacher.network
     if not 1 <= steps < max(most, 2):
         raise ConfigError(f"steps is {steps}, and the teacher takes {most}: a student takes 1 or more, and fewer.")
-    if isinstance(network, OwnSteps) and (reason := network.why_always_as_many()):
+    if isinstance(network, OwnLatents) and (reason := network.why_always_as_many()):
         raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
 
 

@@ -223,11 +223,11 @@ class LeRobotNetwork(LeRobotModule):
         return self.executed(self.family.finished(latents))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """Return the schedule that LeRobot samples by; see `OwnSchedule`."""
+        """Return the schedule that LeRobot samples by; see `OwnLatents`."""
         return self.family.schedule(config)
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return what LeRobot's training loss says of each step, [N, P]; see `OwnError`."""
+        """Return what LeRobot's training loss says of each step, [N, P]; see `OwnLatents`."""
         return self.family.errors(prediction, target)
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
@@ -236,12 +236,12 @@ class LeRobotNetwork(LeRobotModule):
             return self.family.draw_levels(count)
 
     def why_always_as_many(self) -> str:
-        """Return why LeRobot cannot take fewer steps with such weights, "" where it can; see `OwnSteps`."""
+        """Return why LeRobot cannot take fewer steps with such weights, "" where it can; see `OwnLatents`."""
         inner: Any = self.policy
         return why_as_many_steps(inner, self.family.steps_setting)
 
     def of_steps(self, steps: int) -> Self:
-        """Return a copy whose config says `steps`, so that LeRobot takes as many; see `OwnSteps`.
+        """Return a copy whose config says `steps`, so that LeRobot takes as many; see `OwnLatents`.
 
         Raises ConfigError where its sampler cannot decide as the copy does.
         """
