@@ -33,7 +33,7 @@ NO_SETTING = re.compile(
     r".*\.(json|html|jinja|mp4)|lerobot\.(policies|datasets|processor|scripts)\b.*|policy\.(log_prob|loss)"
 )
 """Files, modules and methods that are called like settings."""
-FILLED = {"NUMBER": "3", "N": "3", "PORT": "3"}
+FILLED = {"NUMBER": "3", "N": "3", "PORT": "3", "d": "3", "my_module:MyPolicy": "diffusion", "<id>": "Reacher-v5"}
 TOGETHER = {
     "collect.chains": "policy that records", "collect.correct.patience": "policy", "collect.correct.budget": "policy",
     "online.dataset": "method", "online.more": "method", "online.retain": "method", "offline.data": "model",
@@ -58,6 +58,9 @@ def texts(path: Path) -> Iterator[str]:
 
 MODULES = [path for name in ("robopolicy", "sims", "worldmodels") for path in sorted((ROOT / name).rglob("*.py"))]
 TEXTS = [(str(path.relative_to(ROOT)), text) for path in MODULES for text in texts(path)]
+PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.parts[-2] != "reference")]
+CODE = [(str(path.relative_to(ROOT)), code) for path in PAGES for code in re.findall(r"`([^`\n]+)`", path.read_text())]
+"""Code words in the sentences of the documentation; test_readmes composes the commands in its blocks."""
 
 
 def has(kind: Any, keys: list[str]) -> bool:
@@ -100,15 +103,19 @@ def composed(key: str, value: str) -> None:
 
 def filled(value: str) -> str:
     """Return a value as somebody would type it, its placeholders filled in."""
-    return re.sub(r"\b(NUMBER|PORT|N)\b", lambda found: FILLED[found[0]], value.replace(",...", "").rstrip(".:"))
+    return re.sub(
+        r"\b(?:NUMBER|PORT|N|d|my_module:MyPolicy)\b|<id>",
+        lambda found: FILLED[found[0]],
+        value.replace(",...", "").rstrip(".:"),
+    )
 
 
-SETTINGS = sorted({(found[1], found[2]) for _, text in TEXTS for found in SETTING.finditer(text)}, key=str)
+SETTINGS = sorted({(found[1], found[2]) for _, text in [*TEXTS, *CODE] for found in SETTING.finditer(text)}, key=str)
 
 
 def where(key: str, value: str | None) -> list[str]:
     written = f"{key}={value}" if value else key
-    return [path for path, text in TEXTS if written in text][:3]
+    return [path for path, text in [*TEXTS, *CODE] if written in text][:3]
 
 
 def test_settings_that_are_named_exist():

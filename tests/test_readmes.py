@@ -88,6 +88,29 @@ def slug(heading):
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
+NAME = re.compile(r"`((?:robopolicy|sims|worldmodels)(?:\.\w+)+)(?:\([^`]*\))?`")
+FILE = re.compile(r"`((?:robopolicy|sims|worldmodels|configs|tests|docs|assets)/[\w./]+\.\w+)`")
+
+
+@pytest.mark.long
+def test_names_and_files_in_the_documentation_exist():
+    """A name is a module, what one holds, or a group of entry points, which the code spells out."""
+    sources = [path for room in ("robopolicy", "sims", "worldmodels") for path in (ROOT / room).rglob("*.py")]
+    spelled = {name for path in sources for name in re.findall(r'"(robopolicy\.\w+)"', path.read_text())}
+    lost = set()
+    for page in WRITTEN:
+        text = DIRECTIVE.sub("", CODE.sub("", page.read_text()))
+        lost |= {(page.name, file) for file in FILE.findall(text) if not (ROOT / file).exists()}
+        for name in set(NAME.findall(text)) - spelled:
+            module, _, attribute = name.rpartition(".")
+            try:
+                found = importlib.import_module(name)
+            except ModuleNotFoundError:
+                found = getattr(importlib.import_module(module), attribute, None)
+            lost |= set() if found is not None else {(page.name, name)}
+    assert not lost
+
+
 @pytest.mark.long
 def test_the_guide_to_world_models_looks_at_a_model(tmp_path, monkeypatch, capsys):
     (code,) = [block for block in blocks(DOCS / "guides" / "world_models.md", "python") if "examine" in block]
