@@ -235,7 +235,7 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
     folded = [part for part in found if _is_folded(part.path, name)]
     for part in found:
         if part not in folded:
-            print_section(part, output, width, brief=len(part.keys) > MANY)
+            print_section(part, output, width, page=True)
     if folded:
         output.print(f"\n[bold]More settings[/], explained by robopolicy {name} --help SECTION:", highlight=False)
         table = Table(box=None, show_header=False, padding=(0, 2), width=width)
@@ -255,19 +255,26 @@ def print_groups(output: Console, width: int) -> None:
         output.print(f"[bold]{group}=[/] one of: {', '.join(options)}", highlight=False, width=width)
 
 
-def print_section(section: "Described", output: Console, width: int, brief: bool = False) -> None:
+def print_section(section: "Described", output: Console, width: int, page: bool = False) -> None:
     """Print the settings of a section within `width` columns: in three columns, or key=value and meaning in one.
 
-    brief: of every meaning only the first sentence, and of what is null only the key.
+    page: as on a verb's page, of what is seldom set only the key; where that leaves many, of what is null as well, and
+    of meanings only the first sentence.
     """
     output.print(f"\n[bold cyan]{section.path}.KEY=VALUE[/]  {escape(section.text)}", highlight=False, width=width)
     rows = section.keys
-    if brief:
-        unset = [key for key, value, _ in rows if value == "null"]
-        rows = [(key, value, re.split(r"(?<=\.) (?=[A-Z0-9])", meaning)[0]) for key, value, meaning in rows]
-        rows = [row for row in rows if row[0] not in unset]
-        said = f"Not set (null): {', '.join(unset)}. All in full: --help {section.path}"
-        output.print(textwrap.fill(said, width - 2, initial_indent="  ", subsequent_indent="    "), highlight=False)
+    if page:
+        unset, rare = [], [key for key, _, _ in rows if key in section.rare]
+        rows = [row for row in rows if row[0] not in rare]
+        if len(rows) > MANY:
+            unset = [key for key, value, _ in rows if value == "null"]
+            rows = [(key, value, re.split(r"(?<=\.) (?=[A-Z0-9])", meaning)[0]) for key, value, meaning in rows]
+            rows = [row for row in rows if row[0] not in unset]
+        named = {"Not set (null)": unset, "Seldom set": rare}
+        said = " ".join(f"{what}: {', '.join(keys)}." for what, keys in named.items() if keys)
+        if said:
+            said = f"{said} All in full: --help {section.path}"
+            output.print(textwrap.fill(said, width - 2, initial_indent="  ", subsequent_indent="    "), highlight=False)
     if width < NARROW:
         for key, value, meaning in rows:
             said = textwrap.fill(f"  {key}={value}  {meaning}", width, subsequent_indent=4 * " ")

@@ -2,20 +2,27 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.config_store import ConfigStore
 
 from robopolicy import verbs
 from robopolicy.cli import main
-from robopolicy.configuration import Config, compose, described, groups
+from robopolicy.configuration import Config, compose, described, groups, read_yaml
+from robopolicy.configuration.description import RARE
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import from_plain, to_plain
 from robopolicy.policies.configuration import JointConfig
+from robopolicy.policies.registry import POLICIES
+from robopolicy.rl.offline.configuration import AGENTS
+from robopolicy.training.offline.configuration import IMPROVERS
 from robopolicy.verbs.verb import VERBS, declaration
 from worldmodels.configuration import PixelDiffusionConfig
+from worldmodels.registry import WORLD_MODELS
 
 
 @pytest.mark.parametrize("recipe", groups()["recipe"])
@@ -163,6 +170,33 @@ def test_unknown_key_in_own_recipe_is_an_error(tmp_path):
     path.write_text("policy:\n  chnk: 3\n")
     with pytest.raises(ConfigError, match=r"policy\.chnk"):
         compose([f"recipe={path}"])
+
+
+KINDS = {"policy": POLICIES, "worldmodel": WORLD_MODELS, "offline.agent": AGENTS, "offline.improve": IMPROVERS}
+
+
+def test_what_help_only_names_exists_and_no_recipe_benchmark_or_readme_sets_it():
+    package = Path(__file__).parents[1]
+    parts = described(tuple(item for item in Config.__dataclass_fields__ if item != "json"), Config())
+    for section, registry in KINDS.items():
+        for kind in registry.ours:
+            parts += described((section.partition(".")[0],), compose([f"{section}.kind={kind}"]))
+    rare = {f"{part.path}.{key}" for part in parts for key in part.rare}
+    assert {name for names in RARE.values() for name in names.split()} == {key.rpartition(".")[2] for key in rare}
+    assert all(part.rare <= {key for key, *_ in part.keys} for part in parts)
+    for recipe in (package / "configs" / "recipe").glob("*.yaml"):
+        assert not rare & set(leaves(read_yaml(recipe))), recipe
+    for file in (*(package / "robopolicy" / "benchmarks").rglob("*.py"), *package.rglob("README.md")):
+        assert not rare & set(re.findall(r"[a-z_]+(?:\.[a-z_]+)+", file.read_text())), file
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted path of every setting in plain sections."""
+    if not isinstance(tree, dict):
+        yield path
+        return
+    for key, value in tree.items():
+        yield from leaves(value, f"{path}.{key}".lstrip("."))
 
 
 def test_help_describes_every_section_and_every_key():

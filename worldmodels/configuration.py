@@ -1,5 +1,6 @@
 """What can be set about every kind of world model, how large it is, trained and sampled, and about planning in any."""
 
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -12,7 +13,12 @@ from robopolicy.nn.configuration import AGGREGATES, EdmConfig, Precision
 
 @dataclass(frozen=True)
 class ReadoutConfig:
-    """How states, reward and success are read off frames."""
+    """How states, reward and success are read off frames.
+
+    It is given states that are off by about a standard deviation of a step's change, and learns to mend them.
+    """
+
+    FIXED: ClassVar[Mapping[str, Any]] = {"state_noise": 1.0}
 
     batch_size: Count = 128
     """Steps a training step."""
@@ -22,10 +28,6 @@ class ReadoutConfig:
     """Steps whose frames the finished model imagines."""
     imagined_share: Share = 0.25
     """Their share of the batches."""
-    state_noise: NonNegative = 1.0
-    """The readout is given states that are off by up to about so many standard deviations of a step's change, and
-    learns to mend them.
-    """
     members: Count = 5
     """Heads whose disagreement is the uncertainty."""
 
@@ -58,11 +60,18 @@ class ImageConfig(Protocol):
         ...
 
 
+MIN_LOGVAR, MAX_LOGVAR = -10.0, 0.5
+"""Where the soft bounds of an ensemble's log-variance begin; they are learned."""
+DECODER_CHANNELS = 8
+"""Channels of the largest maps that frames are drawn from in training; the smallest have four times as many."""
+
+
 @dataclass(frozen=True)
 class EnsembleConfig:
     """An ensemble of dynamics networks."""
 
     builds: ClassVar[str] = "worldmodels.ensemble:EnsembleModel"
+    FIXED: ClassVar[Mapping[str, Any]] = {"min_logvar": MIN_LOGVAR, "max_logvar": MAX_LOGVAR}
 
     members: Count = 5
     """Networks, whose disagreement is the uncertainty."""
@@ -81,10 +90,6 @@ class EnsembleConfig:
     simulator without noise what is drawn adds up where precision matters (ten policies ranked on pick_place: Pearson
     .81, bias -.41; following the mean .98 and +.06).
     """
-    min_logvar: float = -10.0
-    """Initial soft lower bound of the log-variance."""
-    max_logvar: float = 0.5
-    """Initial soft upper bound of the log-variance."""
     beta: NonNegative = 1.0
     """Each element's likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022): 0 is the
     plain likelihood, which neglects contacts, 1 weighs errors like a squared error.
@@ -102,6 +107,7 @@ class LatentEnsembleConfig:
     """An encoder of images, and an ensemble of dynamics networks on its features, which policies read."""
 
     builds: ClassVar[str] = "worldmodels.latent_ensemble:LatentEnsembleModel"
+    FIXED: ClassVar[Mapping[str, Any]] = {"decoder_channels": DECODER_CHANNELS}
 
     encoder: Path | None = None
     """Checkpoint of a model of this kind whose encoder is kept, for policies that read it: a second model of the same
@@ -111,8 +117,6 @@ class LatentEnsembleConfig:
     """How many a camera's frame has."""
     channels: tuple[Count, Count, Count] = (16, 32, 32)
     """Of the encoder's convolutions, multiples of 8."""
-    decoder_channels: Count = 8
-    """Channels of the largest maps that frames are drawn from in training; the smallest have four times as many."""
     batch_size: Count = 64
     """Frames a training step of the encoder."""
     encoder_share: NonNegative = 1.0
@@ -121,8 +125,8 @@ class LatentEnsembleConfig:
     """The networks on its features."""
 
     def __post_init__(self) -> None:
-        if min(self.features, self.decoder_channels, self.batch_size) < 1 or self.encoder_share <= 0:
-            raise ConfigError("features, decoder_channels and batch_size are at least 1, encoder_share above 0.")
+        if min(self.features, self.batch_size) < 1 or self.encoder_share <= 0:
+            raise ConfigError("features and batch_size are at least 1, encoder_share above 0.")
 
 
 @dataclass(frozen=True)
@@ -196,11 +200,31 @@ RSSM_SIZES = {
 """tiny for tests, small for states on one core, and two of DreamerV3's own."""
 
 
+UNIMIX = 0.01
+"""Share of a uniform distribution in every categorical one (DreamerV3)."""
+FREE_NATS = 1.0
+"""Below so many, the KL terms are not reduced further (DreamerV3)."""
+REPRESENTATION_SCALE = 0.1
+"""Weight of the KL term that makes the posterior predictable; that which teaches the prior weighs 1 (DreamerV3)."""
+START_SHARE = SUCCESS_SHARE = 0.25
+"""Of the training subsequences: those that begin with their episode, and those that hold a success."""
+
+
 @dataclass(frozen=True)
 class RssmConfig:
     """A recurrent state-space model (DreamerV3)."""
 
     builds: ClassVar[str] = "worldmodels.rssm.model:RssmModel"
+    FIXED: ClassVar[Mapping[str, Any]] = {
+        "unimix": UNIMIX,
+        "free_nats": FREE_NATS,
+        "reconstruction_scale": 1.0,
+        "success_scale": 1.0,
+        "dynamics_scale": 1.0,
+        "representation_scale": REPRESENTATION_SCALE,
+        "start_share": START_SHARE,
+        "success_share": SUCCESS_SHARE,
+    }
 
     size: Literal["tiny", "small", "size1m", "size12m"] = "small"
     """A preset, of which the six entries below replace single ones: tiny for tests, small for states on one core, and
@@ -220,30 +244,14 @@ class RssmConfig:
     """Of the first convolution."""
     layers: Count = 2
     """Of encoders, decoders and heads."""
-    unimix: Share = 0.01
-    """Share of a uniform distribution in every categorical one."""
-    free_nats: NonNegative = 1.0
-    """Below so many, the KL terms are not reduced further."""
-    reconstruction_scale: NonNegative = 1.0
-    """Weight of what is decoded, in the loss."""
     reward_scale: NonNegative = 1.0
-    """Weight of the reward."""
-    success_scale: NonNegative = 1.0
-    """Weight of success."""
-    dynamics_scale: NonNegative = 1.0
-    """Weight of the KL term that teaches the prior."""
-    representation_scale: NonNegative = 0.1
-    """Weight of the KL term that makes the posterior predictable."""
+    """Weight of the reward in the loss, where what is decoded, success and the prior's KL term weigh 1."""
     burn_in: Natural = 4
     """Recorded frames that are read before imagination begins; one is enough."""
     length: Count = 16
     """Frames that follow them in a training subsequence."""
     batch_size: Count = 32
     """Subsequences a training step."""
-    start_share: Share = 0.25
-    """Subsequences that begin with their episode."""
-    success_share: Share = 0.25
-    """Subsequences that hold a success."""
     seen_share: Share = 0.5
     """Frames after the first few that the posterior reads; the others are guessed."""
     images: Natural = 8
@@ -258,11 +266,8 @@ class RssmConfig:
     def __post_init__(self) -> None:
         if min(self.layers, self.burn_in, self.length, self.batch_size, self.images, self.members) < 1:
             raise ConfigError("layers, burn_in, length, batch_size, images and members must be at least 1.")
-        for name in ("unimix", "start_share", "success_share", "seen_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; a share is between 0 and 1.")
-        if self.start_share + self.success_share > 1:
-            raise ConfigError("start_share and success_share of the subsequences are more than all of them.")
+        if not 0 <= self.seen_share <= 1:
+            raise ConfigError(f"seen_share is {self.seen_share}; a share is between 0 and 1.")
 
     @property
     def networks(self) -> RssmSize:
@@ -293,11 +298,16 @@ PIXEL_SIZES = {
 """tiny for tests, small for 32 to 64 pixels on two cores, and the paper's own."""
 
 
+UNROLL_SHARE = 0.5
+"""Rows of a batch in which the denoiser goes on from its own prediction (DIAMOND: all)."""
+
+
 @dataclass(frozen=True)
 class PixelDiffusionConfig:
     """Pixel diffusion, DIAMOND's numbers of noise and sampling."""
 
     builds: ClassVar[str] = "worldmodels.pixel_diffusion:PixelDiffusionModel"
+    FIXED: ClassVar[Mapping[str, Any]] = {"unroll_share": UNROLL_SHARE}
 
     size: Literal["tiny", "small", "diamond"] = "small"
     """A preset, of which the three entries below replace single ones: tiny for tests, small for 32 to 64 pixels on two
@@ -314,9 +324,7 @@ class PixelDiffusionConfig:
     batch_size: Count = 32
     """Frames a training step."""
     unroll: Count = 1
-    """Times that the denoiser goes on from its own, quantised prediction in training."""
-    unroll_share: Share = 0.5
-    """Rows in which it does (DIAMOND: all)."""
+    """Times that the denoiser goes on from its own, quantised prediction in training, in half of the rows."""
     first_share: Share = 0.5
     """Rows trained on what the sampler begins with, noise that shows nothing, so that context and actions alone tell
     what comes (DIAMOND has none; 5 % of its rows are about as noisy, and a small model learns late that actions
@@ -344,9 +352,8 @@ class PixelDiffusionConfig:
             raise ConfigError(f"size is '{self.size}', not one of {', '.join(PIXEL_SIZES)}.")
         if min(self.context, self.batch_size) < 1:
             raise ConfigError("context and batch_size must be at least 1.")
-        shares = self.unroll_share, self.first_share
-        if min(shares) < 0 or max(shares) > 1 or self.unroll < 0:
-            raise ConfigError("A share is between 0 and 1, and unroll is 0 or more.")
+        if not 0 <= self.first_share <= 1 or self.unroll < 0:
+            raise ConfigError("first_share is between 0 and 1, and unroll is 0 or more.")
         if min(self.context_noise, self.temperature, self.change_threshold) < 0:
             raise ConfigError("context_noise, temperature and change_threshold are at least 0.")
         if any(channels % 8 for channels in self.networks.channels):
@@ -389,11 +396,16 @@ VIDEO_SIZES = {
 """tiny for tests; with two cameras of 64 px, small has 3.5 million parameters (two CPU cores), medium 14, large 64."""
 
 
+ACTION_DROPOUT = 0.05
+"""Share of actions that are hidden in training."""
+
+
 @dataclass(frozen=True)
 class VideoConfig:
     """A latent video model of all cameras."""
 
     builds: ClassVar[str] = "worldmodels.video.model:VideoModel"
+    FIXED: ClassVar[Mapping[str, Any]] = {"action_dropout": ACTION_DROPOUT}
 
     size: Literal["tiny", "small", "medium", "large"] = "small"
     """A preset, of which the six entries below replace single ones: 3.5 (small), 14 (medium) and 64 (large) million
@@ -435,8 +447,6 @@ class VideoConfig:
     """Noise on older history frames in training reaches up to so many standard deviations."""
     present_noise: NonNegative = 0.2
     """The same of recent frames."""
-    action_dropout: Share = 0.05
-    """Share of actions that are hidden in training."""
     collapse: Share = 0.15
     """Share of rows whose history is the present frame repeated."""
     first_share: Share = 0.7
@@ -470,9 +480,9 @@ class VideoConfig:
         counts = self.recent, self.stride, self.chunk, self.batch_size, self.view_batch_size, self.bootstrap_steps
         if min(counts) < 1 or self.memory < 0:
             raise ConfigError("recent, stride, chunk, batch sizes and steps must be at least 1, memory at least 0.")
-        shares = self.action_dropout, self.collapse, self.first_share, self.bootstrap
+        shares = self.collapse, self.first_share, self.bootstrap
         if min(shares) < 0 or max(shares) > 1:
-            raise ConfigError("action_dropout, collapse, first_share and bootstrap are between 0 and 1.")
+            raise ConfigError("collapse, first_share and bootstrap are between 0 and 1.")
         noise = self.memory_noise, self.present_noise, self.temperature
         if min(*noise, self.motion_weight, self.kl_weight, self.change_threshold) < 0:
             raise ConfigError("Noise, temperature, motion_weight, kl_weight and change_threshold are at least 0.")

@@ -23,7 +23,7 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 from robopolicy.nn.blocks import Members
 from worldmodels.checkpoint import Described
-from worldmodels.configuration import EnsembleConfig
+from worldmodels.configuration import MAX_LOGVAR, MIN_LOGVAR, EnsembleConfig
 from worldmodels.data import (
     Standardised,
     StateStructure,
@@ -75,8 +75,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
             torch.manual_seed(seed)
             self.dynamics = Members(config.members, states + actions, config.width, config.depth, 2 * free)
             self.heads = StepHeads(self.state_vector, actions, config.head_width, success_bonus, config.success_head)
-        self.max_logvar = nn.Parameter(torch.full((free,), config.max_logvar))
-        self.min_logvar = nn.Parameter(torch.full((free,), config.min_logvar))
+        self.max_logvar = nn.Parameter(torch.full((free,), MAX_LOGVAR))
+        self.min_logvar = nn.Parameter(torch.full((free,), MIN_LOGVAR))
         self.register_statistics(state=states, action=actions, delta=free)
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 

@@ -29,7 +29,7 @@ from robopolicy.core.vectors import StateVector
 from robopolicy.nn.configuration import ImageEncoderConfig
 from robopolicy.nn.encoders import ImageEncoder, module_name
 from worldmodels.checkpoint import load_world_model
-from worldmodels.configuration import LatentEnsembleConfig
+from worldmodels.configuration import DECODER_CHANNELS, LatentEnsembleConfig
 from worldmodels.data import (
     StateStructure,
     find_structure,
@@ -68,7 +68,7 @@ class FrameAutoencoder(nn.Module):
             height, width, depth = field.shape
             encoders[module_name(key)] = ImageEncoder(chosen)
             decoders[module_name(key)] = ImageDecoder(
-                (height // 2, width // 2, depth), config.decoder_channels, config.features
+                (height // 2, width // 2, depth), DECODER_CHANNELS, config.features
             )
         self.encoders, self.decoders = encoders, decoders
 

@@ -36,7 +36,7 @@ from robopolicy.core.sequences import SequenceData
 from robopolicy.core.spec import WorldSpec
 from robopolicy.nn import edm
 from robopolicy.nn.precision import autocast
-from worldmodels.configuration import PixelDiffusionConfig
+from worldmodels.configuration import UNROLL_SHARE, PixelDiffusionConfig
 from worldmodels.data import StateStructure
 from worldmodels.images.model import FrameReader, ImageModel, PartStage
 from worldmodels.images.networks import to_frames, to_pixels
@@ -129,7 +129,7 @@ class PixelDenoiser(nn.Module):
         """Return EDM's error [M], averaged over the frames that count.
 
         frames: [M, K + U + 1, height, width, 3]; actions: [M, K + U, A] and poses: [M, K + U, P], standardised, the
-        poses those in which the actions are taken; valid: [M, K + U] bool. The first unroll_share of the rows go on for
+        poses those in which the actions are taken; valid: [M, K + U] bool. The first UNROLL_SHARE of the rows go on for
         U more steps from what was just predicted.
         """
         config, pixels = self.config, to_pixels(frames)
@@ -140,7 +140,7 @@ class PixelDenoiser(nn.Module):
             context = context + config.context_noise * drawn
         total, known = torch.zeros(rows, device=pixels.device), torch.zeros(rows, device=pixels.device)
         for step in range(1 + config.unroll):
-            count = rows if step == 0 else round(config.unroll_share * rows)
+            count = rows if step == 0 else round(UNROLL_SHARE * rows)
             if not count:
                 break
             context = context[:count]
@@ -239,7 +239,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
             states = reader.vector(cut.frames, slice(-1)).to(device)
             size = *states.shape[:-1], len(reader.structure.free)
             # Poses are off as they will be in imagination, where they come from the readout.
-            noise = config.readout.state_noise * torch.randn(size, generator=generator, device=generator.device)
+            noise = torch.randn(size, generator=generator, device=generator.device)
             yield {
                 "frames": reader.stack(cut.frames).to(device),
                 "actions": reader.standard("action", cut.actions.to(device)),

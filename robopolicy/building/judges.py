@@ -124,8 +124,8 @@ def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) 
     section, spec = config.gate, policy.spec
     assert episodes is not None  # `recorded_for_gate` reads them for every judge but models
     chains = read_chains(recorded_paths(config), spec.prediction, spec.action.size).to(episodes.device)
-    clip, least = section.largest_weight, section.effective
-    return ImportanceJudge(episodes, chains, by=section.by, per_decision=section.per_decision, clip=clip, least=least)
+    weighed = {"per_decision": section.per_decision, "least": section.effective}
+    return ImportanceJudge(episodes, chains, by=section.by, **weighed)
 
 
 def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:

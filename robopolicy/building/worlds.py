@@ -15,7 +15,7 @@ import torch
 
 from robopolicy.building.planning import load_imagining
 from robopolicy.building.policies import as_seen_in
-from robopolicy.configuration.sections.learn import FinetuneSection
+from robopolicy.configuration.sections.learn import CRITIC_DEPTH, FinetuneSection
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, ImaginationSection, WorldSection
 from robopolicy.core.delayed import latency_in, seen_ahead, steps_ahead, with_latency_of, without_latency
 from robopolicy.core.episodes import require_recorded
@@ -374,6 +374,4 @@ def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "critic weights"))
         spec = world.spec
-        return state_critic(
-            spec.observation, spec.history, section.critic_width, section.critic_depth, spec.instructions
-        )
+        return state_critic(spec.observation, spec.history, section.critic_width, CRITIC_DEPTH, spec.instructions)

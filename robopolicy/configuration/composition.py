@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -19,10 +20,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from robopolicy.configuration.config import Config
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL
-from robopolicy.core.errors import ConfigError, did_you_mean, in_one_line
+from robopolicy.core.errors import ConfigError, RobopolicyNote, did_you_mean, in_one_line
 from robopolicy.core.registry import is_dotted
 from robopolicy.core.storage import read_text, resource
-from robopolicy.core.structured import Tagged, from_plain, to_plain
+from robopolicy.core.structured import SINCE, Tagged, fixed, from_plain, to_plain
 from sims.names import WORLDS, suite_of
 
 GROUPS = ("recipe", "world")
@@ -52,7 +53,9 @@ RENAMED = {
     "worldmodel.pixel_diffusion": "worldmodel.config",
     "worldmodel.video": "worldmodel.config",
 }
-"""Keys and sections of earlier versions, and what they are called now."""
+"""Keys and sections of earlier versions, and what they are called now; those that are constants now say their classes
+(`core.structured.fixed`), for one of them may stand at several places, and in checkpoints.
+"""
 
 
 def compose(
@@ -74,8 +77,22 @@ def compose(
         if _at(composed, tuple(old.split(".")), None) is not None:
             raise ConfigError(f"'{old}' is called '{new}' now.")
     config = from_plain(Config, composed)
+    for key, value in _fixed_in(composed, {name: to_plain(getattr(config, name)) for name in composed}):
+        said = f"{key} is no setting any more: it is {value} since {SINCE}, as you say. Leave it out."
+        warnings.warn(said, RobopolicyNote, stacklevel=2)
     named = any(_at(composed, ("world", key), None) is not None for key in ("name", "simulator"))
     return config if named or origin is None else origin(config)
+
+
+def _fixed_in(given: Any, taken: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what plain settings name and a configuration does not hold, path and value: what is `fixed`."""
+    if isinstance(given, Mapping) and isinstance(taken, Mapping):
+        for key, value in given.items():
+            place = f"{path}.{key}".lstrip(".")
+            if str(key) in taken:
+                yield from _fixed_in(value, taken[str(key)], place)
+            else:
+                yield place, value
 
 
 def to_yaml(config: Config, sections: tuple[str, ...]) -> str:
@@ -206,7 +223,10 @@ def _prepare(override: str, sections: Sequence[str]) -> str:
     if parts[0] in node:
         node[parts[0]] = _defaults(parts[0])
     for depth, part in enumerate(parts):
-        if not isinstance(node, Mapping) or (part not in node and not _is_open(parts[:depth])):
+        kind = _type_at(parts[:depth])
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and part in fixed(kind):
+            break  # a constant, which is compared once all is composed
+        if not isinstance(node, Mapping) or (part not in node and dataclasses.is_dataclass(kind)):
             place = ".".join(parts[:depth])
             known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
             meant = _elsewhere(parts, sections) or did_you_mean(key, known)
@@ -267,19 +287,14 @@ def _named_world(name: str) -> str:
     return f"++world.name={name}"
 
 
-def _is_open(path: tuple[str, ...]) -> bool:
-    """Whether the section at `path` takes keys of the user's own (a dict field)."""
+def _type_at(path: tuple[str, ...]) -> Any:
+    """Return the type of the section at `path`; one that is no dataclass takes keys of the user's own (a mapping)."""
     kind: Any = Config
     for part in path:
-        item = (
-            {entry.name: entry for entry in dataclasses.fields(kind)}.get(part)
-            if dataclasses.is_dataclass(kind)
-            else None
-        )
-        if item is None:
-            return not dataclasses.is_dataclass(kind)
-        kind = item.type if not isinstance(item.type, str) else Any
-    return not dataclasses.is_dataclass(kind)
+        if not dataclasses.is_dataclass(kind):
+            return Any
+        kind = next((item.type for item in dataclasses.fields(kind) if item.name == part), Any)
+    return kind
 
 
 def _group_option(group: str, value: str) -> str:

@@ -15,15 +15,46 @@ _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
 """A setting without its section, as messages name them; no part of a path, of a call or of a list."""
 
 
+RARE = {
+    "FinetuneConfig": "branch_width proximal_decay teacher_until actor_warmup weight_decay gradient_clip clip_rate",
+    "FinetuneSection": "critic_width",
+    "FitConfig": "final_rate weight_decay gradient_clip ema_decay ema_power log_every checkpoint_every",
+    "DistillConfig": "teacher_points",
+    "TeachConfig": "teacher_share",
+    "DenoisingPolicyConfig": "heads denoising_steps spacing clip noise_clip logp_clamp flow_noise_bounds noisy_steps"
+    " matching_samples",
+    "EdmConfig": "sigma_data log_mean log_std sigma_min sigma_max order churn offset_noise",
+    "JointConfig": "heads policy_share aggregate",
+    "TokenConfig": "frequencies decode_steps heads feed_forward prompt lora_alpha",
+    "EnsembleConfig": "head_width sample beta positive_share",
+    "LatentEnsembleConfig": "encoder_share",
+    "RssmConfig": "deter blocks hidden stochastic classes channels reward_scale seen_share sample",
+    "PixelDiffusionConfig": "grid channels layers context_noise change_threshold",
+    "VideoConfig": "channels latent patch width heads recent stride view_batch_size motion_weight kl_weight"
+    " autoencoder_share readout_share memory_noise present_noise collapse bootstrap_steps change_threshold",
+    "ReadoutConfig": "positive_share imagined_share members",
+    "IqlConfig": "cap",
+    "SacConfig": "target_entropy entropy_backup actor_rate",
+    "GateSection": "by per_decision",
+    "OnlineConfig": "base_share conservative",
+    "ServerConfig": "maximum_batch maximum_waiting deadline stall chunking_options session_expiry",
+    "WeightedImitationConfig": "cap",
+    "FilteredImitationConfig": "positive",
+    "RecapConfig": "dropout positive",
+}
+"""Settings that no recipe, benchmark or README sets, by their class: a verb's page of help only names them."""
+
+
 @dataclass(frozen=True)
 class Described:
-    """A section for the help page: its path, such as world.imagination, what it is about, and a line a key: name,
-    value and what it means.
+    """A section for the help page: its path, such as world.imagination, what it is about, a line a key (name, value and
+    what it means), and the keys that are seldom set.
     """
 
     path: str
     text: str
     keys: list[tuple[str, str, str]]
+    rare: frozenset[str] = frozenset()
 
 
 def described(names: tuple[str, ...], config: Config) -> list[Described]:
@@ -48,12 +79,14 @@ def _described(path: str, section: Any) -> Iterator[Described]:
     kind = type(section)
     keys = []
     inner = []
+    rare = frozenset(name for each in kind.__mro__ for name in RARE.get(each.__name__, "").split())
     hints, texts = typing.get_type_hints(kind), explanations(kind)
     for item in dataclasses.fields(kind):
         value = getattr(section, item.name)
         if isinstance(section, Tagged) and section.beside and item.name == "config":
             own, *deeper = _described(path, value)
             keys += [row for row in own.keys if row[0] != "kind"]
+            rare |= own.rare
             inner += deeper
             continue
         if dataclasses.is_dataclass(value):
@@ -68,7 +101,7 @@ def _described(path: str, section: Any) -> Iterator[Described]:
         if any(name not in text for name in names):
             text = f"{text} One of {', '.join(names)}."
         keys.append((item.name, _as_written(to_plain(value)), text))
-    yield Described(path, " ".join((kind.__doc__ or "").split("\n\n")[0].split()), keys)
+    yield Described(path, " ".join((kind.__doc__ or "").split("\n\n")[0].split()), keys, rare)
     yield from inner
 
 

@@ -19,6 +19,9 @@ from robopolicy.core.registry import Kinds
 
 Structure = TypeVar("Structure")  # and no type parameters: the robot's side is for Python 3.10 too
 
+SINCE = "0.2.0"
+"""Version of ours in which the settings of `fixed` became constants."""
+
 REGISTRY = "registry"
 """Metadata of a field that holds a name: dotted path of the `Registry` whose names the help page lists beside it."""
 
@@ -57,16 +60,19 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
     defaults its owner has changed.
 
     Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type or outside
-    of the range that its type declares (`core.ranges`), naming the full path of the key. `where`: path of this
-    section.
+    of the range that its type declares (`core.ranges`), naming the full path of the key. What was a setting once and is
+    `fixed` may be there still, with the value that it has now. `where`: path of this section.
     """
     if not is_mapping(data):
         raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
     if issubclass(kind, Tagged):
         data = _of_kind(kind, data, where)
     known = {item.name: item for item in fields(cast(Any, kind)) if item.init}
+    constants = fixed(kind)
     for key in data:
-        if key not in known:
+        if key in constants:
+            _require_fixed(_join(where, str(key)), data[key], constants[key])
+        elif key not in known:
             place = f" in '{where}'" if where else ""
             raise ConfigError(
                 f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), known)}"
@@ -86,6 +92,25 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
 def narrowed(kind: type[Structure], value: Any) -> Structure:
     """Return the `kind` part of `value`, an instance of one of its subclasses with more fields."""
     return kind(**{item.name: getattr(value, item.name) for item in fields(cast(Any, kind)) if item.init})
+
+
+def fixed(kind: type) -> dict[str, Any]:
+    """Return what once was a setting of a dataclass and is a constant now, name -> the value that it always has.
+
+    A dataclass says so in a class variable FIXED, for itself and all that derive from it: saved configurations and
+    recipes of before name such keys.
+    """
+    named = [vars(each).get("FIXED", {}) for each in reversed(kind.__mro__)]
+    return {name: to_plain(value) for constants in named for name, value in constants.items()}
+
+
+def _require_fixed(where: str, value: object, constant: object) -> None:
+    """Raise ConfigError where what is a constant now had another value."""
+    if value != constant:
+        raise ConfigError(
+            f"'{where}' is {in_one_line(value, 60)}: it was fixed at {constant} in {SINCE}, and another value needs an "
+            "earlier version."
+        )
 
 
 def explanations(kind: type) -> dict[str, str]:
@@ -139,7 +164,7 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
     kind, path = section.kinds.configuration(name), where if section.beside else _join(where, "config")
     beside = {key: value for key, value in data.items() if key != "kind"}
     given: Any = beside if section.beside else data.get("config", {})
-    own = {item.name for item in fields(kind) if item.init}
+    own = {*fixed(kind), *(item.name for item in fields(kind) if item.init)}
     if not is_mapping(given):
         raise ConfigError(f"'{path}' is a section with keys, not {given!r}.")
     for key in given:

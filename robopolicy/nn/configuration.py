@@ -1,8 +1,9 @@
 """What can be chosen about networks, normalisation and noise, with its defaults; imports nothing heavy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
@@ -73,12 +74,20 @@ class FlowNoise(Enum):
     LEARNED = "learned"
 
 
+RHO = 7.0
+"""How strongly the levels of EDM's sampler crowd towards the lowest (Karras et al. 2022, section 3)."""
+CHURN_NOISE = 1.003
+"""Standard deviation of the churn's noise (S_noise there)."""
+
+
 @dataclass(frozen=True)
 class EdmConfig:
     """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler.
 
     Raises ConfigError on no steps, another order than 1 and 2, and noise levels in the wrong order.
     """
+
+    FIXED: ClassVar[Mapping[str, Any]] = {"rho": RHO, "churn_low": 0.0, "churn_high": 1e6, "churn_noise": CHURN_NOISE}
 
     sigma_data: Positive = 0.5
     """Standard deviation of the data."""
@@ -90,20 +99,12 @@ class EdmConfig:
     """Lowest noise level of the sampler."""
     sigma_max: Positive = 80.0
     """Highest noise level of the sampler."""
-    rho: Positive = 7.0
-    """How strongly the sampler's noise levels crowd towards the lowest."""
     steps: Count = 18
     """Number of the sampler's steps, from each noise level to the next and from the last to 0."""
     order: Count = 2
     """Order of the sampler: 2 is Heun's method, 1 Euler's."""
     churn: NonNegative = 0.0
     """Amount of noise that is added and taken out again on the way (churn), 0 for none (an ODE)."""
-    churn_low: NonNegative = 0.0
-    """Lowest noise level with churn."""
-    churn_high: NonNegative = 1e6
-    """Highest noise level with churn."""
-    churn_noise: NonNegative = 1.003
-    """Standard deviation of the churn's noise."""
     offset_noise: Share = 0.0
     """Share of training noise that is one draw per channel (keeps frames from drifting in brightness)."""
 

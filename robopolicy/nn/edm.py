@@ -12,7 +12,7 @@ from torch import Tensor
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.randomness import normal
-from robopolicy.nn.configuration import EdmConfig
+from robopolicy.nn.configuration import CHURN_NOISE, RHO, EdmConfig
 
 Network = Callable[[Tensor, Tensor], Tensor]
 """(scaled input [N, ...], c_noise [N]) -> prediction [N, ...]; what it is conditioned on is bound before."""
@@ -24,8 +24,8 @@ Guidance = Callable[[Tensor, float], Tensor]
 def levels(config: EdmConfig) -> Tensor:
     """Return the sampler's noise levels [steps + 1], from sigma_max down to 0."""
     ramp = torch.linspace(0, 1, config.steps, dtype=torch.float64) if config.steps > 1 else torch.zeros(1).double()
-    top, bottom = config.sigma_max ** (1 / config.rho), config.sigma_min ** (1 / config.rho)
-    return torch.cat([(top + ramp * (bottom - top)) ** config.rho, torch.zeros(1, dtype=torch.float64)])
+    top, bottom = config.sigma_max ** (1 / RHO), config.sigma_min ** (1 / RHO)
+    return torch.cat([(top + ramp * (bottom - top)) ** RHO, torch.zeros(1, dtype=torch.float64)])
 
 
 def calls(config: EdmConfig) -> int:
@@ -107,9 +107,9 @@ def sample(
     gain = min(config.churn / config.steps, 2**0.5 - 1)
     for step, (here, there) in enumerate(zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True)):
         # Churn: raise the noise a little, variances adding up, and go on from the higher level.
-        if generator is not None and gain and config.churn_low <= here <= config.churn_high:
+        if generator is not None and gain:
             raised = here * (1 + gain)
-            drawn = normal(x.shape, generator, x.device) * config.churn_noise
+            drawn = normal(x.shape, generator, x.device) * CHURN_NOISE
             x, here = x + drawn * (raised**2 - here**2) ** 0.5, raised
         progress = step / config.steps
         slope = _slope(network, x, here, config, guidance if there > 0 else None, progress)

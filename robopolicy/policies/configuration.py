@@ -3,6 +3,7 @@ looks back and ahead; nothing heavy is imported.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -23,7 +24,9 @@ from robopolicy.nn.configuration import (
 MOST_STEPS = 100_000
 """Of denoising: tables with a row for each are made."""
 MOST_PLANNED = 10_000
-"""Of a joint model's candidates, of their futures, and of the values of each."""
+"""Of a joint model's candidates, and of the values of each of their futures."""
+FUTURES = 2
+"""That a joint model imagines for every candidate."""
 
 
 class PolicyKind(Enum):
@@ -195,6 +198,7 @@ class JointConfig:
     """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
 
     builds: ClassVar[str] = "robopolicy.policies.joint:JointModel"
+    FIXED: ClassVar[Mapping[str, Any]] = {"futures": FUTURES}
 
     chunk: Count = 4
     """Actions of a decision."""
@@ -214,10 +218,8 @@ class JointConfig:
     """Of the returns that values are, a control step."""
     candidates: Count = 8
     """Actions that planning chooses from, 1 for none."""
-    futures: Count = 2
-    """Futures imagined for each of them."""
     values: Count = 2
-    """Values imagined for each future."""
+    """Values imagined for each of the two futures of a candidate."""
     aggregate: str = "majority"
     """How the values of a candidate become one score: mean, lower_bound, median, or majority, the mean of those on the
     side where more of them are.
@@ -225,10 +227,10 @@ class JointConfig:
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
 
     def __post_init__(self):
-        if min(self.chunk, self.width, self.depth, self.candidates, self.futures, self.values) < 1:
+        if min(self.chunk, self.width, self.depth, self.candidates, self.values) < 1:
             raise ConfigError("A joint model needs sizes and counts of at least 1.")
-        if max(self.candidates, self.futures, self.values) > MOST_PLANNED:
-            raise ConfigError(f"candidates, futures and values of a joint model are at most {MOST_PLANNED} each.")
+        if max(self.candidates, self.values) > MOST_PLANNED:
+            raise ConfigError(f"candidates and values of a joint model are at most {MOST_PLANNED} each.")
         if self.heads < 1 or self.width % self.heads:
             raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
         if not 0 < self.policy_share < 1:

@@ -34,7 +34,7 @@ from robopolicy.core.vectors import StateVector
 from robopolicy.core.world import Rows
 from robopolicy.nn import edm
 from robopolicy.nn.blocks import TimeEmbedding
-from robopolicy.policies.configuration import JointConfig
+from robopolicy.policies.configuration import FUTURES, JointConfig
 
 SAVED_KIND = "joint"
 STATE, ACTION = "state", "action"
@@ -155,14 +155,12 @@ class JointModel(nn.Module):
     def plan(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the best of several action chunks [N, C * A] for states [N, S], and all scores [N, candidates].
 
-        A candidate's score aggregates `values` sampled values of each of its `futures` sampled futures.
+        A candidate's score aggregates `values` sampled values of each of its FUTURES sampled futures.
         """
         config = self.config
         many = state.repeat_interleave(config.candidates, 0)
         action = self.draw({STATE: many}, generator)[ACTION]
-        futures = {
-            name: value.repeat_interleave(config.futures, 0) for name, value in ((STATE, many), (ACTION, action))
-        }
+        futures = {name: value.repeat_interleave(FUTURES, 0) for name, value in ((STATE, many), (ACTION, action))}
         futures[FUTURE] = self.draw(futures, generator)[FUTURE]
         seen = {name: value.repeat_interleave(config.values, 0) for name, value in futures.items()}
         value = self.draw(seen, generator)[VALUE][:, 0]

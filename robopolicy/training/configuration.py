@@ -1,8 +1,9 @@
 """What can be set about pre-training, fine-tuning and learning online, with the defaults that worked; no torch here."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
@@ -132,6 +133,10 @@ class TeachConfig(PretrainConfig):
         return round(self.teacher_share**number * self.episodes)
 
 
+LOG_RATIO_CLAMP = 3.0
+"""Bound on the logarithm of a ratio: no coefficient reads one beyond it, and exp never overflows."""
+
+
 @dataclass(frozen=True)
 class FinetuneConfig(AlgorithmConfig):
     """Fine-tuning defaults, for log-probabilities that are means over dimensions (the clip width belongs to that).
@@ -139,6 +144,8 @@ class FinetuneConfig(AlgorithmConfig):
     An iteration collects, then learns for some epochs over minibatches. Algorithms with a critic collect `decisions` a
     row, those that compare episodes whole episodes in groups with the same start.
     """
+
+    FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
 
     iterations: Count = 60
     """How often it collects and learns."""
@@ -241,8 +248,6 @@ class FinetuneConfig(AlgorithmConfig):
     """Width above 1, null for clip."""
     clip_rate: NonNegative = 0.0
     """How the width grows from clip_base to clip along the chain, 0 for evenly."""
-    log_ratio_clamp: Positive = 3.0
-    """Bound on the logarithm of a ratio."""
     ratio_tolerance: NonNegative = 1e-5
     """How far a policy's score of its own fresh decisions may be from the one it acted with, as a share of its size or
     of 1; of tokens 1e-4 at least, and with precision=bf16, which may round otherwise for another number of rows, 2^-5.
@@ -306,8 +311,8 @@ class FinetuneConfig(AlgorithmConfig):
             )
         if self.actor_warmup < 1:
             raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
-        if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip, self.log_ratio_clamp) <= 0:
-            raise ConfigError("clip, clip_base, clip_high and log_ratio_clamp must be positive.")
+        if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip) <= 0:
+            raise ConfigError("clip, clip_base and clip_high must be positive.")
 
 
 def _require_micro_batch(size: int) -> None:

@@ -48,7 +48,7 @@ from robopolicy.rl.objective import (
     value_loss,
 )
 from robopolicy.rl.registry import Need
-from robopolicy.training.configuration import FinetuneConfig
+from robopolicy.training.configuration import LOG_RATIO_CLAMP, FinetuneConfig
 from robopolicy.training.experience import decisions_at, reads_images
 
 WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
@@ -303,7 +303,7 @@ class Learner:
             for item in (batch.logp_behaviour, batch.proximal, batch.mask, batch.extras["advantage"])
         )
         mask = mask & batch.alive[..., None]
-        level, limit = self.algorithm.ratio_level, self.config.log_ratio_clamp
+        level, limit = self.algorithm.ratio_level, LOG_RATIO_CLAMP
         # The ratio is to the proximal policy; what lies between that and the behaviour policy is `staleness` below.
         ratios = log_ratios(logp, proximal, mask, limit, level, self.policy.spec.steps_per_action)
         alive = batch.alive

@@ -67,7 +67,7 @@ def tokens(decoding: TokenDecoding) -> Policy:
 
 
 def joint(candidates: int = 1) -> Policy:
-    return built("joint", JointConfig(width=16, depth=1, heads=2, chunk=4, candidates=candidates, futures=2, values=2))
+    return built("joint", JointConfig(width=16, depth=1, heads=2, chunk=4, candidates=candidates, values=2))
 
 
 def agent(kind: str = "rlpd", chunk: int = 4) -> tuple[Any, Any]:

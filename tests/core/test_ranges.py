@@ -14,8 +14,6 @@ from robopolicy.core.structured import Tagged, from_plain
 
 FREE = {
     "log_mean",
-    "max_logvar",
-    "min_logvar",
     "logp_clamp",
     "target_entropy",
     "margin",

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from point_world import SPEC, recorded
 from safetensors.torch import load_file, save_file
 
@@ -48,6 +49,19 @@ def test_weights_that_do_not_fit_are_refused(folder: Path):
     del description["sha256"]
     (folder / "config.json").write_text(json.dumps(description))
     with pytest.raises(CheckpointError, match=r"(?s)model\.safetensors does not match .*max_logvar"):
+        load_world_model(folder)
+
+
+def test_a_checkpoint_of_before_settings_became_constants_opens_unless_they_differ(folder: Path):
+    path, weights = folder / "config.json", load_world_model(folder).state_dict()
+    description = json.loads(path.read_text())
+    description["model"]["config"] |= {"min_logvar": -10.0, "max_logvar": 0.5}
+    path.write_text(json.dumps(description))
+    opened = load_world_model(folder).state_dict()
+    assert all(torch.equal(value, opened[name]) for name, value in weights.items())
+    description["model"]["config"]["max_logvar"] = 1.0
+    path.write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match=r"max_logvar' is 1\.0: it was fixed at 0\.5 in 0\.2\.0"):
         load_world_model(folder)
 
 

@@ -131,7 +131,7 @@ class FrameReader(Judged):
             cut = data.cut(torch.cat([imagined[chosen], true]), 1, 1)
             seen = self.stack(cut.frames)
             seen[:imagined_steps] = frames[chosen]
-            yield self._batch(cut, seen, config.state_noise * draws[:, 1:].float() * noise)
+            yield self._batch(cut, seen, draws[:, 1:].float() * noise)
 
     def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
         """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states off by `noise` [N, free]."""

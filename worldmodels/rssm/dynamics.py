@@ -17,7 +17,7 @@ from robopolicy.core.errors import ConfigError
 from robopolicy.core.spec import Field
 from robopolicy.nn.blocks import dense, perceptron
 from robopolicy.nn.encoders import module_name
-from worldmodels.configuration import RssmConfig
+from worldmodels.configuration import UNIMIX, RssmConfig
 from worldmodels.data import BOUND
 from worldmodels.images.networks import ImageDecoder, ImageEncoder
 
@@ -81,15 +81,12 @@ class RecurrentCore(nn.Module):
     from one frame as it ever is.
     """
 
-    def __init__(
-        self, *, deter: int, blocks: int, hidden: int, stochastic: int, classes: int, unimix: float, inputs: int
-    ):
+    def __init__(self, *, deter: int, blocks: int, hidden: int, stochastic: int, classes: int, inputs: int):
         super().__init__()
         if deter % blocks:
             raise ConfigError(f"{deter} deterministic units do not make {blocks} equal blocks.")
         self.blocks = blocks
         self.stochastic = stochastic
-        self.unimix = unimix
         flat, width = stochastic * classes, deter // blocks
         self.begin = perceptron(inputs, hidden, 1, deter)
         self.read_state, self.read_sample = dense(deter, hidden), dense(flat, hidden)
@@ -120,12 +117,12 @@ class RecurrentCore(nn.Module):
     def prior(self, deter: Tensor) -> Tensor:
         """Return log-probabilities [N, S, C] of the sample before its frame is seen."""
         logits = self.prior_head(deter)
-        return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), self.unimix)
+        return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
 
     def posterior(self, deter: Tensor, frame: Tensor) -> Tensor:
         """Return log-probabilities [N, S, C] after a frame; `frame` is its embedding through `posterior_frame`."""
         logits = self.posterior_head(self.posterior_state(deter) + frame)
-        return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), self.unimix)
+        return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,6 @@ class LatentDynamics(nn.Module):
             hidden=width,
             stochastic=size.stochastic,
             classes=size.classes,
-            unimix=config.unimix,
             inputs=len(encoders) * width,
         )
         self.input_encoder = dense(actions + elements, width)

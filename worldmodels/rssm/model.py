@@ -33,7 +33,7 @@ from robopolicy.core.sequences import SequenceData, Sequences
 from robopolicy.core.spec import IMAGE_PREFIX, WorldSpec
 from robopolicy.core.vectors import StateVector
 from worldmodels.checkpoint import Described
-from worldmodels.configuration import RssmConfig
+from worldmodels.configuration import FREE_NATS, REPRESENTATION_SCALE, START_SHARE, SUCCESS_SHARE, RssmConfig
 from worldmodels.data import BOUND, StateStructure, read_statistics, register_structure, structure_of
 from worldmodels.heads.latent import THUMBNAIL, HeadStage, Judged, LatentHeads, LatentSteps
 from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
@@ -115,7 +115,7 @@ class RssmModel(Described[RssmConfig], Judged):
         count = config.batch_size
         past = config.burn_in - 1
         frames = config.burn_in + config.length
-        early, late = round(config.start_share * count), round(config.success_share * count)
+        early, late = round(START_SHARE * count), round(SUCCESS_SHARE * count)
         padded = early // 2
         assert episodes.step_success is not None
         won = episodes.step_success.nonzero()[:, 0]
@@ -162,7 +162,7 @@ class RssmModel(Described[RssmConfig], Judged):
         # Errors count in deviations of a step's change: in the state's, slow elements would cost next to nothing.
         error = ((latents.decoded - state)[:, 1:] * (self.state_std / self.change_std))[..., self.structure.free]
         vector = functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1)
-        dynamics, representation = balanced_divergence(latents.posterior, latents.prior, config.free_nats)
+        dynamics, representation = balanced_divergence(latents.posterior, latents.prior, FREE_NATS)
         # Heads read the state as imagination carries it, and must not bend it towards what is easy to judge.
         carried = latents.state.detach()
         inputs = self.heads.inputs(latents.summary[:, 1:], carried[:, :-1], carried[:, 1:])
@@ -170,14 +170,14 @@ class RssmModel(Described[RssmConfig], Judged):
         # Behind an unseen frame the prior guesses: which of several futures came true cannot be known.
         judged = subsequence.valid * seen[:, :-1]
         result = {
-            "vector": config.reconstruction_scale * _masked(vector, known[:, 1:]),
-            "dynamics": config.dynamics_scale * _masked(dynamics, known),
-            "representation": config.representation_scale * _masked(representation, known),
+            "vector": _masked(vector, known[:, 1:]),
+            "dynamics": _masked(dynamics, known),
+            "representation": REPRESENTATION_SCALE * _masked(representation, known),
             "reward": config.reward_scale * _masked(heads["reward"], judged),
-            "success": config.success_scale * _masked(heads["success"], judged),
+            "success": _masked(heads["success"], judged),
         }
         if self.images:
-            result["image"] = config.reconstruction_scale * self._image_loss(subsequence, latents, known, generator)
+            result["image"] = self._image_loss(subsequence, latents, known, generator)
         return result
 
     def _image_loss(

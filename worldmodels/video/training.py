@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from robopolicy.core.episodes import Episodes
 from robopolicy.nn import edm
-from worldmodels.configuration import VideoConfig
+from worldmodels.configuration import ACTION_DROPOUT, VideoConfig
 from worldmodels.video.networks import VideoTransformer
 
 
@@ -147,7 +147,7 @@ class DynamicsStage(nn.Module):
         change = (subsequence.future - present[:, None]) / scale
         shares = config.first_share, generator, config.temperature
         noisy, sigma, first = edm.training_noise_with_starts(change, config.edm, *shares)
-        shown = draw(*subsequence.valid.shape) >= config.action_dropout
+        shown = draw(*subsequence.valid.shape) >= ACTION_DROPOUT
         memory = self.transformer.remember(history, actions, poses, noise)
         network = self.transformer.network(memory, present, subsequence.actions, shown)
         found = edm.denoise(network, noisy, sigma, config.edm)

@@ -1,5 +1,6 @@
 """Policies that learn: which is built, pre-training, fine-tuning, teaching, distilling, and learning online."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -53,9 +54,15 @@ class TrainSection(PretrainConfig):
     """Episodes of the judgement at the end, 0 for none."""
 
 
+CRITIC_DEPTH = 2
+"""Hidden layers of the critic of fine-tuning."""
+
+
 @dataclass(frozen=True)
 class FinetuneSection(FinetuneConfig):
     """RL in the denoising chain or on the tokens of a pre-trained policy."""
+
+    FIXED: ClassVar[Mapping[str, Any]] = {"critic_depth": CRITIC_DEPTH}
 
     policy: Path | None = None
     """Its checkpoint (default: what train wrote under the same name and seed)."""
@@ -79,8 +86,6 @@ class FinetuneSection(FinetuneConfig):
     """Rows collected in parallel."""
     critic_width: Count = 256
     """Width of the critic's layers."""
-    critic_depth: Count = 2
-    """Hidden layers of the critic."""
     evaluate_episodes: Count = 200
     """Episodes of every evaluation and of the judgement at the end."""
     dry_run: bool = False

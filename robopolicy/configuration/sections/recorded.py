@@ -1,11 +1,12 @@
 """Recorded data: collecting it, learning from it, judging policies on it, examining it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
-from robopolicy.core.ranges import Count, Filled, Natural, NoiseLevel, NonNegative, Positive, Share
+from robopolicy.core.ranges import Count, Filled, Natural, NoiseLevel, NonNegative, Share
 from robopolicy.core.structured import Tagged
 from robopolicy.data.configuration import ConvertConfig, CorrectConfig
 from robopolicy.rl.offline.configuration import AGENTS, IqlConfig
@@ -180,6 +181,8 @@ class OfflineSection:
 class GateSection:
     """Judges who all must be sure that a candidate is better."""
 
+    FIXED: ClassVar[Mapping[str, Any]] = {"largest_weight": 100.0}
+
     candidate: Path | None = None
     """Checkpoint of the policy that wants to replace another one."""
     incumbent: Path | None = None
@@ -216,16 +219,14 @@ class GateSection:
     """Of fqe and critic: units of every layer."""
     per_decision: bool = True
     """Of importance: a reward is weighed by the decisions before it, not by those of the whole episode."""
-    largest_weight: Positive = 100.0
-    """Of importance: where weights are clipped."""
     effective: NonNegative = 30.0
     """Of importance: effective number of episodes below which it refuses."""
 
     def __post_init__(self) -> None:
         if not self.judges:
             raise ConfigError("gate.judges=[] judges nothing: name fqe, model or critic.")
-        if self.largest_weight < 1 or self.effective < 1:
-            raise ConfigError("gate.largest_weight and gate.effective are at least 1.")
+        if self.effective < 1:
+            raise ConfigError("gate.effective is at least 1.")
         if self.starts < 2 or not 0 < self.holdout < 1 or self.steps < 1:
             raise ConfigError("gate: starts is at least 2, steps at least 1, holdout in (0, 1).")
 

@@ -173,7 +173,7 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
     """-log sigmoid(beta (log-ratio of the better - log-ratio of the worse)) over the pairs of every group.
 
     c of the better is beta sigmoid(-margin), of the worse minus that. The reference is the policy before the iteration.
-    Log-ratios of steps are cut as everywhere (log_ratio_clamp), and where a step's log-probability is the mean over its
+    Log-ratios of steps are cut as everywhere (LOG_RATIO_CLAMP), and where a step's log-probability is the mean over its
     elements (logp_reduction=mean, the default of denoising policies) beta counts an element's: sum is DPO proper.
     """
     log_ratio, pairs = episode_log_ratio(scored), preferred(scored)

@@ -1,8 +1,9 @@
 """What can be set about each agent that learns from recorded data; defaults are those of its paper, or it is said."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Count, NonNegative, Positive, Share
@@ -75,14 +76,17 @@ class IqlConfig(AgentConfig):
             raise ConfigError(f"expectile {self.expectile} must be in (0, 1).")
 
 
+POLICY_NOISE = 0.2
+"""Standard deviation of the noise on the target's action (TD3)."""
+NOISE_CLIP = 0.5
+"""Its bound."""
+
+
 @dataclass(frozen=True)
 class Td3Config(AgentConfig):
     """What agents with a deterministic actor have (TD3, arXiv:1802.09477). Raises ConfigError unless delay >= 1."""
 
-    policy_noise: NonNegative = 0.2
-    """Standard deviation of the noise on the target's action."""
-    noise_clip: Positive = 0.5
-    """Its bound."""
+    FIXED: ClassVar[Mapping[str, Any]] = {"policy_noise": POLICY_NOISE, "noise_clip": NOISE_CLIP}
     delay: Count = 2
     """Critic steps per actor step."""
 
@@ -132,30 +136,33 @@ class ReBracConfig(Td3Config):
 
 
 class NeighbourIndex(Enum):
-    """exact: the nearest neighbour; approximate: one that is at most 1 + slack times as far, many times faster."""
+    """exact: the nearest neighbour; approximate: one that is at most 1 + SLACK times as far, many times faster."""
 
     EXACT = "exact"
     APPROXIMATE = "approximate"
 
 
+SLACK = 1.0
+"""How much further, as a share, an approximate neighbour may be; most are the nearest all the same."""
+
+
 @dataclass(frozen=True)
 class PrdcConfig(Td3Config):
-    """PRDC, Ran et al. 2023, arXiv:2306.06569. Raises ConfigError unless alpha, beta and slack are at least 0."""
+    """PRDC, Ran et al. 2023, arXiv:2306.06569. Raises ConfigError unless alpha and beta are at least 0."""
 
     builds: ClassVar[str] = "robopolicy.rl.offline.td3:Prdc"
+    FIXED: ClassVar[Mapping[str, Any]] = {"slack": SLACK}
     alpha: NonNegative = 2.5
     """Weight of Q, scaled to a mean size of 1, against the distance to the neighbour's action."""
     beta: NonNegative = 2.0
     """Weight of standardised states beside actions in distances: large asks for the same state, 0 for none."""
     index: NeighbourIndex = NeighbourIndex.EXACT
     """How neighbours are found; exact is slow while the actor is far from all data and beta is small."""
-    slack: NonNegative = 1.0
-    """How much further, as a share, an approximate neighbour may be; most are the nearest all the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.alpha, self.beta, self.slack) < 0:
-            raise ConfigError(f"alpha {self.alpha}, beta {self.beta} and slack {self.slack} must be at least 0.")
+        if min(self.alpha, self.beta) < 0:
+            raise ConfigError(f"alpha {self.alpha} and beta {self.beta} must be at least 0.")
 
 
 @dataclass(frozen=True)

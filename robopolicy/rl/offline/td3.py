@@ -17,7 +17,16 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.transitions import Transitions
 from robopolicy.nn.blocks import Members, follow
 from robopolicy.rl.offline.agent import Critics, OfflineAgent, Standardiser
-from robopolicy.rl.offline.configuration import NeighbourIndex, PrdcConfig, ReBracConfig, Td3BcConfig, Td3Config
+from robopolicy.rl.offline.configuration import (
+    NOISE_CLIP,
+    POLICY_NOISE,
+    SLACK,
+    NeighbourIndex,
+    PrdcConfig,
+    ReBracConfig,
+    Td3BcConfig,
+    Td3Config,
+)
 
 
 class DeterministicActor(torch.nn.Module):
@@ -81,7 +90,7 @@ class Td3(OfflineAgent):
         with torch.no_grad():
             noise = torch.randn(batch.action.shape, generator=generator, device=batch.action.device)
             # Target smoothing: a narrow peak of Q, often an error, must not set the target.
-            noise = (config.policy_noise * noise).clamp(-config.noise_clip, config.noise_clip)
+            noise = (POLICY_NOISE * noise).clamp(-NOISE_CLIP, NOISE_CLIP)
             action = (self.slow_actor(batch.next_state) + noise).clamp(-1, 1)
             return batch.backup(self.following(batch, action), config.discount)
 
@@ -246,7 +255,7 @@ class Prdc(Td3):
         """
         if self.index is None or self.recorded is None:
             raise DataError("PRDC looks for neighbours in its data: call begin(data) first, after restore too.")
-        slack = self.config.slack if self.config.index is NeighbourIndex.APPROXIMATE else 0.0
+        slack = SLACK if self.config.index is NeighbourIndex.APPROXIMATE else 0.0
         _, found = self.index.query(self._keys(state, action), eps=slack)
         return self.recorded[torch.as_tensor(found, device=self.recorded.device)]
 
