@@ -67,12 +67,10 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
         raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
     if issubclass(kind, Tagged):
         data = _of_kind(kind, data, where)
+    data = without_fixed(kind, data, where)
     known = {item.name: item for item in fields(cast(Any, kind)) if item.init}
-    constants = fixed(kind)
     for key in data:
-        if key in constants:
-            _require_fixed(_join(where, str(key)), data[key], constants[key])
-        elif key not in known:
+        if key not in known:
             place = f" in '{where}'" if where else ""
             raise ConfigError(
                 f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), known)}"
@@ -104,13 +102,16 @@ def fixed(kind: type) -> dict[str, Any]:
     return {name: to_plain(value) for constants in named for name, value in constants.items()}
 
 
-def _require_fixed(where: str, value: object, constant: object) -> None:
-    """Raise ConfigError where what is a constant now had another value."""
-    if value != constant:
-        raise ConfigError(
-            f"'{where}' is {in_one_line(value, 60)}: it was fixed at {constant} in {SINCE}, and another value needs an "
-            "earlier version."
-        )
+def without_fixed(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return plain settings of `kind` without those that are `fixed`; ConfigError where one had another value."""
+    constants = fixed(kind)
+    for key in constants.keys() & data.keys():
+        if data[key] != constants[key]:
+            raise ConfigError(
+                f"'{_join(where, key)}' is {in_one_line(data[key], 60)}: it was fixed at {constants[key]} in {SINCE}, "
+                "and another value needs an earlier version."
+            )
+    return {key: value for key, value in data.items() if key not in constants}
 
 
 def explanations(kind: type) -> dict[str, str]:
@@ -164,9 +165,10 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
     kind, path = section.kinds.configuration(name), where if section.beside else _join(where, "config")
     beside = {key: value for key, value in data.items() if key != "kind"}
     given: Any = beside if section.beside else data.get("config", {})
-    own = {*fixed(kind), *(item.name for item in fields(kind) if item.init)}
+    own = {item.name for item in fields(kind) if item.init}
     if not is_mapping(given):
         raise ConfigError(f"'{path}' is a section with keys, not {given!r}.")
+    given = without_fixed(kind, given, path)
     for key in given:
         others = [
             other

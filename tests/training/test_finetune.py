@@ -360,6 +360,18 @@ def test_a_state_of_another_version_is_told(tmp_path: Path):
         _tune(replace(CONFIG, iterations=2), tmp_path)
 
 
+def test_a_state_of_before_a_setting_became_a_constant_goes_on_unless_it_differs(tmp_path: Path):
+    _tune(replace(CONFIG, iterations=1), tmp_path)
+    tree = load_trainer(RunFolder(tmp_path).resume_point)
+    assert tree is not None
+    save_trainer(RunFolder(tmp_path).resume_point, {**tree, "config": {**tree["config"], "log_ratio_clamp": 5.0}})
+    with pytest.raises(ConfigError, match=r"'finetune\.log_ratio_clamp' is 5\.0: it was fixed at 3\.0"):
+        _tune(replace(CONFIG, iterations=2), tmp_path)
+    save_trainer(RunFolder(tmp_path).resume_point, {**tree, "config": {**tree["config"], "log_ratio_clamp": 3.0}})
+    _tune(replace(CONFIG, iterations=2), tmp_path)
+    assert RunFolder(tmp_path).metrics()[-1]["iteration"] == 2
+
+
 def test_a_resumed_run_must_have_the_same_configuration(tmp_path: Path):
     _tune(replace(CONFIG, iterations=1), tmp_path)
     with pytest.raises(ConfigError, match=r"learning_rate was 0\.005, now 0\.1"):
