@@ -39,26 +39,26 @@ INTERRUPTED = 130
 HELP = ("-h", "--help")
 
 PLAIN = frozenset(string.ascii_letters + string.digits + "_-./~@%+")
-"""Characters that a value may have without quotes."""
+"""Characters that a value may contain without quotes."""
 
 WIDEST = 120
-"""Columns that help uses at most, and those it has where it is not shown on a terminal."""
+"""Maximum width of help in columns, and its width when the output is not a terminal."""
 
 NARROW = 110
-"""Columns below which a setting's meaning follows its value, instead of standing in a column of its own."""
+"""Width in columns below which a setting's meaning follows its value instead of having its own column."""
 
 MANY = 40
-"""Settings of a section beyond which a verb's page says little about each."""
+"""Number of settings in a section above which a verb's help describes each briefly."""
 
 NAMING = ("collect.quality",)
-"""Settings that say for any verb where what it starts from lies by default, whichever sections it reads."""
+"""Settings that change the default input location of any verb, whichever sections it reads."""
 
 SHARED = ("run", "world", "plan", "lerobot")
-"""Sections that many verbs read: the help of a verb only names their keys."""
+"""Sections that many verbs read: a verb's help lists only their setting names."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one verb; return the exit status: 0 done, 1 a failed check, 2 an error the user can mend, 130 interrupted."""
+    """Run one verb; return the exit status: 0 success, 1 a failed check, 2 a user error, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.showwarning = partial(_show, set[str]())
     output = Console(emoji=False)
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _interrupted(verb: str) -> int:
-    """Say how to go on after Ctrl-C, which may be pressed again meanwhile, and return the exit status."""
+    """Print how to resume after Ctrl-C, ignoring further Ctrl-C meanwhile, and return the exit status."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -103,7 +103,7 @@ def _interrupted(verb: str) -> int:
 
 
 def _show(shown: set[str], message: Warning | str, category: type[Warning], *_: object) -> None:
-    """Print a warning that is not among those `shown`: one of ours as a sentence, a library's in short."""
+    """Print a warning unless it is among those `shown`: robopolicy's as a sentence, a library's in short form."""
     text = str(message) if issubclass(category, RobopolicyWarning) else f"{category.__name__}: {message}"
     if text not in shown:
         shown.add(text)
@@ -147,14 +147,16 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
 
 
 def _in_origin(verb: Verb, config: "Config") -> "Config":
-    """Return `config`, which names no world, with the one that what it gives to `verb` comes from."""
+    """Return `config`, which names no world, with the world of the checkpoint, dataset or server given to `verb`."""
     from robopolicy.building.origins import with_origin  # imports torch: only for verbs that need it
 
     return with_origin(config, verb.world_from)
 
 
 def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -> None:
-    """Say which settings `name` was given and does not read; no warning, for scripts may give all verbs the same."""
+    """Print which given settings `name` does not read; not a warning, since scripts may pass the same settings to all
+    verbs.
+    """
     keys = [setting.partition("=")[0].lstrip("+~") for setting in given]
     others = {item.name for item in fields(config)} - set(verb.sections)
     unread = [key for key in keys if "." in key and key.partition(".")[0] in others and key not in NAMING]
@@ -164,7 +166,7 @@ def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -
 
 
 def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
-    """Turn bare words into the verb's target keys; leave `key=value` alone."""
+    """Turn positional words into the verb's target settings; keep `key=value` unchanged."""
     result: list[str] = []
     targets = list(verb.targets)
     for argument in arguments:
@@ -185,7 +187,7 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
 
 
 def _exists(argument: str) -> bool:
-    """Whether an argument is the path of something; one that is too long for a path is not."""
+    """Whether an argument is an existing path; an argument too long for a path is not."""
     try:
         return Path(argument).exists()
     except OSError:
@@ -193,12 +195,12 @@ def _exists(argument: str) -> bool:
 
 
 def _quoted(path: str) -> str:
-    """Return a path as a value that is read back as it is, whatever characters it has."""
+    """Return a path quoted so that it is parsed back unchanged, whatever characters it contains."""
     return path if set(path) <= PLAIN else "'" + path.replace("'", "\\'") + "'"
 
 
 def print_overview(output: Console) -> None:
-    """Print every verb with one line each."""
+    """Print every verb with its one-line summary."""
     output.print("[bold]robopolicy[/]: fine-tune robot policies in simulators and learned world models.\n")
     table = Table(box=None, show_header=False, padding=(0, 2))
     for name in VERBS.names():
@@ -208,11 +210,11 @@ def print_overview(output: Console) -> None:
 
 
 def print_help(name: str, verb: Verb, config: "Config", output: Console, sections: Sequence[str] = ()) -> None:
-    """Print what a verb does, an example, and every setting of its own: its value in `config` and what it means.
+    """Print a verb's description, an example, and its own settings with their values in `config` and meanings.
 
-    Of sections that other verbs read as well, and of those deep inside, it names the keys. sections: paths such as
-    world or train.fit, whose settings it explains instead, those of the sections inside them too. Raises ConfigError
-    where the verb has no such section.
+    For sections shared with other verbs, and for deeply nested ones, only the setting names are printed. sections:
+    paths such as world or train.fit, whose settings (and subsections) are explained instead. Raises ConfigError when
+    the verb has no such section.
     """
     from robopolicy.configuration import described
 
@@ -248,7 +250,7 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
 
 
 def print_groups(output: Console, width: int) -> None:
-    """Print which recipes and worlds there are."""
+    """Print the available recipes and worlds."""
     from robopolicy.configuration import groups
 
     for group, options in groups().items():
@@ -256,7 +258,8 @@ def print_groups(output: Console, width: int) -> None:
 
 
 def print_section(section: "Described", output: Console, width: int, page: bool = False) -> None:
-    """Print the settings of a section within `width` columns: in three columns, or key=value and meaning in one.
+    """Print the settings of a section within `width` columns: as a table of three columns, or key=value followed by the
+    meaning.
 
     page: as on a verb's page, of what is seldom set only the key; where that leaves many, of what is null as well, and
     of meanings only the first sentence.
@@ -293,13 +296,15 @@ def print_section(section: "Described", output: Console, width: int, page: bool 
 
 
 def _is_folded(path: str, verb: str) -> bool:
-    """Whether the help of `verb` only names the keys of a section: it is shared, another verb's, or three deep."""
+    """Whether the help of `verb` lists only the setting names of a section: it is shared, another verb's, or three
+    levels deep.
+    """
     top, *inner = path.split(".")
     return top in SHARED or (top in VERBS and top != verb) or len(inner) > 1
 
 
 def _chosen(name: str, found: Sequence["Described"], sections: Sequence[str]) -> list["Described"]:
-    """Return the sections that are asked for, in the order of the verb's, and those inside them."""
+    """Return the requested sections, in the verb's order, with their subsections."""
     paths = [part.path for part in found]
     for section in sections:
         if section not in paths:
@@ -311,7 +316,7 @@ def _chosen(name: str, found: Sequence["Described"], sections: Sequence[str]) ->
 
 
 def reflowed(text: str) -> str:
-    """Return a text with a line a paragraph or item ("- "), to be broken where the terminal ends."""
+    """Return a text with one line per paragraph or list item ("- "), to be wrapped at the terminal's width."""
     lines: list[str] = []
     for line in map(str.strip, text.strip().splitlines()):
         if lines and lines[-1] and line and not line.startswith("- "):

@@ -1,7 +1,7 @@
-"""The ten names of `import robopolicy`: what a notebook needs, on top of what the command line runs.
+"""Public API of `import robopolicy`: ten names for use in notebooks, on top of the command line's code.
 
-collect, train, finetune, imagine and rank are the verbs: they take their settings as the command line does, keep their
-results in the same run folders, go on where they stopped, and return what they measured.
+collect, train, finetune, imagine and rank are the verbs: they take the same settings as the command line, keep results
+in the same run folders, resume where they stopped, and return their results.
 """
 
 from pathlib import Path
@@ -29,16 +29,17 @@ from robopolicy.verbs.verb import VERBS, declaration
 
 
 def load_policy(path: Path | str, device: torch.device | str = "cpu") -> Policy:
-    """Return the policy of a checkpoint, ours or LeRobot's. Raises CheckpointError saying what is missing."""
+    """Load the policy of a checkpoint, robopolicy's or LeRobot's. Raises CheckpointError naming what is missing."""
     return load_checkpoint(Path(path), device)
 
 
 def make_world(name: str, batch_size: int = 128, **options: Any) -> World:
-    """Return a world of `batch_size` rows: a task of ours, a suite's, or your own by its dotted path.
+    """Return a world with `batch_size` parallel environments: a built-in task, a suite's task, or a custom one by
+    import path.
 
-    options: what the world takes (world.options on the command line), with history, cameras and image_size. Of
-    "worldmodel" and "demonstrations" they are the settings of `world.` (model=FOLDER or data=FOLDER first of all), with
-    history, seed and device. Raises ConfigError with the nearest name.
+    options: the world's options (world.options on the command line), with history, cameras and image_size. For
+    "worldmodel" and "demonstrations" they are the settings of `world.` (at least model=FOLDER or data=FOLDER), with
+    history, seed and device. Raises ConfigError with the closest name.
     """
     if name in (WORLD_MODEL, DEMONSTRATIONS):
         own = {key: options.pop(key) for key in ("history", "seed", "device") if key in options}
@@ -57,10 +58,11 @@ def evaluate(
     deterministic: bool = True,
     device: str = "cpu",
 ) -> EvaluationResult:
-    """Return the outcomes of `episodes`, with a Wilson interval; equal seeds give equal starts, for paired comparison.
+    """Return the outcomes of `episodes`, with a Wilson interval; equal seeds give equal initial states, for paired
+    comparison.
 
-    world: a world, or the name of one, which is then made as the policy sees it (its cameras and history).
-    deterministic: without exploration noise. Raises SpecError where policy and world do not fit.
+    world: a world, or its name, which is then built with the policy's cameras and history. deterministic: without
+    exploration noise. Raises SpecError when policy and world do not fit.
     """
     made, chosen = None, choose_device(RunSection(device=device))
     if isinstance(world, str):
@@ -106,9 +108,9 @@ def rank(*settings: str) -> dict[str, Any]:
 
 
 def serve(policy: Policy | Path | str, *, host: str = "127.0.0.1", port: int = 8000, api_key: str = "") -> None:
-    """Serve a policy, or a checkpoint's, over openpi's websocket protocol until interrupted.
+    """Serve a policy, or the policy of a checkpoint, over openpi's websocket protocol until interrupted.
 
-    Raises ConfigError beyond loopback without an api_key.
+    Raises ConfigError when it would listen beyond loopback without an api_key.
     """
     from robopolicy.serving.server import ServerSettings
     from robopolicy.serving.server import serve as listen
@@ -118,12 +120,12 @@ def serve(policy: Policy | Path | str, *, host: str = "127.0.0.1", port: int = 8
 
 
 def report(run: Path | str) -> Path:
-    """Rebuild and return the report.html of a run folder. Raises an error where it holds none."""
+    """Rebuild and return the report.html of a run folder. Raises an error when the folder contains none."""
     return report_for_run(Path(run))
 
 
 def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
-    """Run a verb and return its figures, with the run's folder as "run". Raises as the verb does (RobopolicyError)."""
+    """Run a verb and return its results, with the run folder as "run". Raises as the verb does (RobopolicyError)."""
     sources = declaration(verb).world_from
     config = compose(list(settings), lambda config: with_origin(config, sources))
     ask_for(config.run.plugins)

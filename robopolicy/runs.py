@@ -1,4 +1,4 @@
-"""Run folders of the verbs: where one lies, whether it may be continued, and what it leaves behind."""
+"""Run folders of the verbs: their location, whether a run may be resumed, and the files they contain."""
 
 import json
 import shutil
@@ -23,13 +23,13 @@ from sims.names import OURS
 
 RESULT, REPORT = "result.json", "report.html"
 LONGEST_NAME = 200
-"""Bytes of a run's name: file systems allow 255, and results are called after it as well."""
+"""Maximum bytes of a run's name: file systems allow 255, and result files append to it."""
 FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
-"""What `evaluate` films."""
+"""Videos that `evaluate` writes."""
 MOMENT = 0.2
 """Seconds in which a lock is tried again: whoever looks whether a run is alive holds it for microseconds."""
 DESCRIPTION = ("config.yaml", "versions.json")
-"""What every run has in its folder from its beginning."""
+"""Files that every run folder contains from its start."""
 
 _claimed: dict[Path, FileLock] = {}
 
@@ -39,7 +39,9 @@ if not output.is_terminal:
 
 
 def run_name(config: Config) -> str:
-    """The run's name: `run.name`, else the world's (the simulator behind a world model). Raises ConfigError on ".."."""
+    """Return the run's name: `run.name`, else the world's (the simulator behind a world model). Raises ConfigError on
+    "..".
+    """
     name = config.run.name or config.world.simulator or config.world.name
     if name in (".", ".."):
         raise ConfigError(f"run.name={name} leads out of the folder of the runs: choose a name.")
@@ -52,8 +54,8 @@ def run_name(config: Config) -> str:
 
 
 def run_path(config: Config, verb: str) -> Path:
-    """Where `verb` keeps its results: root/<verb>/<name>/<seed>; of a dataset of graded quality <name>-<quality>, where
-    run.name does not say otherwise.
+    """Return the results folder of `verb`: root/<verb>/<name>/<seed>. For datasets of graded quality the name is
+    <name>-<quality>, unless run.name is set.
     """
     graded = verb == "collect" and config.collect.quality and not config.run.name
     name = f"{run_name(config)}-{config.collect.quality}" if graded else run_name(config)
@@ -61,11 +63,11 @@ def run_path(config: Config, verb: str) -> Path:
 
 
 def claim(path: Path, way_out: str = "name this run with run.name=NAME") -> None:
-    """Keep other processes out of a run folder until this one ends, however it ends.
+    """Lock a run folder against other processes until this one ends.
 
-    The lock lies beside the folder, so that starting over does not remove it. way_out: what else to do than wait.
-    Raises ConfigError where another process is at work in it; two of them would mix their metrics and overwrite each
-    other's checkpoints.
+    The lock file lies beside the folder, so that starting over does not remove it. way_out: alternative to waiting, for
+    the error message. Raises ConfigError when another process uses the folder; two processes would mix their metrics
+    and overwrite each other's checkpoints.
     """
     file = path.absolute().with_name(f".{path.name}.lock")
     if file in _claimed:
@@ -81,11 +83,11 @@ def claim(path: Path, way_out: str = "name this run with run.name=NAME") -> None
 
 
 def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
-    """Open the run folder of a verb that can be continued.
+    """Open the run folder of a resumable verb.
 
-    A folder with the same configuration goes on where it stopped, be it an older version's that lacks settings which
-    are at their defaults here. Raises ConfigError if it holds another configuration
-    (naming what differs), unless run.overwrite=true starts over. What a killed process left half-written is removed.
+    A folder with the same configuration resumes where it stopped; settings missing in an older version's folder count
+    as default. Raises ConfigError if it contains another configuration (naming the differences), unless
+    run.overwrite=true starts over. Files left half-written by a killed process are removed.
     """
     path = run_path(config, verb)
     claim(path)
@@ -136,7 +138,7 @@ def _follow(folder: RunFolder, config: Config, verb: str, sections: Sequence[str
 
 
 def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> None:
-    """Raise ConfigError where what a run starts from lies in its own folder, which run.overwrite removes."""
+    """Raise ConfigError when an input of the run lies in its own folder, which run.overwrite would remove."""
     given = ((f"{name}.{key}", value) for name in sections for key, value in vars(getattr(config, name)).items())
     for setting, value in given:
         for each in value if isinstance(value, tuple) else (value,):
@@ -148,7 +150,7 @@ def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> N
 
 
 def _way_out(config: Config, verb: str, path: Path) -> str:
-    """Return what to do where the folder of a run holds one with other settings."""
+    """Return advice for a run folder that contains a run with other settings."""
     going_on = ""
     if verb in ("train", "finetune", "offline", "online") and (path / "checkpoint").exists():
         going_on = f", go on from what it learned with {verb}.policy={path / 'checkpoint'} run.name=NAME"
@@ -156,10 +158,10 @@ def _way_out(config: Config, verb: str, path: Path) -> str:
 
 
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
-    """Open the run folder of a verb that simply runs again; earlier results are replaced as new ones appear.
+    """Open the run folder of a verb that always runs anew; earlier results are replaced as new ones appear.
 
-    Where they are of other settings that is said, and they go at once: a page shows one run. What a killed process
-    left half-written is removed.
+    Earlier results with other settings are announced and removed at once, because a report shows one run. Files left
+    half-written by a killed process are removed.
     """
     folder, settings = open_folder(run_path(config, verb)), to_yaml(config, sections)
     written = folder.path / "config.yaml"
@@ -190,10 +192,10 @@ def _say_other_ground(folder: RunFolder, threads: int) -> None:
 
 
 def open_folder(path: Path, parts: Sequence[str] = (), way_out: str = "choose another with run.root=PATH") -> RunFolder:
-    """Open a folder for this process alone, without what a killed one left in it half-written.
+    """Open a folder for this process only and remove files left half-written by a killed process.
 
-    parts: names of what this process alone writes there, such as seeds, where others may write other parts at the same
-    time; way_out: what to do where they are taken. Raises ConfigError where another process is at work on them.
+    parts: names of the files that this process writes there, such as seeds, when others may write other parts at the
+    same time; way_out: advice when they are locked. Raises ConfigError when another process uses them.
     """
     for name in parts:
         claim(path / name, way_out)
@@ -207,18 +209,18 @@ def open_folder(path: Path, parts: Sequence[str] = (), way_out: str = "choose an
 
 @contextmanager
 def alone_in(path: Path) -> Iterator[None]:
-    """Wait until no other process is at this point for a folder that processes share, and keep others waiting."""
+    """Wait until no other process holds the summary lock of a shared folder, and hold it inside the body."""
     with FileLock(path / ".summary.lock"):
         yield
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the run in a folder has left its result, and its report, which comes after that."""
+    """Whether the run in a folder has written its result and its report, which is written last."""
     return (path / RESULT).exists() and (path / REPORT).exists()
 
 
 def finished(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the result of a run that has already ended, else None; a report that a kill prevented is made."""
+    """Return the result of a finished run, else None; writes the report if an interruption prevented that."""
     path = folder.path / RESULT
     if not path.exists():
         return None
@@ -230,9 +232,9 @@ def finished(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None:
-    """Write the run's figures to `json=PATH` when asked, and to result.json.
+    """Write the run's results to `json=PATH` if requested, and to result.json.
 
-    That comes last: a run that has one is finished, and would not write the other any more.
+    result.json is written last: a run that has one counts as finished and would not write the other file any more.
     """
     plain = json.loads(json.dumps(result))
     publish(config, plain)
@@ -243,7 +245,7 @@ def finish(config: Config, folder: RunFolder, result: Mapping[str, Any]) -> None
 
 
 def publish(config: Config, result: Mapping[str, Any]) -> None:
-    """Write figures to `json=PATH` when asked."""
+    """Write results to `json=PATH` if requested."""
     if config.json is not None:
         if config.json.parent.is_dir():
             sweep(config.json.parent, config.json.name)
@@ -251,9 +253,9 @@ def publish(config: Config, result: Mapping[str, Any]) -> None:
 
 
 def default_path(config: Config, verb: str, part: str, given: Path | None, key: str) -> Path:
-    """Return `given`, else what `verb` left under the same name and seed.
+    """Return `given`, else the path of `verb`'s output with the same name and seed.
 
-    Raises CheckpointError saying which verb makes it, or which key to set.
+    Raises CheckpointError naming the verb that creates it, or the setting to change.
     """
     path = given if given is not None else run_path(config, verb) / part
     if not path.exists() and not recover_folder(path).exists():
@@ -263,13 +265,13 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether a run has left anything but its description: a start that failed may be made anew with other settings."""
+    """Whether a run has written more than its description: a start that failed may be repeated with other settings."""
     return any(item.name not in DESCRIPTION for item in path.iterdir())
 
 
 def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings of before with world.image_size as it is left out now: its default was 64, which is still the
-    size in which cameras are drawn, and not that of an environment's own pictures.
+    """Return earlier settings with world.image_size unset if it had its old default 64. Cameras are still rendered at
+    64 by default, but an environment's own images are not.
     """
     from robopolicy.core.spec import DRAWN  # imports numpy, which help does without
 
@@ -289,7 +291,7 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column is text and whose others are figures, under its title."""
+    """Print a table with a title, whose first column is text and whose other columns are numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index == 0 else "right")
@@ -300,10 +302,10 @@ def print_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]
 
 
 def runs_of(paths: Sequence[Path]) -> list[str]:
-    """Return what tells checkpoints apart: those of verb, name and seed in which their run folders differ, and of
-    folders that are no run's (LeRobot's, say) the end of their path.
+    """Return distinguishing names of checkpoints: the parts of verb, name and seed in which their run folders differ,
+    or the end of the path for other folders (such as LeRobot's).
 
-    Raises ConfigError if one comes twice.
+    Raises ConfigError if one occurs twice.
     """
     places = [path.absolute() for path in paths]
     own = [place for place in places if _is_of_a_run(place)]
@@ -316,7 +318,7 @@ def runs_of(paths: Sequence[Path]) -> list[str]:
 
 
 def _told_apart(runs: Sequence[Sequence[str]]) -> list[str]:
-    """Return names of runs, (verb, name, seed) each, of the columns that are not the same for all."""
+    """Return names of runs, (verb, name, seed) each, from the columns in which they differ."""
     roles = {"train": "base", "finetune": "tuned"}
     differing = [index for index, values in enumerate(zip(*runs, strict=True)) if len(set(values)) > 1] or [1]
     return [" ".join(roles.get(run[index], run[index]) for index in differing) for run in runs]
@@ -328,7 +330,7 @@ def _is_of_a_run(place: Path) -> bool:
 
 
 def _end(place: Path, length: int) -> str:
-    """Return the last `length` telling parts of a path; a number, as LeRobot's of training steps, tells too little."""
+    """Return the last `length` distinctive parts of a path; numbers, such as LeRobot's training steps, are not."""
     parts = [part for part in place.parts if part not in ("checkpoint", "checkpoints", "pretrained_model", "last", "/")]
     numbers = next((count for count, part in enumerate(reversed(parts)) if not part.isdigit()), 0)
     return "/".join(parts[-(length + numbers) :])

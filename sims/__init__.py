@@ -1,6 +1,6 @@
-"""Physics worlds: a native batched MuJoCo engine, our manipulation tasks, and adapters to outside suites.
+"""Physics worlds: a native batched MuJoCo engine, built-in manipulation tasks, and adapters to external suites.
 
-Importing this package loads nothing heavy; it only chooses MuJoCo's graphics library.
+Importing this package loads no heavy dependencies; it only selects MuJoCo's graphics library.
 """
 
 from robopolicy.core.machine import choose_graphics

@@ -1,8 +1,8 @@
-"""The six-joint arm of the tabletop tasks: kinematics in closed form, Cartesian control, and what it reports of itself.
+"""Six-joint arm of the tabletop tasks: closed-form kinematics, Cartesian control, and proprioception.
 
-The arm has the joint names, limits and proportions of the SO-101 (TheRobotStudio); assets/arm/arm.xml holds the body.
-While it works the hand points straight down, so four joints place the tip and wrist_roll turns the hand. Positions are
-metres in the table's frame (x away from the base, y to its left, z up), angles radians. "..." is any leading axes.
+The arm has the joint names, limits and proportions of the SO-101 (TheRobotStudio); its MJCF is assets/arm/arm.xml.
+During a task the hand points straight down, so four joints position the tip and wrist_roll turns the hand. Positions
+are metres in the table's frame (x away from the base, y to its left, z up), angles radians. "..." is any leading axes.
 """
 
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ JOINT_LOW = np.array([-1.92, -1.745, -1.69, -1.658, -2.74, -0.1745])
 JOINT_HIGH = np.array([1.92, 1.745, 1.69, 1.658, 2.84, 1.745])
 
 SHOULDER_OFFSET, SHOULDER_HEIGHT = 0.03, 0.14
-"""Where the shoulder_lift axis lies: outward from the pan axis and above the table."""
+"""Position of the shoulder_lift axis: outward from the pan axis and above the table."""
 UPPER_ARM = 0.155
 """Distance from shoulder_lift to elbow_flex, m."""
 FOREARM = 0.16
-"""From elbow_flex to wrist_flex."""
+"""Distance from elbow_flex to wrist_flex."""
 HAND = 0.14
-"""From wrist_flex to the tip."""
+"""Distance from wrist_flex to the tip."""
 
 TIP_LOW = np.array([0.13, -0.15, 0.014])
 TIP_HIGH = np.array([0.26, 0.15, 0.10])
-"""The box that tip targets are clipped to; every point of it can be reached with the hand pointing down."""
+"""Box that tip targets are clipped to; every point can be reached with the hand pointing down."""
 
 GRIPPER_CLOSED, GRIPPER_OPEN = 0.0, 0.95
 """Gripper joint targets of the gripper action -1 and 1; `GRIPPER_HOLDS` is the joint angle around a 4 cm cube."""
@@ -58,7 +58,7 @@ _TARGET_GRID = 9  # decimals: targets lie on a nanometre grid, so that reading t
 
 
 def tip_position(joints: np.ndarray) -> np.ndarray:
-    """Return where the tip is, [..., >= 4 joints] rad -> [..., 3] m; exact for every configuration."""
+    """Return the tip position, [..., >= 4 joints] rad -> [..., 3] m; exact for every configuration."""
     pan, lift, elbow, wrist = (joints[..., index] for index in range(4))
     # Lift, elbow and wrist turn in one vertical plane, so their angles add up: first where the tip lies in that plane
     # (reach outward, height), then the turn of the plane about the pan axis.
@@ -70,7 +70,7 @@ def tip_position(joints: np.ndarray) -> np.ndarray:
 
 
 def joint_targets(tip: np.ndarray, yaw: np.ndarray | float = 0.0) -> np.ndarray:
-    """Return the five joint angles that put the tip at `tip` with the hand pointing down, [..., 3] -> [..., 5].
+    """Return the five joint angles that place the tip at `tip` with the hand pointing down, [..., 3] -> [..., 5].
 
     tip: m; yaw: [...] rotation of the hand about the vertical; 0 opens the jaws along y; angles: rad. Points beyond
     reach are approached as far as the arm reaches; every point inside TIP_LOW..TIP_HIGH is within reach. Two links in
@@ -96,9 +96,9 @@ def control(
 ) -> np.ndarray:
     """Turn tip moves and gripper openings into joint targets: actions [R, C, 4], previous [R, 6] -> [R, C, 6] rad.
 
-    Moves add up from the tip target in force (not from the measured tip) and are clipped to the workspace box from low
-    to high [3] m, every point of which must be within reach, so a whole chunk is known before it runs. `joint_targets`
-    gives the targets of a policy that speaks joint angles.
+    Moves are added to the current tip target (not to the measured tip) and clipped to the workspace box from low to
+    high [3] m. Every point of the box must be within reach, so a whole chunk is determined before it runs. For a policy
+    with joint-angle actions, `joint_targets` gives the targets.
     """
     tip = np.round(tip_position(previous), _TARGET_GRID)
     targets = np.empty((*actions.shape[:2], 3))
@@ -110,7 +110,7 @@ def control(
 
 
 def resting_joints(tip: np.ndarray) -> np.ndarray:
-    """Return the joints of an arm that waits at `tip` with an open gripper, [..., 3] m -> [..., 6] rad."""
+    """Return the joints of an arm that rests at `tip` with an open gripper, [..., 3] m -> [..., 6] rad."""
     gripper = np.full((*tip.shape[:-1], 1), GRIPPER_OPEN)
     return np.concatenate([joint_targets(np.round(tip, _TARGET_GRID)), gripper], axis=-1)
 
@@ -124,7 +124,8 @@ def proprioception(readings: Readings) -> np.ndarray:
 
 
 def parts(state: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Name the parts of `observation.state`: joints, velocities, tip, tip_target (vectors), gripper, gripper_target.
+    """Split `observation.state` into named parts: joints, velocities, tip, tip_target (vectors), gripper,
+    gripper_target.
 
     state: [..., 19] -> joints [..., 6] rad, velocities [..., 6] rad/s, tip and tip_target [..., 3] m, gripper and
     gripper_target [...] rad.

@@ -1,4 +1,4 @@
-"""Hand-written controllers by their dotted path."""
+"""Loading of custom scripted controllers by import path."""
 
 import sys
 import traceback
@@ -13,37 +13,39 @@ from robopolicy.core.world import Controller, Rows, begin_episodes
 
 
 class NamedController:
-    """A controller of the user's own: what it raises is said in a sentence, with its name and the line in its file.
+    """Wrapper of a user's controller that turns its exceptions into a one-sentence error with its name, file and line.
 
-    inner: the controller itself; name: what the user calls it.
+    inner: the wrapped controller; name: the name that the user gave.
     """
 
     def __init__(self, inner: Controller, name: str):
         self.inner, self.name = inner, name
 
     def reset(self, rows: Rows = None) -> None:
-        """Let it forget `rows` [R], all of them for None; raises ConfigError where it raises."""
+        """Reset `rows` [R], or all when None; raises ConfigError when the controller raises."""
         try:
             self.inner.reset(rows)
         except Exception as error:
             raise self._said("reset", error) from error
 
     def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
-        """Give it the seeds [R] of the episodes in `rows` [R], if it wants them; raises ConfigError where it raises."""
+        """Pass the seeds [R] of the episodes in `rows` [R] to the controller, if it accepts them; raises ConfigError
+        when it raises.
+        """
         try:
             begin_episodes(self.inner, seeds, rows)
         except Exception as error:
             raise self._said("begin", error) from error
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return its actions [B, A] for an observation [B, H, ...]; raises ConfigError where it raises."""
+        """Return its actions [B, A] for an observation [B, H, ...]; raises ConfigError when it raises."""
         try:
             return self.inner.act(observation)
         except Exception as error:
             raise self._said("act", error) from error
 
     def _said(self, call: str, error: Exception) -> RobopolicyError:
-        """Return what `call` raised as an error of ours; one that is ours already is returned as it is."""
+        """Convert an exception raised by `call` into a robopolicy error; an existing one is returned unchanged."""
         if isinstance(error, RobopolicyError):
             return error
         file = getattr(sys.modules.get(type(self.inner).__module__), "__file__", None)
@@ -56,10 +58,11 @@ class NamedController:
 
 
 def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
-    """Return the controller that the class or function at `dotted_path` ("package.module:name") makes, see `inner`.
+    """Load a controller from the class or function at `dotted_path` ("package.module:name"), see `inner`.
 
-    It is called with the world's spec if it takes an argument, else with none, and must give an object with
-    `reset(rows)` and `act(observation) -> actions [B, A]`. Raises ConfigError saying what is wrong with the path.
+    The class or function is called with the world's spec if it takes an argument, else with none. It must return an
+    object with `reset(rows)` and `act(observation) -> actions [B, A]`. Raises ConfigError with the reason when the path
+    is invalid.
     """
     make: Any = load_dotted(dotted_path, "Controller")
     if not callable(make):

@@ -1,11 +1,11 @@
 """`MujocoWorld`: a batch of one task's episodes on MuJoCo's native rollout threads.
 
-One call of `step` is one native rollout over the rows that still run; observations, rewards, success and endings are
-vectorised over rows and chunk steps. No Python runs per world per step (rendering, when asked for, is per frame).
+One call of `step` is one native rollout over the running rows; observations, rewards, success and episode ends are
+vectorised over rows and chunk steps. No Python runs per world per step (only rendering, when requested, is per frame).
 
-The solver's warm start and MuJoCo's automatic reset are switched off: then (qpos, qvel, activation, control) is the
-whole state, a chunk of C steps equals C chunks of one step bitwise, and a diverged row is reported instead of silently
-put back to its start.
+The solver's warm start and MuJoCo's automatic reset are disabled. Then (qpos, qvel, activation, control) is the
+complete state, a chunk of C steps equals C chunks of one step bitwise, and a diverged row is reported instead of
+silently reset.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -44,7 +44,7 @@ REWARDS = ("progress", "success")
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where time, qpos, qvel and activation lie in MuJoCo's full physics state of `size` numbers."""
+    """Offsets of time, qpos, qvel and activation in MuJoCo's full physics state of `size` numbers."""
 
     size: int
     qpos: slice
@@ -55,7 +55,7 @@ class StateLayout:
 def state_layout(model: mujoco.MjModel) -> StateLayout:
     """Return the layout of `model`'s full physics state: time, qpos, qvel, activation.
 
-    Raises ConfigError when the state holds more than these four (plugins, actuator delays).
+    Raises ConfigError when the state contains more than these four (plugins, actuator delays).
     """
     size = mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_FULLPHYSICS.value)
     qvel, activation = 1 + model.nq, 1 + model.nq + model.nv
@@ -67,7 +67,7 @@ def state_layout(model: mujoco.MjModel) -> StateLayout:
 
 
 def load_model(task: Task) -> mujoco.MjModel:
-    """Compile the task's MJCF and check what the engine relies on.
+    """Compile the task's MJCF and check the engine's requirements.
 
     Raises ConfigError when the file does not exist, or unless fps x substeps x timestep is one second.
     """
@@ -85,17 +85,16 @@ def load_model(task: Task) -> mujoco.MjModel:
 
 
 class MujocoWorld:
-    """World, Snapshots and Renders for a `Task`.
+    """World with snapshots and rendering for a `Task`.
 
-    batch_size: rows B; seed: of the generator that draws episode seeds when `reset` is given none; history: H frames;
-    cameras: whose images are part of the observation; image_size: of them, see `core.spec.image_sizes`; threads: native
-    threads, default one per usable core; terminate_on_success: False lets an episode run on to its time limit; style: 0
-    for the scene's own look, other numbers for other materials and lights (see `render`), with the same physics;
-    instructions, phrasing: which of the task's instructions it gives, and in which words (see `wording`).
-    `reset` options: "uniforms" [R, task.uniforms], the start's random numbers instead of those a seed gives; "task"
-    [R], indices of the spec's instructions, -1 for the one that the seed gives.
-    Raises CameraError on an unknown camera, ConfigError on sizes below 1, and what `load_model`, `state_layout` and
-    `wording` do.
+    batch_size: rows B; seed: of the generator of episode seeds when `reset` is given none; history: H frames; cameras:
+    cameras whose images are part of the observation; image_size: their size, see `core.spec.image_sizes`; threads:
+    native threads, default one per usable core; terminate_on_success: False continues an episode to its time limit;
+    style: 0 for the scene's own materials and lights, other numbers for variations of them (see `render`), with the
+    same physics; instructions, phrasing: subset of the task's instructions, and their wording (see `wording`). `reset`
+    options: "uniforms" [R, task.uniforms], random numbers of the initial state instead of those from a seed; "task"
+    [R], indices of the spec's instructions, -1 for the one from the seed. Raises CameraError on an unknown camera,
+    ConfigError on sizes below 1, and the errors of `load_model`, `state_layout` and `wording`.
     """
 
     def __init__(
@@ -162,12 +161,12 @@ class MujocoWorld:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The task's, in order; none where it does not say."""
+        """Stages of the task, in order; empty when the task defines none."""
         return self.task.stages
 
     @property
     def available_cameras(self) -> dict[str, str]:
-        """Name -> what a camera shows, in words."""
+        """Name -> description of the camera's view."""
         return dict.fromkeys(self.task.cameras, "drawn in any size")
 
     @property
@@ -180,9 +179,10 @@ class MujocoWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
     ) -> Observation:
-        """Start new episodes in `rows`, at first in every row. Returns all rows' observation [B, H, ...].
+        """Start new episodes in `rows`, the first time in every row. Returns all rows' observation [B, H, ...].
 
-        options: see the class. Raises ConfigError on an unknown option, SpecError on bad rows, seeds or option values.
+        options: see the class. Raises ConfigError on an unknown option, SpecError on invalid rows, seeds or option
+        values.
         """
         options = dict(options or {})
         numbers, instruction = options.pop("uniforms", None), options.pop("task", None)
@@ -199,7 +199,9 @@ class MujocoWorld:
         return self._episodes.observation()
 
     def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-        """Return the instructions asked for [R], and the drawn ones where they are -1. Raises SpecError on others."""
+        """Return the requested instructions [R], with the sampled ones where they are -1. Raises SpecError on other
+        values.
+        """
         if asked.shape != drawn.shape or asked.dtype.kind not in "iu":
             raise SpecError(f"task has shape {list(asked.shape)} and dtype {asked.dtype}: give an index per row, [R].")
         if asked.min(initial=0) < -1 or asked.max(initial=0) >= len(self._spec.instructions):
@@ -211,7 +213,7 @@ class MujocoWorld:
     ) -> None:
         """Start rows `index` [R] from random numbers [R, task.uniforms] and, for the instruction, [R, 2].
 
-        asked: instructions [R], -1 for the drawn.
+        asked: instructions [R], -1 for the sampled ones.
         """
         model = self.model
         layout = self._layout
@@ -239,7 +241,8 @@ class MujocoWorld:
     def step(self, actions: np.ndarray) -> Step:
         """Run a chunk [B, C, A] in the rows that have not ended; never resets.
 
-        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions or diverged physics.
+        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on non-finite actions or diverged
+        physics.
         """
         index = self._episodes.running_index
         actions = np.asarray(actions, dtype=np.float64)
@@ -250,7 +253,7 @@ class MujocoWorld:
         return self._advance(index, np.clip(actions, self.task.action.low, self.task.action.high))
 
     def _advance(self, index: slice | np.ndarray, actions: np.ndarray) -> Step:
-        """Simulate the rows `index` for a chunk [R, C, A], R >= 1, and write what happened into the world's arrays."""
+        """Simulate the rows `index` for a chunk [R, C, A], R >= 1, and write the results into the world's arrays."""
         episodes = self._episodes
         task = self.task
         arrays = self._episodes.arrays
@@ -307,9 +310,10 @@ class MujocoWorld:
         return states, sensors
 
     def _check(self, rows: np.ndarray, before: np.ndarray, after: np.ndarray) -> None:
-        """Raise if MuJoCo stopped a row (it then repeats the last state, so its clock is late) or gave a non-number.
+        """Raise an error if MuJoCo stopped a row (it then repeats the last state, so its clock is late) or returned a
+        non-finite number.
 
-        rows: [R] their numbers in the batch; before: [R, nstate]; after: [R, C, nstate]. Raises NonFiniteError.
+        rows: [R] their indices in the batch; before: [R, nstate]; after: [R, C, nstate]. Raises NonFiniteError.
         """
         elapsed = after[:, -1, 0] - before[:, 0]
         # Half a control step of tolerance: the clock is a sum of rounded timesteps.
@@ -325,7 +329,7 @@ class MujocoWorld:
     ) -> dict[str, np.ndarray]:
         """Turn states [R, C, nstate] and sensors [R, C, nsensordata] into observation arrays [R, C, n].
 
-        control: [R, C, nu]; goal: [R, G]. Raises SpecError when the task leaves out a field or gives another shape.
+        control: [R, C, nu]; goal: [R, G]. Raises SpecError when the task omits a field or returns another shape.
         """
         layout = self._layout
         readings = Readings(
@@ -344,7 +348,7 @@ class MujocoWorld:
         return {key: observed[key].astype(field.dtype) for key, field in self.task.observation.items()}
 
     def _goals(self, goal: np.ndarray, states: np.ndarray) -> np.ndarray:
-        """Return where the goals [R, G] of episodes are in states [R, C, nstate]: [R, C, G']."""
+        """Return the current goals of episodes, from goal parameters [R, G] and states [R, C, nstate]: [R, C, G']."""
         if self.task.goal_at is None:
             return np.repeat(goal[:, None], states.shape[1], axis=1)
         return self.task.goal_at(goal, states[..., 0])  # MuJoCo's time; an episode begins at 0
@@ -358,7 +362,7 @@ class MujocoWorld:
     def _image_history(
         self, index: slice | np.ndarray, states: np.ndarray, goal: np.ndarray, length: np.ndarray
     ) -> dict[str, np.ndarray]:
-        """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames that are seen."""
+        """Return the images [R, H, ...] after `length` [R] steps of a chunk, rendering only frames in the history."""
         histories: dict[str, np.ndarray] = {}
         # The H frames to be seen, as places in [old history (H), the chunk's frames (C)]: new ones are rendered, old
         # ones copied.
@@ -387,14 +391,15 @@ class MujocoWorld:
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy the full state [R, ...] of `rows`: physics, control, goal, counters, flags and history.
 
-        Raises SpecError on bad rows and before the first reset.
+        Raises SpecError on invalid rows and before the first reset.
         """
         return Snapshot(self._episodes.snapshot(rows))
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation [B, H, ...].
+        """Overwrite `rows` with `snapshot`, taken from this or an equal world; returns all rows' observation [B, H,
+        ...].
 
-        Raises SpecError unless it fits the rows and this world.
+        Raises SpecError when the snapshot does not match the rows and this world.
         """
         self._episodes.restore(snapshot, rows)
         return self._episodes.observation()
@@ -402,7 +407,7 @@ class MujocoWorld:
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
         """Return uint8 images [R, height, width, 3]; camera None: the task's first, else MuJoCo's own view.
 
-        Raises ConfigError on an unknown camera, SpecError on bad rows and before the first reset.
+        Raises ConfigError on an unknown camera, SpecError on invalid rows and before the first reset.
         """
         arrays, index = self._episodes.arrays, self._episodes.index(rows)
         if camera is None:

@@ -1,4 +1,4 @@
-"""Demonstrations of graded quality: a scripted expert whose actions are disturbed by a stated amount."""
+"""Demonstrations of several quality levels: a scripted expert with a specified amount of noise on its actions."""
 
 import warnings
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from robopolicy.core.world import Controller, Rows, begin_episodes
 
 @dataclass(frozen=True)
 class Noise:
-    """How an expert is disturbed.
+    """Action noise of an expert.
 
-    gaussian: standard deviation of white noise on every action, as a share of half the action range; random: share of
-    control steps spent in spells of a uniformly random action; hold: control steps of one spell. Raises ConfigError
-    when one of them is out of range.
+    gaussian: standard deviation of white noise on every action, as a fraction of half the action range; random:
+    fraction of control steps in spells of one uniformly random action; hold: control steps per spell. Raises
+    ConfigError when one of them is out of range.
     """
 
     gaussian: float = 0.0
@@ -40,7 +40,9 @@ NOISE_LEVELS: dict[str, Noise] = {
 
 
 COMPARED, SMALL = 5, 0.01
-"""After how many control steps a controller's actions are compared with their range, and which share of it is small."""
+"""Number of control steps after which a controller's actions are compared with their range, and the fraction considered
+small.
+"""
 
 
 def noise_level(name: str) -> Noise:
@@ -51,11 +53,11 @@ def noise_level(name: str) -> Noise:
 
 
 class NoisyController:
-    """A controller whose actions are disturbed by `noise` (a Noise, or the gaussian share alone) within their range.
+    """A controller with `noise` (a Noise, or the gaussian level alone) added to its actions, within their range.
 
-    action_field: the world's action, whose bounds must be finite where there is noise; seed: of the disturbances, which
-    belong to the episode whose seed `begin` is given and to its control step, whatever the row and its neighbours;
-    before `begin`, to the row. Raises ConfigError when a bound is infinite.
+    action_field: the world's action, whose bounds must be finite when there is noise; seed: seed of the noise. Noise
+    depends on the episode's seed (passed to `begin`) and its control step, not on the row or its neighbours; before
+    `begin`, it depends on the row. Raises ConfigError when a bound is infinite.
     """
 
     def __init__(self, controller: Controller, noise: Noise | float, seed: int, action_field: Field):
@@ -76,13 +78,13 @@ class NoisyController:
         self._episodes = self._step = self._spell = np.zeros(0, dtype=np.int64)
 
     def reset(self, rows: Rows = None) -> None:
-        """End the spells of `rows` [R], None for all, and reset the controller under it."""
+        """End the noise spells of `rows` [R], None for all, and reset the wrapped controller."""
         self._controller.reset(rows)
         if len(self._spell):
             self._spell[slice(None) if rows is None else np.asarray(rows)] = 0
 
     def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
-        """Disturb episodes with `seeds` [R] in `rows` [R], None for all, from their first control step on."""
+        """Start the noise of episodes with `seeds` [R] in `rows` [R], None for all, at their first control step."""
         begin_episodes(self._controller, seeds, rows)
         if rows is None:
             self._start(len(seeds))
@@ -90,14 +92,14 @@ class NoisyController:
         self._episodes[index], self._step[index] = seeds, 0
 
     def _start(self, rows: int) -> None:
-        """Have so many rows, each the episode of its own number."""
+        """Allocate this number of rows, each with its index as episode seed."""
         self._episodes = np.arange(rows)
         self._step = np.zeros(rows, np.int64)
         self._spell = np.zeros(rows, np.int64)
         self._held = np.zeros((rows, *self._held.shape[1:]))
 
     def _compare(self, actions: np.ndarray) -> None:
-        """Warn once where the range that noise is a share of dwarfs the controller's actions [B, A]."""
+        """Warn once when the action range, which scales the noise, is much larger than the actions [B, A]."""
         middle, half = 0.5 * (self._low + self._high), 0.5 * (self._high - self._low)
         self._largest = np.maximum(self._largest, np.abs(actions - middle).max(0))
         self._acted += 1
@@ -111,7 +113,7 @@ class NoisyController:
             )
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return disturbed actions [B, A] for an observation [B, H, ...], in the world's units."""
+        """Return noisy actions [B, A] for an observation [B, H, ...], in the world's units."""
         from scipy.special import ndtri  # half a second to import: who disturbs an expert, pays
 
         actions = self._controller.act(observation)

@@ -1,7 +1,7 @@
-"""What the tasks that carry a cube share: how a cube is observed, what counts as progress, and the scripted expert.
+"""Shared parts of the cube-carrying tasks: cube observation, progress potential, and the scripted expert.
 
-The first 21 numbers of their environment state are the same, see `CUBE_NAMES`; "goal" is where the cube's centre is to
-come to rest. Positions are metres in the table's frame; "..." is any leading axes.
+The first 21 numbers of their environment state are the same, see `CUBE_NAMES`; "goal" is the target position of the
+cube's centre. Positions are metres in the table's frame; "..." is any leading axes.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from sims.task import Arrays, elements, newest, vector_field
 CUBE_HALF = 0.02
 """Half the edge of every cube, in metres."""
 START_HEIGHT = CUBE_HALF - 1.1471e-5
-"""Height of a cube's centre at the start of an episode, in metres: how deep its weight presses it into the table.
+"""Height of a cube's centre at the start of an episode, in metres, including the depth to which its weight presses it
+into the table.
 
-At CUBE_HALF the distance to the table is 0, and rounding decides whether there is a contact: without one a cube falls
-by 1 mm in the first physics step.
+At CUBE_HALF the distance to the table would be 0, and rounding would decide whether there is a contact. Without a
+contact, a cube falls by 1 mm in the first physics step.
 """
 
 CUBE_NAMES = (
@@ -33,18 +34,18 @@ CUBE = elements(_CUBE_FIELD, "cube_x cube_y cube_z")
 VELOCITY = elements(_CUBE_FIELD, "cube_velocity_x cube_velocity_y cube_velocity_z")
 TO_CUBE = elements(_CUBE_FIELD, "tip_to_cube_x tip_to_cube_y tip_to_cube_z")
 TO_GOAL = elements(_CUBE_FIELD, "cube_to_goal_x cube_to_goal_y cube_to_goal_z")
-"""Where these lie in the environment state, [..., 3] each."""
+"""Slices of these offsets in the environment state, [..., 3] each."""
 
 HELD_WITHIN = 0.012
-"""The cube's centre is this near the tip, in metres, when the jaws hold it."""
+"""Maximum distance of the cube's centre from the tip, in metres, for a grasped cube."""
 RELEASED = GRIPPER_HOLDS + 0.15
-"""Gripper angle, in radians, beyond which the jaws let go of a cube."""
+"""Gripper angle, in radians, beyond which the jaws release a cube."""
 
 
 def rotation_columns(quaternion: np.ndarray) -> np.ndarray:
     """Return the first two columns of the rotation matrix, [..., 4] (w first) -> [..., 6] (Zhou et al. 2019).
 
-    Unlike quaternions and angles they are continuous and name each orientation once, which networks learn better.
+    Unlike quaternions and angles, this representation is continuous and unique, which networks learn better.
     """
     w, x, y, z = (quaternion[..., index] for index in range(4))
     first = [1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)]
@@ -63,10 +64,10 @@ def cube_features(pose: np.ndarray, velocity: np.ndarray, tip: np.ndarray, goal:
 
 
 def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
-    """Return progress from 0 to 4.5: near the cube, close on it, lift it by `lift` metres, carry it, let it go.
+    """Return progress from 0 to 4.5: approach the cube, close on it, lift it by `lift` metres, carry it, release it.
 
-    At the goal the first two are kept however the hand moves away, so letting go costs nothing.
-    observation: `observation.state` [..., 19], `observation.environment_state` [..., >= 21] -> [...].
+    At the goal the first two terms stay full however the hand moves away, so releasing has no penalty. observation:
+    `observation.state` [..., 19], `observation.environment_state` [..., >= 21] -> [...].
     """
     # Each term goes from 0 to its weight: clips are 1 where a part is done; tanh over 0.1 m lets a far cube still draw
     # the hand a little. All lengths are metres.
@@ -91,10 +92,10 @@ def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
 
 
 def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
-    """Tell, [...] bool, whether the cube lies within `tolerance` of the goal, at its height, still and let go.
+    """Return a mask [...] bool: the cube is within `tolerance` of the goal, at its height, stationary and released.
 
     observation: `observation.state` [..., 19], `observation.environment_state` [..., >= 21]; tolerance: horizontal, m;
-    at its height is within 8 mm, still is slower than 5 cm/s.
+    "at its height" is within 8 mm, "stationary" is slower than 5 cm/s.
     """
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
     offset = environment[..., TO_GOAL]
@@ -110,16 +111,18 @@ def length(vector: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PlaceExpert:
-    """Picks the cube up and puts it at the goal; it looks only at the present, so it recovers from any disturbance.
+    """Picks the cube up and places it at the goal; it depends only on the current observation, so it recovers from any
+    disturbance.
 
-    carry_height: of the tip while the cube travels, m; precision: horizontal error at which it starts to lower it, m.
+    carry_height: height of the tip while the cube is carried, m; precision: horizontal error at which lowering starts,
+    m.
     """
 
     carry_height: float
     precision: float = 0.006
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
@@ -149,7 +152,7 @@ class PlaceExpert:
         return np.concatenate([move, gripper[:, None]], axis=1)
 
     def _carry(self, tip: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
-        """Up, across once the cube is clear of what it will be put on, then down: tip targets [B, 3], all [B, 3] m."""
+        """Move up, across once the cube clears its support, then down: tip targets [B, 3], all [B, 3] m."""
         target = tip + to_goal
         above = length(to_goal[:, :2]) < self.precision
         clear = to_goal[:, 2] < -0.006
@@ -159,7 +162,7 @@ class PlaceExpert:
 
 
 def _approach(tip: np.ndarray, cube: np.ndarray) -> np.ndarray:
-    """Hover over the cube with clearance for the fixed jaw, then go down: tip targets [B, 3] of two [B, 3], m."""
+    """Hover over the cube with clearance for the fixed jaw, then descend: tip targets [B, 3] from two [B, 3], m."""
     target = cube - np.array([0.0, 0.008, 0.0])
     aside = length(target[:, :2] - tip[:, :2]) > 0.008
     target[:, 2] += np.where(aside, 0.055, 0.0)

@@ -1,4 +1,4 @@
-"""What worlds are called: our tasks, those of installed packages, and suites by prefix. Imports nothing heavy."""
+"""World names: built-in tasks, those of installed packages, and suites by prefix. Imports no heavy dependencies."""
 
 from dataclasses import dataclass
 
@@ -20,16 +20,16 @@ OURS = {
     )
 }
 TASKS = Registry("task", "", OURS)
-"""Our tasks: functions that return a `Task`."""
+"""Built-in tasks: functions that return a `Task`."""
 WORLDS = Registry("world", GROUP, OURS)
-"""Our tasks and the worlds of installed packages; `make_world` says what a name may stand for."""
+"""Built-in tasks and the worlds of installed packages; see `make_world` for all name forms."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Worlds with a prefix before their name. form: how a name looks; make: "package.module:function" that is called
-    with what follows the prefix, the number of rows, and options; expert: the same for a scripted expert, called with
-    what follows the prefix and the world's spec, "" for none; extra: what it needs, as (module, extra).
+    """A suite of worlds with a common name prefix. form: form of a name; make: "package.module:function", called with
+    the name after the prefix, the number of rows, and options; expert: the same for a scripted expert, called with the
+    name after the prefix and the world's spec, "" for none; extra: required extra, as (module, extra).
     """
 
     prefix: str
@@ -63,7 +63,7 @@ SUITES = (
     ),
     Suite("gymnasium:", "gymnasium:<id>", "sims.suites.gymnasium_suite:make_gymnasium_world"),
 )
-"""Every outside suite; the next one is one entry."""
+"""All external suites; a new one is one more entry."""
 
 
 def suite_of(name: str) -> Suite | None:

@@ -1,11 +1,12 @@
-"""Recorded demonstrations as a world: the future is the recording's, and what is paid is agreeing with it.
+"""Recorded demonstrations as a world: episodes follow the recording, and the reward is agreement with its actions.
 
-For policies with demonstrations and no simulator: group and step advantages, ratios and clips work on it unchanged. An
-episode follows one demonstration. At every control step the policy's action is compared with the demonstrated one;
-where it differs, the demonstrated action takes its place, which is allowed a few times before the episode fails.
+For policies with demonstrations but no simulator: group and step advantages, ratios and clipping work unchanged. An
+episode follows one demonstration. At every control step the policy's action is compared with the demonstrated one. If
+they differ, the demonstrated action replaces it (a patch), which is allowed a limited number of times before the
+episode fails.
 
 Source: UI-S1, semi-online reinforcement learning, arXiv:2509.11543 (patches keep a rollout on the expert's trajectory).
-Use it with the advantage step_groups, which compares the same steps of the same demonstration.
+Use it with the advantage step_groups, which compares equal steps of the same demonstration.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +22,12 @@ from robopolicy.core.world import Rows, Snapshot, Step
 
 
 class DemonstratedWorld:
-    """Rows that follow recorded episodes; an episode's seed chooses the demonstration.
+    """Rows that follow recorded episodes; an episode's seed selects the demonstration.
 
-    observation: key -> frames [F, *shape], the episodes one after the other with one frame more than actions each;
-    actions: [N, A]; lengths: [E] actions per episode; tasks: instruction of each episode; tolerance: how far an element
-    of an action may be off, as a share of half its range; patches: how many times a control step may disagree.
-    Raises ConfigError where there is no episode, and on a bad tolerance, patches, batch_size or history.
+    observation: key -> frames [F, *shape], the episodes concatenated, each with one frame more than actions; actions:
+    [N, A]; lengths: [E] actions per episode; tasks: instruction of each episode; tolerance: maximum deviation of an
+    action element, as a fraction of half its range; patches: number of control steps that may disagree. Raises
+    ConfigError when there is no episode, and on an invalid tolerance, patches, batch_size or history.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class DemonstratedWorld:
 
     @property
     def spec(self) -> WorldSpec:
-        """Fields of the recording; its instructions; the reward term `agreement`, 1 for every step that agreed."""
+        """Fields of the recording; its instructions; the reward term `agreement`, 1 for every step that agrees."""
         return self._spec
 
     @property
@@ -88,10 +89,10 @@ class DemonstratedWorld:
         seeds: Sequence[int] | np.ndarray | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Observation:
-        """Choose demonstrations by the seeds and return all rows' observation [B, H, ...].
+        """Select demonstrations by the seeds and return all rows' observation [B, H, ...].
 
-        options: {"task": [R] indices} chooses among those with that instruction, -1 for any. Raises SpecError on bad
-        rows or seeds.
+        options: {"task": [R] indices} selects among those with that instruction, -1 for any. Raises SpecError on
+        invalid rows or seeds.
         """
         index, seeds = self._episodes.reset_rows(rows, seeds)
         drawn = uniforms(seeds, 1)[:, 0]
@@ -106,7 +107,7 @@ class DemonstratedWorld:
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
-        """Compare a chunk [B, C, A] with the recording. Raises SpecError or NonFiniteError on bad actions."""
+        """Compare a chunk [B, C, A] with the recording. Raises SpecError or NonFiniteError on invalid actions."""
         episodes = self._episodes
         index = self._episodes.running_index
         spec = self._spec
@@ -133,14 +134,16 @@ class DemonstratedWorld:
         return episodes.step(trace, rewards, episodes.scatter(index, moved.live))
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy [R, ...] which demonstrations rows follow, how far they are, and what they show.
+        """Copy each row's demonstration, position and observation history, [R, ...].
 
-        Raises SpecError on bad rows and before the first reset.
+        Raises SpecError on invalid rows and before the first reset.
         """
         return Snapshot(self._episodes.snapshot(rows))
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` and return all rows' observation [B, H, ...]. Raises SpecError unless the snapshot fits."""
+        """Overwrite `rows` and return all rows' observation [B, H, ...]. Raises SpecError when the snapshot does not
+        match.
+        """
         self._episodes.restore(snapshot, rows)
         return self._episodes.observation()
 
@@ -148,11 +151,11 @@ class DemonstratedWorld:
         """Nothing runs."""
 
     def _draw(self, count: int) -> np.ndarray:
-        """Return fresh episode seeds [count]."""
+        """Return new episode seeds [count]."""
         self._fresh += count
         return derive(self._seed, "resets") % 2**51 + self._fresh - count + np.arange(count)
 
     def _frames_at(self, episode: np.ndarray, time: np.ndarray) -> dict[str, np.ndarray]:
-        """Return what demonstrations `episode` [R] show at `time` [R, n] control steps, key -> [R, n, *shape]."""
+        """Return the frames of demonstrations `episode` [R] at `time` [R, n] control steps, key -> [R, n, *shape]."""
         place = (self._first[episode] + episode)[:, None] + time  # an episode has one frame more than actions
         return {key: value[place] for key, value in self._frames.items()}

@@ -1,7 +1,8 @@
-"""Worlds by name: our tasks, suites by prefix, other packages' by entry point, and anybody's by dotted path.
+"""Registry of worlds: built-in tasks, suites by prefix, other packages by entry point, and custom classes by import
+path.
 
-Nothing is imported before it is used. What a name may stand for: see `World` in `robopolicy.core.world`, `Task` in
-`sims.task`, and any class that derives from `gymnasium.Env`.
+Modules are imported on first use. For valid targets of a name, see `World` in `robopolicy.core.world`, `Task` in
+`sims.task`, and any class derived from `gymnasium.Env`.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from sims.wording import InPlainWords
 
 
 def load_task(name: str) -> Task:
-    """Return a task by name or dotted path; raises ConfigError where it is none."""
+    """Load a task by name or import path; raises ConfigError when it is not a task."""
     if name not in WORLDS and not is_dotted(name):
         raise ConfigError(f"There is no task '{name}'.{did_you_mean(name, TASKS.names())}")
     task = _task(name, WORLDS.load(name))
@@ -41,15 +42,15 @@ def load_task(name: str) -> Task:
 
 
 def make_world(name: str, batch_size: int, **options: Any) -> World:
-    """Return a world of `batch_size` rows by name; options go to its constructor (seed, history, cameras, ...).
+    """Build a world of `batch_size` rows by name; options are passed to its constructor (seed, history, cameras, ...).
 
-    name: one of WORLDS; of a suite, such as "gymnasium:<id>" (any gymnasium environment with continuous actions); or
-    a dotted path. A registered name and a dotted path stand for a `Task` or a function without arguments that returns
-    one (it runs on the MuJoCo engine), a class derived from gymnasium.Env (it runs in the gymnasium suite), or a class
-    or function that is called as make(batch_size, *, seed, history, **options) and gives a `World`; cameras and
-    image_size (`core.spec.image_sizes`; one number where that is all) are passed only when they are asked for.
-    latency_steps, of any of them: see `core.delayed.with_latency`. Raises ConfigError, and SpecError where pictures are
-    not named as cameras.
+    name: one of WORLDS; a suite's world, such as "gymnasium:<id>" (any gymnasium environment with continuous actions);
+    or an import path. A registered name or an import path refers to one of three things. (1) A `Task`, or a function
+    without arguments that returns one (runs on the MuJoCo engine). (2) A class derived from gymnasium.Env (runs in the
+    gymnasium suite). (3) A class or function called as make(batch_size, *, seed, history, **options) that returns a
+    `World`. cameras and image_size (`core.spec.image_sizes`; one number for all) are passed only when given.
+    latency_steps, for any world: see `core.delayed.with_latency`. Raises ConfigError, and SpecError when images are not
+    named as cameras.
     """
     try:
         made = _made(name, batch_size, without_latency(options))
@@ -103,19 +104,19 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
 
 
 def make_saved_world(origin: WorldOrigin, where: Path, batch_size: int, **given: Any) -> World:
-    """Return the world that a checkpoint at `where` names; options that are given outweigh its own.
+    """Build the world recorded in a checkpoint at `where`; given options override the recorded ones.
 
-    A file does not choose what is imported: raises CheckpointError as `require_trusted` and `trusted_options` do.
+    A file cannot trigger imports: raises CheckpointError as `require_trusted` and `trusted_options` do.
     """
     require_trusted(origin.name, where, f"world.simulator={origin.name}")
     return make_world(origin.name, batch_size, **{**trusted_options(origin, where, given), **given})
 
 
 def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the world that `where` names, but for those that are given.
+    """Return the recorded options of the world that `where` names, except those that are overridden.
 
-    Raises CheckpointError where one leads to a module that the user has not named in this process, and as
-    `check_saved_options` does.
+    Raises CheckpointError when an option refers to a module that the user has not named in this process, and the errors
+    of `check_saved_options`.
     """
     taken = {key: value for key, value in origin.options.items() if key not in given}
     check_saved_options(taken, where)
@@ -130,8 +131,8 @@ def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]
 
 
 def require_trusted(name: str, where: object, way_out: str) -> None:
-    """Raise CheckpointError where a world that `where` names leads to a module that neither ships with us nor
-    is installed under our entry points, unless the user has named it in this process; way_out: how to do that.
+    """Raise CheckpointError when the world named by `where` refers to an untrusted module. Trusted modules are built
+    in, installed under robopolicy's entry points, or named by the user in this process; way_out: how to name it.
     """
     suite = suite_of(name)
     module = name.removeprefix(suite.prefix).rpartition(":")[0] if suite is not None else ""
@@ -144,9 +145,9 @@ def require_trusted(name: str, where: object, way_out: str) -> None:
 
 
 def make_expert(name: str, spec: WorldSpec) -> Controller | None:
-    """Return the scripted expert of the world called `name`, None where it has none.
+    """Build the scripted expert of the world `name`, or return None when it has none.
 
-    Raises ConfigError when a suite's extra is not installed or a dotted path leads nowhere.
+    Raises ConfigError when a suite's extra is not installed or an import path is invalid.
     """
     suite = suite_of(name)
     if suite is not None:
@@ -161,7 +162,7 @@ def make_expert(name: str, spec: WorldSpec) -> Controller | None:
 
 
 def _task(name: str, found: Any) -> Task | None:
-    """Return the task that a registered thing is or makes, under the name by which it is found again."""
+    """Return the task that a registered object is or builds, under the name by which it can be loaded again."""
     if not isinstance(found, Task):
         if isinstance(found, type) or not callable(found) or any(fixed_arguments(found).values()):
             return None
@@ -172,7 +173,7 @@ def _task(name: str, found: Any) -> Task | None:
 
 
 def _is_environment(found: Any) -> bool:
-    """Whether it is a class of gymnasium's environments; ConfigError where it is one of gym's, which came before."""
+    """Return whether this is a gymnasium environment class; raises ConfigError for a class of the older gym package."""
     packages = {base.__module__.split(".")[0] for base in getattr(found, "__mro__", ()) if base.__name__ == "Env"}
     if "gym" in packages and "gymnasium" not in packages:
         raise ConfigError(

@@ -1,8 +1,10 @@
-"""Fast off-screen images of many states: one graphics context per image size, no shadows, reflections or smoothing.
+"""Fast off-screen rendering of many states: one graphics context per image size, without shadows, reflections or
+smoothing.
 
-The same settings serve data collection, training and evaluation, so that a policy never sees another style of image,
-unless it is asked for: structure-guided style augmentation (Sword) restyles training images while depth, segmentation
-and actions stay. In a simulator that is exact and free: the same states are rendered with other materials and lights.
+Data collection, training and evaluation use the same settings, so a policy always reads the same style of image, unless
+another is requested. Structure-guided style augmentation (Sword) restyles training images while depth, segmentation and
+actions stay unchanged. In a simulator this is exact and free: the same states are rendered with other materials and
+lights.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -18,11 +20,11 @@ from robopolicy.core.randomness import numpy_generator
 from sims.task import Markers
 
 FREE_CAMERA = ""
-"""MuJoCo's own view of the whole scene, for models that name no camera."""
+"""MuJoCo's free camera on the whole scene, for models without named cameras."""
 
 
 class FrameRenderer:
-    """Renders states of one model; contexts are made on first use and belong to the thread that made them."""
+    """Renders states of one model; contexts are created on first use and belong to their creating thread."""
 
     def __init__(self, model: mujoco.MjModel):
         self._model = model
@@ -89,11 +91,11 @@ def _close_at_exit(reference: weakref.ref[FrameRenderer]) -> None:
 
 
 def restyle(model: mujoco.MjModel, style: int, strength: float = 1.0) -> None:
-    """Give `model` the look number `style`, in place; physics is untouched, and so is what is transparent.
+    """Apply the style number `style` to `model`, in place; physics and transparent parts are unchanged.
 
-    Materials and plain geoms keep their shade but for a random turn of hue and a shift of saturation and brightness;
-    textures shift as a whole; lights change direction, colour and strength. strength: 0 changes nothing, 1 makes every
-    hue possible. Call it before images are taken: textures are handed to the graphics card once.
+    Materials and plain geoms keep their shade except for a random change of hue, saturation and brightness; textures
+    shift as a whole; lights change direction, colour and strength. strength: 0 changes nothing, 1 allows every hue.
+    Call it before rendering: textures are uploaded to the graphics card only once.
     """
     generator = numpy_generator(style, "style")
     model.mat_rgba[:] = _recoloured(model.mat_rgba, generator, strength)
@@ -119,7 +121,7 @@ def restyle(model: mujoco.MjModel, style: int, strength: float = 1.0) -> None:
 def _recoloured(
     rgba: np.ndarray, generator: np.random.Generator, strength: float, together: bool = False
 ) -> np.ndarray:
-    """Return colours [N, 4] with other hue, saturation and brightness, each its own or all the same."""
+    """Return colours [N, 4] with modified hue, saturation and brightness, individually or all the same."""
     from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 
     count = 1 if together else len(rgba)

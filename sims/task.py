@@ -1,4 +1,5 @@
-"""`Task`: what one file in sims/tasks defines; plain data and pure, vectorised functions, so that no task owns a loop.
+"""`Task`: the content of one file in sims/tasks; plain data and pure, vectorised functions, so that tasks contain no
+loops.
 
 Axes: R row, C control step, A action dimension, G goal parameter; "..." is any leading axes.
 """
@@ -23,13 +24,12 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Start:
-    """Where R episodes begin.
+    """Initial states of R episodes.
 
-    qpos: [R, nq]; goal: [R, G] parameters that stay constant within the episode (may be [R, 0]; a goal that moves is
-    described by them, see `Task.goal_at`); control: [R, nu], the
-    control in force before the first action (default zeros); qvel: [R, nv] and activation: [R, na] (default zeros);
-    instruction: [R] index into the task's instructions (default: the world draws one); the world may replace it, so
-    nothing else of a start may depend on it.
+    qpos: [R, nq]; goal: [R, G] parameters that are constant within the episode (may be [R, 0]; they describe a moving
+    goal, see `Task.goal_at`); control: [R, nu], the control before the first action (default zeros); qvel: [R, nv] and
+    activation: [R, na] (default zeros); instruction: [R] index into the task's instructions (default: sampled by the
+    world). The world may replace the instruction, so nothing else of a start may depend on it.
     """
 
     qpos: np.ndarray
@@ -42,12 +42,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Readings:
-    """What physics reports at the end of control steps; float64, contiguous.
+    """Physics outputs at the end of control steps; float64, contiguous.
 
-    qpos [..., nq], qvel [..., nv], activation [..., na]: the state itself, exact. control [..., nu]: in force during
-    the step. goal [..., G]: the episode's, or where it is by now (`Task.goal_at`). sensors: name -> [..., dim], as
-    MuJoCo reports them: evaluated at the start of the last physics step, so one physics step older than qpos (right
-    after a reset they are exact).
+    qpos [..., nq], qvel [..., nv], activation [..., na]: the exact state. control [..., nu]: applied during the step.
+    goal [..., G]: the episode's parameters, or the current goal (`Task.goal_at`). sensors: name -> [..., dim], as
+    MuJoCo reports them: evaluated at the start of the last physics step, so one physics step older than qpos (exact
+    right after a reset).
     """
 
     qpos: np.ndarray
@@ -60,7 +60,7 @@ class Readings:
 
 @dataclass(frozen=True)
 class Markers:
-    """Poses of the mocap bodies that show a goal: position [R, nmocap, 3], quaternion [R, nmocap, 4] (w first)."""
+    """Poses of the mocap bodies that mark a goal: position [R, nmocap, 3], quaternion [R, nmocap, 4] (w first)."""
 
     position: np.ndarray
     quaternion: np.ndarray
@@ -68,26 +68,26 @@ class Markers:
 
 @dataclass(frozen=True)
 class Task:
-    """One task. All functions are pure and work on any leading axes; they must not depend on how rows are batched.
+    """Definition of one task. All functions are pure and work on any leading axes; they must not depend on the batching
+    of rows.
 
-    model: MJCF path, absolute, below assets/ (e.g. "planar/push_cube.xml"), or beside the module of `start`; fps:
+    model: MJCF path, absolute, below assets/ (e.g. "planar/push_cube.xml"), or next to the module of `start`; fps:
     control steps per second; substeps: physics steps per control step (fps * substeps * timestep must be 1); horizon:
     control steps until the time limit; success_text: the criterion in words with its tolerances; cameras: names in the
     model, the default view first; action: bounds of one control step; observation: fields by LeRobot key, without
-    images; uniforms: how many random numbers in [0, 1) a start needs; start: uniforms [R, n] -> Start; control:
+    images; uniforms: number of random numbers in [0, 1) per initial state; start: uniforms [R, n] -> Start; control:
     (actions [R, C, A] clipped to bounds, previous control [R, nu]) -> control [R, C, nu], where C steps must equal C
     calls with one step; observe: Readings -> float arrays by key; potential: observation -> [...], the progress reward
-    is its increase (scale it so that an episode collects 1 to 5); succeeded: observation -> bool [...]; markers: goal
-    [R, G] -> Markers for rendering (None: nothing to show); goal_at: for goals that move, (the episode's goal [R, G],
-    seconds since its beginning [R, C]) -> the goal at each of these times [R, C, G'], which then is what readings and
-    markers are given (None: it stays); expert: makes the scripted expert, which sees observations
-    [B, H, ...] and reads the newest frame; stages: what the task is made of and what is charged in each, for those who
-    rank episodes (rewards=[gcpg] with stages=task), none by default; paraphrases: instruction -> other words for it,
-    which a world gives where it is asked to; held_out: instructions that are not for training. Functions and expert are
-    told the plain words always.
+    is its increase (scale it so that an episode's return is 1 to 5); succeeded: observation -> bool [...]; markers:
+    goal [R, G] -> Markers for rendering (None: nothing to mark); goal_at: for moving goals, (the episode's goal [R, G],
+    seconds since its start [R, C]) -> the goal at each of these times [R, C, G'], which readings and markers then
+    receive (None: a fixed goal); expert: builds the scripted expert, which receives observations [B, H, ...] and reads
+    the newest frame; stages: stages of the task and the penalty of each, for rewards that rank episodes (rewards=[gcpg]
+    with stages=task), none by default; paraphrases: instruction -> alternative wordings, which a world uses on request;
+    held_out: instructions excluded from training. Functions and expert always receive the plain wording.
 
-    potential and succeeded read the observation alone, so a learned world can be judged by the very same functions; it
-    includes `task`, texts that broadcast against the leading axes.
+    potential and succeeded read the observation alone, so the same functions can evaluate a learned world; it includes
+    `task`, texts that broadcast against the leading axes.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Task:
 
 
 def model_path(task: Task) -> Path:
-    """Return where the task's MJCF is; raises ConfigError naming the places where it is not."""
+    """Return the path of the task's MJCF; raises ConfigError naming the searched places when it is missing."""
     beside = getattr(sys.modules.get(task.start.__module__), "__file__", None)
     places = [resource("assets", task.model), *([Path(beside).parent / task.model] if beside else [])]
     found = next((place for place in places if place.is_file()), None)
@@ -151,9 +151,9 @@ def vector_field(names: str, unit: str) -> Field:
 
 
 def elements(field: Field, names: str) -> slice:
-    """Return where the elements `names`, separated by blanks, lie in a vector field.
+    """Return the slice of the elements `names`, separated by blanks, in a vector field.
 
-    Raises SpecError unless they are neighbours in this order.
+    Raises SpecError unless they are adjacent and in this order.
     """
     each = tuple(names.split())
     first = field.names.index(each[0]) if each and each[0] in field.names else 0

@@ -1,8 +1,8 @@
-"""Which instructions a world gives, and in which words: what is held out of training, and paraphrases.
+"""Instructions of a world and their wording: held-out instructions and paraphrases.
 
-A task judges in its own, plain words (`Task.instructions`). A world may say the same in others (`Task.paraphrases`):
-`Wording` knows what each of its texts means, draws one from an episode's seed, and `InPlainWords` lets an expert that
-knows the plain words alone act under any of them.
+A task's functions use its plain instructions (`Task.instructions`). A world may give paraphrases (`Task.paraphrases`).
+`Wording` maps each of its texts to an instruction and samples one from an episode's seed. `InPlainWords` lets an expert
+that knows only the plain instructions act under any of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,20 +24,22 @@ INSTRUCTIONS, PHRASINGS = (TRAINING, HELD_OUT, ALL), (PLAIN, PARAPHRASED, ALL)
 
 @dataclass(frozen=True)
 class Wording:
-    """What a world says: texts [T]; goals: [T] which of the task's instructions each means; plain: the latter [G]."""
+    """Texts of a world: texts [T]; goals: [T] index of the task's instruction that each means; plain: the task's
+    instructions [G].
+    """
 
     texts: tuple[str, ...]
     goals: np.ndarray
     plain: tuple[str, ...]
 
     def meant(self, text: np.ndarray) -> np.ndarray:
-        """Return the plain words, [...] str, of texts given by index [...] int."""
+        """Return the plain instructions, [...] str, of texts given by index [...] int."""
         return np.asarray(self.plain)[self.goals[text]]
 
     def drawn(self, goal: np.ndarray | None, numbers: np.ndarray) -> np.ndarray:
-        """Return texts [R] by index, from numbers [R, 2] in [0, 1): first what is to be done, then how it is said.
+        """Sample text indices [R] from numbers [R, 2] in [0, 1): first the instruction, then its wording.
 
-        goal: [R] what the task itself drew, index into its instructions; kept wherever this world gives it.
+        goal: [R] instructions sampled by the task itself, as indices; used where this world offers them.
         """
         given = np.unique(self.goals)
         chosen = given[(numbers[:, 0] * len(given)).astype(np.int64)]
@@ -49,10 +51,10 @@ class Wording:
 
 
 def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> Wording:
-    """Return what a world of `task` says.
+    """Return the texts of a world of `task`.
 
-    instructions: those for training, the held-out ones, or all; phrasing: in plain words, in paraphrases, or in both.
-    Raises ConfigError on other names, where there is nothing of that kind, and on a task whose texts are at odds.
+    instructions: the training ones, the held-out ones, or all; phrasing: plain, paraphrases, or both. Raises
+    ConfigError on other names, when there is nothing of that kind, and on a task with inconsistent texts.
     """
     _require_known("instructions", instructions, INSTRUCTIONS)
     _require_known("phrasing", phrasing, PHRASINGS)
@@ -80,7 +82,7 @@ def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> 
 
 
 def require_consistent(task: Task) -> None:
-    """Raise ConfigError unless what is held out or paraphrased is an instruction, and every text means one thing."""
+    """Raise ConfigError unless all held-out or paraphrased texts are instructions and every text has one meaning."""
     for what, named in (("held_out", task.held_out), ("paraphrases", task.paraphrases)):
         for text in named:
             if text not in task.instructions:
@@ -92,22 +94,22 @@ def require_consistent(task: Task) -> None:
 
 
 class InPlainWords:
-    """A controller that is told the plain words of what an observation's `task` means."""
+    """A controller that receives the plain instruction behind an observation's `task`."""
 
     def __init__(self, controller: Controller, paraphrases: Mapping[str, Sequence[str]]):
         self.controller = controller
         self._plain = {text: plain for plain, others in paraphrases.items() for text in others}
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the controller forget `rows` [R], all of them for None."""
+        """Reset the controller for `rows` [R], or for all when None."""
         self.controller.reset(rows)
 
     def begin(self, seeds: np.ndarray, rows: Rows = None) -> None:
-        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        """Pass the seeds [R] of the episodes in `rows` [R] to the controller, if it accepts them."""
         begin_episodes(self.controller, seeds, rows)
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, A] for an observation [B, H, ...] with texts `task` [B] in any words."""
+        """Return actions [B, A] for an observation [B, H, ...] with texts `task` [B] in any wording."""
         texts = [str(text) for text in observation[TASK]]
         return self.controller.act({**observation, TASK: np.array([self._plain.get(text, text) for text in texts])})
 

@@ -1,4 +1,4 @@
-"""Learned worlds: models that predict what actions lead to, wrapped as a `World`. Imported when first used."""
+"""World models: learned dynamics that predict the outcome of actions, wrapped as a `World`. Imported lazily."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

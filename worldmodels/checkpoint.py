@@ -1,7 +1,7 @@
-"""Saving and loading world models: config.json says what it is, safetensors hold the weights; nothing is pickled.
+"""World model checkpoints: config.json describes the model, safetensors store the weights; nothing is pickled.
 
-config.json names the kind of model that it needs. Built-in and installed kinds are found by that name; others only
-where the user has named them too, so that a downloaded folder cannot choose what is imported.
+config.json names the model kind. Built-in and installed kinds are found by name; other kinds are imported only if the
+user has named them too, so a downloaded folder cannot trigger arbitrary imports.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ PREFIX = "world_model/"
 
 
 def save_world_model(model: LearnedModel, folder: Path) -> None:
-    """Write a world model, an nn.Module, to `folder`, atomically, with the world that it remembers to imitate."""
+    """Write a world model, an nn.Module, to `folder`, atomically, with the spec of the world that it imitates."""
     kind = PREFIX + WORLD_MODELS.name_of(type(model))
     description = {"kind": kind, "spec": model.spec.to_json(), "model": model.description(), **described_origin(model)}
     write_checkpoint(folder, description, model)
@@ -43,19 +43,19 @@ def kind_of(folder: Path) -> str:
 
 
 def holds_world_model(folder: Path) -> bool:
-    """Return whether `folder` holds a world model; CheckpointError where it holds nothing."""
+    """Return whether `folder` contains a world model; raises CheckpointError when it contains no checkpoint."""
     return _name_in(Checkpoint.open(folder).description) is not None
 
 
 def _name_in(description: Mapping[str, Any]) -> str | None:
-    """Return the kind of world model that a checkpoint describes, None where it describes none."""
+    """Return the kind of world model that a checkpoint describes, or None."""
     kind = str(description.get("kind"))
     name = kind.removeprefix(PREFIX)
     return name if kind.startswith(PREFIX) and (name in WORLD_MODELS or ":" in name) else None
 
 
 def _kind_in(checkpoint: Checkpoint) -> str:
-    """Return the kind of the world model that a checkpoint holds, or raise CheckpointError where it holds none."""
+    """Return the kind of the world model in a checkpoint, or raise CheckpointError when it contains none."""
     name = _name_in(checkpoint.description)
     if name is None:
         kind, known = str(checkpoint.description.get("kind")), [PREFIX + each for each in WORLD_MODELS.names()]
@@ -64,7 +64,9 @@ def _kind_in(checkpoint: Checkpoint) -> str:
 
 
 def load_world_model(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
-    """Load a `LearnedModel`, or raise CheckpointError: missing, corrupt, another kind, or weights that do not fit."""
+    """Load a `LearnedModel`; raises CheckpointError when it is missing, corrupt, of another kind, or its weights do not
+    match.
+    """
     checkpoint = Checkpoint.open(folder)
     folder = checkpoint.folder
     description = checkpoint.description
@@ -83,9 +85,9 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
 
 
 class Described[Configuration](nn.Module):
-    """A part of a `LearnedModel`: what it is made of is described, and the model made of it again.
+    """A part of a `LearnedModel`: describes its construction, and rebuilds the model from the description.
 
-    success_bonus: the reward for reaching success. The structure is kept in buffers (`register_structure`), by the
+    success_bonus: the reward for reaching success. The structure is stored in buffers (`register_structure`), by the
     model itself or one of its parts.
     """
 
@@ -99,15 +101,15 @@ class Described[Configuration](nn.Module):
         self.config, self.success_bonus = config, success_bonus
 
     def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
+        """Return the inputs that `restore` needs in addition to spec and weights."""
         return {"config": to_plain(self.config), "success_bonus": self.success_bonus}
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return a model into which `weights` can be loaded.
 
-        weights: name -> [...], as `state_dict` gives them; read for the structure alone. Raises as
-        `LearnedModel.restore` does.
+        weights: name -> [...], as `state_dict` returns them; only the structure is read. Raises the errors of
+        `LearnedModel.restore`.
         """
         config = saved_configuration(cls.configuration, description)
         return cls(config, spec, structure_in(weights), description["success_bonus"])

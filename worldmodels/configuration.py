@@ -13,7 +13,7 @@ from robopolicy.nn.configuration import AGGREGATES, EdmConfig, Precision
 
 @dataclass(frozen=True)
 class ReadoutConfig:
-    """How states, reward and success are read off frames.
+    """Settings of predicting states, reward and success from frames.
 
     It is given states that are off by about a standard deviation of a step's change, and learns to mend them.
     """
@@ -21,15 +21,15 @@ class ReadoutConfig:
     FIXED: ClassVar[Mapping[str, Any]] = {"state_noise": 1.0}
 
     batch_size: Count = 128
-    """Steps a training step."""
+    """Number of steps per training batch."""
     positive_share: Share = 0.25
-    """Share of successes among them."""
+    """Fraction of successful steps in a batch."""
     imagined_steps: Natural = 2048
-    """Steps whose frames the finished model imagines."""
+    """Number of steps whose frames are imagined by the finished model."""
     imagined_share: Share = 0.25
-    """Their share of the batches."""
+    """Fraction of imagined steps in a batch."""
     members: Count = 5
-    """Heads whose disagreement is the uncertainty."""
+    """Number of heads; their disagreement is the uncertainty."""
 
     def __post_init__(self):
         if min(self.batch_size, self.members, self.imagined_steps) < 1:
@@ -40,30 +40,30 @@ class ReadoutConfig:
 
 
 class ImageConfig(Protocol):
-    """What the configurations of all models of images have, dataclasses each."""
+    """Interface of the configurations of all image models; each is a dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def success_head(self) -> str:
-        """What reads success, or module:Name."""
+        """Type of success head: a registered name, or module:Name."""
         ...
 
     @property
     def readout(self) -> ReadoutConfig:
-        """How states, reward and success are read off frames."""
+        """Settings of predicting states, reward and success from frames."""
         ...
 
     @property
     def edm(self) -> EdmConfig:
-        """How frames are diffused."""
+        """Settings of the frame diffusion."""
         ...
 
 
 MIN_LOGVAR, MAX_LOGVAR = -10.0, 0.5
 """Where the soft bounds of an ensemble's log-variance begin; they are learned."""
 DECODER_CHANNELS = 8
-"""Channels of the largest maps that frames are drawn from in training; the smallest have four times as many."""
+"""Channels of the decoder's largest feature maps, used in training only; the smallest have four times as many."""
 
 
 @dataclass(frozen=True)
@@ -74,28 +74,28 @@ class EnsembleConfig:
     FIXED: ClassVar[Mapping[str, Any]] = {"min_logvar": MIN_LOGVAR, "max_logvar": MAX_LOGVAR}
 
     members: Count = 5
-    """Networks, whose disagreement is the uncertainty."""
+    """Number of networks; their disagreement is the uncertainty."""
     width: Count = 200
-    """Of their layers."""
+    """Width of the networks' hidden layers."""
     depth: Count = 3
-    """Their hidden layers."""
+    """Number of hidden layers."""
     head_width: Count = 192
-    """Width of the heads of reward and success."""
+    """Width of the reward and success heads."""
     success_head: str = field(default="logistic", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
-    """What reads success, or module:Name."""
+    """Type of success head: a registered name, or module:Name."""
     batch_size: Count = 256
-    """Transitions a training step, for every member."""
+    """Number of transitions per training step and ensemble member."""
     sample: bool = False
-    """Draw from the predicted Gaussian, as MOPO does, instead of following the mean of the random member: in a
-    simulator without noise what is drawn adds up where precision matters (ten policies ranked on pick_place: Pearson
-    .81, bias -.41; following the mean .98 and +.06).
+    """Sample the predicted Gaussian, as in MOPO, instead of using the mean of a random member. In a noise-free
+    simulator, sampling errors accumulate where precision matters (ten policies ranked on pick_place: Pearson .81, bias
+    -.41; with the mean .98 and +.06).
     """
     beta: NonNegative = 1.0
-    """Each element's likelihood is weighted by its predicted variance to this power (beta-NLL, Seitzer 2022): 0 is the
-    plain likelihood, which neglects contacts, 1 weighs errors like a squared error.
+    """Exponent of the predicted variance that weights each element's likelihood (beta-NLL, Seitzer 2022): 0 is the
+    plain likelihood, which neglects contacts; 1 weights errors like a squared error.
     """
     positive_share: Share = 0.25
-    """Share of successful steps in a batch of the success head."""
+    """Fraction of successful steps in a batch of the success head."""
 
     def __post_init__(self) -> None:
         if min(self.members, self.width, self.depth, self.batch_size) < 1:
@@ -104,25 +104,25 @@ class EnsembleConfig:
 
 @dataclass(frozen=True)
 class LatentEnsembleConfig:
-    """An encoder of images, and an ensemble of dynamics networks on its features, which policies read."""
+    """An image encoder, and an ensemble of dynamics networks on its features; policies read the features."""
 
     builds: ClassVar[str] = "worldmodels.latent_ensemble:LatentEnsembleModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"decoder_channels": DECODER_CHANNELS}
 
     encoder: Path | None = None
-    """Checkpoint of a model of this kind whose encoder is kept, for policies that read it: a second model of the same
-    latent, to judge what was learned in the first, or to know more data. Null to train one.
+    """Checkpoint of a latent_ensemble whose encoder is reused, for policies that read it: a second model on the same
+    latent can evaluate what was learned in the first, or use more data. null trains a new encoder.
     """
     features: Count = 32
-    """How many a camera's frame has."""
+    """Number of features per camera frame."""
     channels: tuple[Count, Count, Count] = (16, 32, 32)
-    """Of the encoder's convolutions, multiples of 8."""
+    """Channels of the encoder's convolutions, multiples of 8."""
     batch_size: Count = 64
-    """Frames a training step of the encoder."""
+    """Number of frames per training step of the encoder."""
     encoder_share: NonNegative = 1.0
-    """Training steps of the encoder, for each of the ensemble."""
+    """Number of training steps of the encoder per training step of the ensemble."""
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
-    """The networks on its features."""
+    """Settings of the ensemble that predicts the features."""
 
     def __post_init__(self) -> None:
         if min(self.features, self.batch_size) < 1 or self.encoder_share <= 0:
@@ -132,8 +132,8 @@ class LatentEnsembleConfig:
 @dataclass(frozen=True)
 class TrajectoryConfig:
     """length: steps of a subsequence; width, depth: of the U-Net over time, whose width is best twice the channels of a
-    step (with fewer, what should be denoised does not get through the first layer); edm: the paper's but for fewer
-    steps; head_width: of the heads of reward and success; success_head: what success is read with, see SUCCESS_HEADS.
+    step (with fewer, the first layer loses information); edm: the paper's values except for fewer steps; head_width:
+    width of the reward and success heads; success_head: type of success head, see SUCCESS_HEADS.
     """
 
     length: int = 32
@@ -153,22 +153,24 @@ class TrajectoryConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Looking ahead in a world model: of several decisions of a policy, take the one that the model thinks best of."""
+    """Planning in a world model: execute the best of several policy chunks, as predicted by the model."""
 
     candidates: int = 5
-    """Decisions tried for each row."""
+    """Number of candidate action chunks per batch row."""
     horizon: int = 10
-    """Control steps imagined, whole chunks of the policy."""
+    """Planning horizon in control steps, rounded to complete action chunks."""
     discount: Share = 0.97
-    """Of rewards and of uncertainty, a control step."""
+    """Discount factor of rewards and uncertainty per control step."""
     uncertainty: float = 0.0
-    """What a unit of it adds: negative to stay where the model knows (conservative), positive to go where it does not
-    (optimistic, for exploring).
+    """Score per unit of uncertainty: negative stays where the model is certain (conservative), positive seeks uncertain
+    states (optimistic, for exploration).
     """
     rollouts: Count = 1
-    """How often each candidate is imagined."""
+    """Number of imagined rollouts per candidate."""
     aggregate: str = "mean"
-    """How their scores become one: mean, lower_bound (mean minus deviation), median or majority."""
+    """Aggregation of a candidate's rollout scores: mean, lower_bound (mean minus standard deviation), median or
+    majority.
+    """
 
     def __post_init__(self):
         if min(self.candidates, self.horizon, self.rollouts) < 1 or not 0 < self.discount <= 1:
@@ -179,8 +181,8 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class RssmSize:
-    """deter units of the GRU in `blocks`; hidden: width of every layer; stochastic categoricals of `classes`; channels:
-    of the first convolution.
+    """deter units of the GRU in `blocks`; hidden: width of every layer; stochastic: number of categoricals with
+    `classes`; channels: of the first convolution.
     """
 
     deter: int
@@ -197,7 +199,7 @@ RSSM_SIZES = {
     "size1m": RssmSize(512, 8, 64, 32, 4, 4),
     "size12m": RssmSize(2048, 8, 256, 32, 16, 16),
 }
-"""tiny for tests, small for states on one core, and two of DreamerV3's own."""
+"""tiny: for tests; small: for states on one core; plus two of DreamerV3's sizes."""
 
 
 UNIMIX = 0.01
@@ -227,41 +229,41 @@ class RssmConfig:
     }
 
     size: Literal["tiny", "small", "size1m", "size12m"] = "small"
-    """A preset, of which the six entries below replace single ones: tiny for tests, small for states on one core, and
-    two of DreamerV3's own.
+    """Preset: tiny for tests, small for states on one core, and two of DreamerV3's own. The next six settings override
+    single values.
     """
     deter: Count | None = None
-    """Units of the GRU."""
+    """Number of GRU units."""
     blocks: Count | None = None
-    """Blocks that they are in."""
+    """Number of blocks of the GRU."""
     hidden: Count | None = None
     """Width of every layer."""
     stochastic: Count | None = None
-    """Categorical variables."""
+    """Number of categorical latent variables."""
     classes: Count | None = None
-    """Classes of each."""
+    """Number of classes per categorical latent variable."""
     channels: Count | None = None
-    """Of the first convolution."""
+    """Number of channels of the first convolution."""
     layers: Count = 2
-    """Of encoders, decoders and heads."""
+    """Number of layers of encoders, decoders and heads."""
     reward_scale: NonNegative = 1.0
     """Weight of the reward in the loss, where what is decoded, success and the prior's KL term weigh 1."""
     burn_in: Natural = 4
-    """Recorded frames that are read before imagination begins; one is enough."""
+    """Number of recorded frames read before imagination starts; one is enough."""
     length: Count = 16
-    """Frames that follow them in a training subsequence."""
+    """Number of frames after the burn-in in a training subsequence."""
     batch_size: Count = 32
-    """Subsequences a training step."""
+    """Number of subsequences per training step."""
     seen_share: Share = 0.5
-    """Frames after the first few that the posterior reads; the others are guessed."""
+    """Fraction of frames after the first few that the posterior reads; the others are predicted by the prior."""
     images: Natural = 8
-    """Frames of a subsequence that are decoded to images in training."""
+    """Number of frames per subsequence decoded to images in training."""
     members: Count = 5
-    """Heads whose disagreement is the uncertainty."""
+    """Number of heads; their disagreement is the uncertainty."""
     success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
-    """What reads success, or module:Name."""
+    """Type of success head: a registered name, or module:Name."""
     sample: bool = True
-    """Imagine with samples of the prior, instead of its likeliest classes."""
+    """Imagine with samples of the prior instead of its most likely classes."""
 
     def __post_init__(self) -> None:
         if min(self.layers, self.burn_in, self.length, self.batch_size, self.images, self.members) < 1:
@@ -271,16 +273,16 @@ class RssmConfig:
 
     @property
     def networks(self) -> RssmSize:
-        """The preset with its replacements."""
+        """The preset with its overrides."""
         given = {item.name: getattr(self, item.name) for item in fields(RssmSize)}
         return replace(RSSM_SIZES[self.size], **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class PixelSize:
-    """grid: pixels a side of the U-Net's finest maps (0: the image's own); channels and residual blocks (layers) of
-    its resolutions, each half as fine as the one before; readout, hidden: channels of the readout's first convolution,
-    width of its layers.
+    """grid: side length in pixels of the U-Net's finest maps (0: the image's own); channels and residual blocks
+    (layers) per resolution, each half as fine as the previous one; readout, hidden: channels of the readout's first
+    convolution, width of its layers.
     """
 
     grid: int
@@ -295,7 +297,7 @@ PIXEL_SIZES = {
     "small": PixelSize(8, (64, 128), 1, 16, 128),
     "diamond": PixelSize(0, (64, 64, 64, 64), 2, 32, 512),
 }
-"""tiny for tests, small for 32 to 64 pixels on two cores, and the paper's own."""
+"""tiny: for tests; small: for 32 to 64 pixels on two cores; plus the paper's size."""
 
 
 UNROLL_SHARE = 0.5
@@ -304,44 +306,44 @@ UNROLL_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PixelDiffusionConfig:
-    """Pixel diffusion, DIAMOND's numbers of noise and sampling."""
+    """Pixel diffusion with DIAMOND's noise and sampling parameters."""
 
     builds: ClassVar[str] = "worldmodels.pixel_diffusion:PixelDiffusionModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"unroll_share": UNROLL_SHARE}
 
     size: Literal["tiny", "small", "diamond"] = "small"
-    """A preset, of which the three entries below replace single ones: tiny for tests, small for 32 to 64 pixels on two
-    cores, and the paper's own.
+    """Preset: tiny for tests, small for 32 to 64 pixels on two cores, or the paper's own. The next three settings
+    override single values.
     """
     grid: Natural | None = None
-    """Pixels a side of the U-Net's finest maps, 0 for the image's own."""
+    """Side in pixels of the U-Net's finest feature maps, 0 for the image's own."""
     channels: tuple[Count, ...] = ()
-    """Of its resolutions, each half as fine as the one before."""
+    """Channels per resolution of the U-Net, each half as fine as the previous one."""
     layers: Count | None = None
-    """Residual blocks of every resolution."""
+    """Number of residual blocks per resolution."""
     context: Count = 4
-    """Frames and actions that the next frame depends on."""
+    """Number of past frames and actions that condition the next frame."""
     batch_size: Count = 32
-    """Frames a training step."""
+    """Number of frames per training step."""
     unroll: Count = 1
     """Times that the denoiser goes on from its own, quantised prediction in training, in half of the rows."""
     first_share: Share = 0.5
-    """Rows trained on what the sampler begins with, noise that shows nothing, so that context and actions alone tell
-    what comes (DIAMOND has none; 5 % of its rows are about as noisy, and a small model learns late that actions
-    matter).
+    """Fraction of batch rows trained at the sampler's initial noise level, where only context and actions determine the
+    next frame. DIAMOND has none; 5 % of its rows are about as noisy, and a small model then learns the effect of
+    actions late.
     """
     context_noise: NonNegative = 0.0
-    """Deviation of noise on the context in training; pixels reach from -1 to 1."""
+    """Standard deviation of training noise on the context; pixels range from -1 to 1."""
     temperature: NonNegative = 1.0
-    """Deviation of the noise that sampling begins with; 0 where one step is taken and nothing left to chance."""
+    """Standard deviation of the initial noise in sampling; 0 is deterministic, for a single sampling step."""
     change_threshold: Share = 0.02
-    """Pixels that change by less than this share of their range stay as they are, so that what stands still does not
+    """Minimum change of a pixel, as a fraction of its range; smaller changes are ignored so that static parts do not
     fade.
     """
     precision: Precision = "auto"
-    """Of the U-Net; auto is bfloat16 where the hardware multiplies it."""
+    """Precision of the U-Net; auto is bfloat16 where the hardware supports it."""
     success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
-    """What reads success, or module:Name."""
+    """Type of success head: a registered name, or module:Name."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(log_mean=-0.4, sigma_max=5.0, steps=3, order=1, offset_noise=0.3)
@@ -361,7 +363,7 @@ class PixelDiffusionConfig:
 
     @property
     def networks(self) -> PixelSize:
-        """The sizes in use."""
+        """The selected sizes."""
         preset = PIXEL_SIZES[self.size]
         grid = preset.grid if self.grid is None else self.grid
         layers = preset.layers if self.layers is None else self.layers
@@ -370,10 +372,10 @@ class PixelDiffusionConfig:
 
 @dataclass(frozen=True)
 class VideoSize:
-    """channels: of the autoencoder's resolutions, each half as fine as the one before, the finest half the image's;
-    latent: channels of a latent; patch: latents a side of a token; width, depth, heads: of the transformer; maps:
-    channels of the convolutions around it; readout, hidden: channels of the readout's first convolution, width of its
-    layers.
+    """channels: of the autoencoder's resolutions, each half as fine as the previous one, the finest half the image's;
+    latent: channels of a latent; patch: side length of a token in latents; width, depth, heads: of the transformer;
+    maps: channels of the convolutions around it; readout, hidden: channels of the readout's first convolution, width of
+    its layers.
     """
 
     channels: tuple[int, ...]
@@ -397,7 +399,7 @@ VIDEO_SIZES = {
 
 
 ACTION_DROPOUT = 0.05
-"""Share of actions that are hidden in training."""
+"""Fraction of actions masked in training."""
 
 
 @dataclass(frozen=True)
@@ -408,67 +410,67 @@ class VideoConfig:
     FIXED: ClassVar[Mapping[str, Any]] = {"action_dropout": ACTION_DROPOUT}
 
     size: Literal["tiny", "small", "medium", "large"] = "small"
-    """A preset, of which the six entries below replace single ones: 3.5 (small), 14 (medium) and 64 (large) million
-    parameters with two cameras of 64 px; tiny for tests.
+    """Preset: 3.5 (small), 14 (medium) or 64 (large) million parameters with two cameras of 64 px, or tiny for tests.
+    The next six settings override single values.
     """
     channels: tuple[Count, ...] = ()
-    """Of the autoencoder's resolutions."""
+    """Channels per resolution of the autoencoder."""
     latent: Count | None = None
-    """Channels of a latent."""
+    """Number of channels of a latent."""
     patch: Count | None = None
-    """Latents a side of a token."""
+    """Side of a transformer token in latents."""
     width: Count | None = None
-    """Of the transformer."""
+    """Width of the transformer."""
     depth: Count | None = None
-    """Its blocks."""
+    """Number of transformer blocks."""
     heads: Count | None = None
-    """Its attention heads."""
+    """Number of attention heads of the transformer."""
     recent: Count = 2
-    """History: frames in a row, the present one among them."""
+    """History: number of consecutive most recent frames, including the present one."""
     memory: Natural = 4
-    """History: older frames before those, 0 for none."""
+    """History: number of older frames before the recent ones, 0 for none."""
     stride: Count = 5
-    """Steps between those."""
+    """Number of steps between the older history frames."""
     chunk: Count = 5
-    """Future frames predicted together at most."""
+    """Maximum number of future frames predicted together."""
     batch_size: Count = 16
-    """Rows a training step of the dynamics."""
+    """Number of batch rows per training step of the dynamics."""
     view_batch_size: Count = 16
-    """Frames a training step of the autoencoder."""
+    """Number of frames per training step of the autoencoder."""
     motion_weight: NonNegative = 2.0
-    """How much more pixels weigh, for the autoencoder, that differ from the mean image."""
+    """Additional weight, in the autoencoder loss, of pixels that differ from the mean image."""
     kl_weight: NonNegative = 1e-5
-    """Weight of its KL term."""
+    """Weight of the autoencoder's KL term."""
     autoencoder_share: Share = 0.8
-    """Its training steps, as a share of those of fit."""
+    """Training steps of the autoencoder, as a fraction of those of fit."""
     readout_share: Share = 0.5
-    """The readout's training steps, as a share of those of fit."""
+    """Training steps of the readout, as a fraction of those of fit."""
     memory_noise: NonNegative = 0.3
-    """Noise on older history frames in training reaches up to so many standard deviations."""
+    """Maximum training noise on older history frames, in standard deviations."""
     present_noise: NonNegative = 0.2
-    """The same of recent frames."""
+    """Maximum training noise on recent frames, in standard deviations."""
     collapse: Share = 0.15
-    """Share of rows whose history is the present frame repeated."""
+    """Fraction of batch rows whose history is the present frame repeated."""
     first_share: Share = 0.7
-    """Rows trained on what the sampler begins with, noise that shows nothing, so that history and actions alone tell
-    what comes.
+    """Fraction of batch rows trained at the sampler's initial noise level, where only history and actions determine the
+    next frames.
     """
     bootstrap: Share = 0.3
-    """Share of the rows whose history are the model's own cached predictions (Sword's dynamic latent bootstrapping), 0
-    for none.
+    """Fraction of batch rows whose history consists of the model's own cached predictions (Sword's dynamic latent
+    bootstrapping), 0 for none.
     """
     bootstrap_steps: Natural = 1500
-    """Updates until that share is reached."""
+    """Number of updates over which that fraction is reached."""
     temperature: NonNegative = 1.0
-    """Deviation of the noise that sampling begins with, 0 for none."""
+    """Standard deviation of the initial noise in sampling, 0 for none."""
     change_threshold: Share = 0.06
-    """A pixel keeps its value until what is decoded there has changed by so much (1 is from black to white), so that
-    what does not move stays as sharp as in the frame it began with; 0 shows what is decoded.
+    """Change of the decoded value (1 is black to white) below which a pixel keeps its value, so that static parts stay
+    as sharp as in the first frame; 0 shows the decoded frames.
     """
     precision: Precision = "auto"
-    """Of the networks; auto is bfloat16 where the hardware multiplies it."""
+    """Precision of the networks; auto is bfloat16 where the hardware supports it."""
     success_head: str = field(default="contrastive", metadata={REGISTRY: "worldmodels.registry:SUCCESS_HEADS"})
-    """What reads success, or module:Name."""
+    """Type of success head: a registered name, or module:Name."""
     readout: ReadoutConfig = field(default_factory=ReadoutConfig)
     edm: EdmConfig = field(
         default_factory=lambda: EdmConfig(sigma_data=1.0, log_mean=0.0, sigma_min=0.3, sigma_max=5.0, steps=2, order=1)
@@ -493,7 +495,7 @@ class VideoConfig:
 
     @property
     def sizes(self) -> VideoSize:
-        """The sizes in use."""
+        """The selected sizes."""
         given = {name: getattr(self, name) for name in ("channels", "latent", "patch", "width", "depth", "heads")}
         return replace(
             VIDEO_SIZES[self.size], **{name: value for name, value in given.items() if value not in (None, ())}
@@ -501,11 +503,11 @@ class VideoConfig:
 
     @property
     def history_offsets(self) -> tuple[int, ...]:
-        """How many steps ago each history frame was, the oldest first; the present one is 0."""
+        """Offsets of the history frames in steps before the current one, oldest first; the current one has 0."""
         recent = self.recent - 1
         return (*(recent + self.stride * count for count in range(self.memory, 0, -1)), *range(recent, -1, -1))
 
     @property
     def history_span(self) -> int:
-        """How many frames the history reaches over, the present one included."""
+        """Number of frames that the history spans, including the current one."""
         return 1 + self.history_offsets[0]

@@ -21,15 +21,15 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.core.vectors import StateVector
 
 BUFFER = "structure_"
-"""What the names of a structure's buffers in a model begin with."""
+"""Name prefix of a structure's buffers in a model."""
 
 TOLERANCE = 1e-3
-"""Share of an element's own standard deviation below which a residual counts as zero."""
+"""Fraction of an element's own standard deviation below which a residual counts as zero."""
 
 
 @dataclass(frozen=True)
 class StateStructure:
-    """Which of S elements are what.
+    """Classification of the S elements of a state.
 
     free: [F] indices that are predicted; constant: [C] indices copied; derived: [D] indices recomputed as
     base @ weights + bias, with base the elements `source` [P], weights [P, D], bias [D]; circles: [n, 2] index pairs.
@@ -55,10 +55,11 @@ class StateStructure:
 
 
 def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) -> StateStructure:
-    """Read the structure off transitions [N, S]; names find the (cosine, sine) pairs: `a_cos` followed by `a_sin`.
+    """Infer the structure from transitions [N, S]; (cosine, sine) pairs are recognised by their names: `a_cos` followed
+    by `a_sin`.
 
-    Elements are taken in order: one is derived if the earlier non-derived ones give it by least squares within
-    TOLERANCE of its standard deviation, in every transition.
+    Elements are processed in order. One is derived if least squares predicts it from the earlier non-derived ones
+    within TOLERANCE of its standard deviation, in every transition.
     """
     # In double precision: rounding of floats would look like a residual of an exact affine relation.
     samples = torch.cat([state[:5000], next_state[:5000]]).double()
@@ -114,7 +115,7 @@ def _residual(samples: Tensor, kept: list[int], index: int) -> Tensor:
 
 
 def register_structure(model: nn.Module, structure: StateStructure) -> None:
-    """Keep `structure` in the buffers of `model`, so that it is saved and moved with it."""
+    """Store `structure` in buffers of `model`, so that it is saved and moved with it."""
     for name, value in structure.__dict__.items():
         model.register_buffer(f"{BUFFER}{name}", value)
 
@@ -125,10 +126,10 @@ def structure_of(model: nn.Module) -> StateStructure:
 
 
 def structure_in(weights: Mapping[str, Tensor]) -> StateStructure:
-    """Return the structure among saved `weights`, of a model or of a part of one.
+    """Return the structure stored in saved `weights` of a model or of a part of one.
 
-    weights: name -> [...]; read are those whose last names begin with BUFFER, of the shapes that `StateStructure` says.
-    Raises TypeError when one of them is missing.
+    weights: name -> [...]; entries whose last name part starts with BUFFER are read, with the shapes of
+    `StateStructure`. Raises TypeError when one of them is missing.
     """
     last = {name.rpartition(".")[2]: value for name, value in weights.items()}
     return StateStructure(
@@ -137,18 +138,18 @@ def structure_in(weights: Mapping[str, Tensor]) -> StateStructure:
 
 
 BOUND = 10.0
-"""Standardised values are limited to this, so that a state far from the data cannot blow up the networks."""
+"""Clipping bound of standardised values, so that a state far from the data does not blow up the networks."""
 
 
 def standardised(value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return `value` [..., D] in standard deviations [D] from the mean [D], limited to BOUND."""
+    """Standardise `value` [..., D] with mean and standard deviation [D], and clip it to BOUND."""
     return ((value - mean) / std).clamp(-BOUND, BOUND)
 
 
 class Standardised(nn.Module):
-    """A module that sees values in standard deviations of its data: buffers `<name>_mean` and `<name>_std`, [D] each.
+    """A module that standardises values with statistics of its data: buffers `<name>_mean` and `<name>_std`, [D] each.
 
-    They are in the data's units; states are the world's `StateVector`.
+    The statistics are in the data's units; states are the world's `StateVector`.
     """
 
     state_mean: Tensor
@@ -157,20 +158,22 @@ class Standardised(nn.Module):
     action_std: Tensor
 
     def register_statistics(self, **sizes: int) -> None:
-        """Make the buffers of every name, of so many elements: mean 0 and deviation 1 until they are known."""
+        """Register the buffers of every name, with the given number of elements: mean 0 and deviation 1 until they are
+        set.
+        """
         for name, size in sizes.items():
             self.register_buffer(f"{name}_mean", torch.zeros(size))
             self.register_buffer(f"{name}_std", torch.ones(size))
 
     @torch.no_grad()
     def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Take over means and deviations [D] by name, in the data's units."""
+        """Store means and deviations [D] by name, in the data's units."""
         for name, (mean, std) in statistics.items():
             getattr(self, f"{name}_mean").copy_(mean)
             getattr(self, f"{name}_std").copy_(std)
 
     def standard(self, name: str, value: Tensor) -> Tensor:
-        """Return `value` [..., D] of this name, in the data's units, in standard deviations, limited to BOUND."""
+        """Standardise `value` [..., D] of this name, given in the data's units, and clip it to BOUND."""
         mean, std = getattr(self, f"{name}_mean"), getattr(self, f"{name}_std")
         return standardised(value, mean.to(value.device), std.to(value.device))
 
@@ -210,7 +213,7 @@ def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure
 
 
 def require_fields(spec: WorldSpec, fields: Mapping[str, Field], episodes: Episodes) -> None:
-    """Raise DataError unless `episodes` hold `fields` of the world of `spec`, and its actions, in their shapes."""
+    """Raise DataError unless `episodes` contain `fields` of the world of `spec`, and its actions, in their shapes."""
     wanted = {key: field.shape for key, field in fields.items()}
     given = {key: tuple(value.shape[1:]) for key, value in episodes.observation.items() if key in wanted}
     if given != wanted or episodes.actions.shape[1:] != spec.action.shape:
@@ -221,10 +224,10 @@ def require_fields(spec: WorldSpec, fields: Mapping[str, Field], episodes: Episo
 
 
 def recorded_transitions(episodes: Episodes, vector: StateVector | None = None) -> Transitions:
-    """Return the steps of `episodes` with their rewards for progress, without what success is paid.
+    """Return the steps of `episodes` with their progress rewards, excluding the success bonus.
 
-    vector: what their states are made of; None: all vector fields of the episodes. Raises DataError where rewards,
-    success or final frames are missing, NonFiniteError where the data is not finite.
+    vector: composition of the states; None: all vector fields of the episodes. Raises DataError when rewards, success
+    or final frames are missing, NonFiniteError when the data is not finite.
     """
     progress = progress_reward(episodes)
     if episodes.terminated is None:

@@ -1,11 +1,11 @@
-"""From the real world into the latent that a model without a decoder shows: for policies that act on it.
+"""Encoding of real observations into the latent of a model without a decoder, for policies that read the latent.
 
-A policy that learns inside a `DecoderFree` model reads the model's latent. Everything else comes as observations of the
-real world: `encoded` turns recorded episodes into episodes that a policy can be pre-trained on, `EncodedPolicy` puts
-the model's encoder before a policy, so that it can be evaluated, recorded and served like any other.
+A policy trained inside a `DecoderFree` model reads the model's latent, but data and robots provide real observations.
+`encoded` converts recorded episodes so that such a policy can be pre-trained on them. `EncodedPolicy` puts the model's
+encoder before the policy, so that it can be evaluated, recorded and served like any other.
 
-Both encode every frame by itself. A model with a memory knows more of an imagined episode than one frame tells; how
-much that costs a policy shows when it is evaluated in both.
+Both encode every frame independently. A recurrent model knows more of an imagined episode than one frame shows;
+evaluating the policy with both measures the loss.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,17 +29,18 @@ from worldmodels.checkpoint import save_world_model
 from worldmodels.protocol import Context, DecoderFree, LearnedModel
 
 ENCODER = "encoder"
-"""Where a policy's checkpoint keeps the world model whose latent it reads, and the key of config.json that says so."""
+"""Folder of the world model in a policy's checkpoint, and the config.json key that marks it."""
 
 PART = 4096
-"""Recorded frames are encoded in parts of so many."""
+"""Number of recorded frames encoded at a time."""
 
 
 @torch.no_grad()
 def encode(model: DecoderFree, frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what `model` shows at the start of episodes that begin with `frames`, both key -> [N, *shape].
+    """Return the latent observations of `model` at the start of episodes whose first frames are `frames`, both key ->
+    [N, *shape].
 
-    The seed of these episodes is 0, so equal frames are encoded alike. Raises SpecError where a field is missing.
+    The seed of these episodes is 0, so equal frames have equal encodings. Raises SpecError when a field is missing.
     """
     for key in model.reads:
         if key not in frames:
@@ -51,9 +52,10 @@ def encode(model: DecoderFree, frames: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
-    """Return `episodes` as `model` shows them: the same actions, rewards and ends, every frame encoded by itself.
+    """Return `episodes` with the latent observations of `model`: same actions, rewards and ends, every frame encoded
+    independently.
 
-    Raises SpecError where the episodes lack a field that the model reads.
+    Raises SpecError when the episodes lack a field that the model reads.
     """
     fields = model.spec.observation
     found: dict[str, list[Tensor]] = {key: [] for key in fields}
@@ -69,11 +71,11 @@ def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
 
 
 class EncodedPolicy(nn.Module):
-    """A policy for the real world, of one that reads what a `DecoderFree` model shows.
+    """Real-world policy: a `DecoderFree` model's encoder followed by a policy that reads the latent.
 
-    It encodes what it observes and hands it on; where the observation holds what the policy reads already, as it does
-    in imagination, it is handed on as it is. It is as trainable as the policy is (`to_trainable`), by what is encoded;
-    the encoder stays as it is, and lies in the checkpoint.
+    It encodes the observation and passes it on. An observation that already contains the policy's inputs, as in
+    imagination, is passed on unchanged. It is trainable if the policy is (`to_trainable`), on encoded inputs; the
+    encoder is frozen, and is saved in the checkpoint.
     """
 
     def __init__(self, policy: Policy, model: DecoderFree):
@@ -82,14 +84,14 @@ class EncodedPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """That of the policy, with the fields that the model reads in place of those that it shows."""
+        """Spec of the policy, with the fields that the model reads instead of the latent."""
         spec, shown = self.policy.spec, self.model.spec.observation
         others = {key: field for key, field in spec.observation.items() if key not in shown}
         return replace(spec, observation={**self.model.reads, **others})
 
     @property
     def inner(self) -> Policy:
-        """The policy."""
+        """The wrapped policy."""
         return self.policy
 
     @property
@@ -98,7 +100,7 @@ class EncodedPolicy(nn.Module):
         return self.model
 
     def around(self, inner: Policy) -> "EncodedPolicy":
-        """Return the model's encoder before another policy, which reads the same."""
+        """Put the encoder before another policy with the same inputs."""
         return EncodedPolicy(inner, self.model)
 
     def reset(self, rows: Rows = None) -> None:
@@ -109,17 +111,17 @@ class EncodedPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Encode and decide. Raises SpecError where the observation does not fit, NonFiniteError on NaN or infinity."""
+        """Encode, then act. Raises SpecError when the observation does not match, NonFiniteError on NaN or infinity."""
         return self.policy.act(self.seen(observation), generator, deterministic=deterministic)
 
     def seen(self, observation: TensorObservation) -> TensorObservation:
-        """Return what the policy reads of observations [N, H, ...]; raises as `act` does."""
+        """Return the policy's inputs for observations [N, H, ...]; raises the errors of `act`."""
         if all(key in observation for key in self.policy.spec.observation):
             return observation
         return {**observation, **self._encoded(observation)}
 
     def to_trainable(self) -> "EncodedPolicy":
-        """Return itself; raises ConfigError where the policy cannot be trained."""
+        """Return this policy; raises ConfigError when the inner policy cannot be trained."""
         self.policy = require_trainable(self.policy)
         return self
 
@@ -128,11 +130,13 @@ class EncodedPolicy(nn.Module):
         return cast(Trainable, self.policy)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score the policy's recorded decisions, logp and entropy [N, K]; see `core.policy.ScoredPolicy`."""
+        """Compute log-probabilities of the policy's recorded chunks, logp and entropy [N, K]; see
+        `core.policy.ScoredPolicy`.
+        """
         return self._learner.log_prob(self.seen(observation), latents)
 
     def describe_steps(self) -> Mapping[str, Any]:
-        """Return what the policy says of its steps; see `core.steps.DescribesSteps`."""
+        """Return the policy's step description; see `core.steps.DescribesSteps`."""
         return self.policy.describe_steps() if isinstance(self.policy, DescribesSteps) else {}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -140,7 +144,7 @@ class EncodedPolicy(nn.Module):
         return self._learner.loss({**batch, "observation": self.seen(batch["observation"])}, generator)
 
     def trainable_parameters(self) -> Iterable[nn.Parameter]:
-        """The policy's: the encoder stays as it is."""
+        """Parameters of the policy; the encoder is frozen."""
         return self._learner.trainable_parameters()
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
@@ -148,7 +152,7 @@ class EncodedPolicy(nn.Module):
         self._learner.prepare_finetuning(steps, train_encoder=train_encoder)
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return what the model shows of the newest frames, key -> [N, ...]: features for critics."""
+        """Return the model's latent observation of the newest frames, key -> [N, ...]: features for critics."""
         seen = self.seen(observation)
         return {key: value[:, -1] for key in self.model.spec.observation if isinstance(value := seen[key], Tensor)}
 
@@ -164,7 +168,7 @@ class EncodedPolicy(nn.Module):
 
     @torch.no_grad()
     def _encoded(self, observation: TensorObservation) -> dict[str, Tensor]:
-        """Return the fields that the model shows of every frame, key -> [B, H, *shape]."""
+        """Return the latent fields of every frame, key -> [B, H, *shape]."""
         validate_observation(observation, self.model.reads, history=self.spec.history)
         frames = {key: value for key in self.model.reads if isinstance(value := observation[key], Tensor)}
         first = next(iter(frames.values()))
@@ -173,6 +177,6 @@ class EncodedPolicy(nn.Module):
 
 
 def save_encoder(model: DecoderFree, folder: Path) -> None:
-    """Put `model` into the policy checkpoint in `folder`, which acts behind it from now on."""
+    """Save `model` as the encoder of the policy checkpoint in `folder`."""
     save_world_model(cast(LearnedModel, model), folder / ENCODER)
     write_json(folder / "config.json", {**read_json(folder / "config.json"), ENCODER: ENCODER})

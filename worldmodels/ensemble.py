@@ -2,8 +2,8 @@
 
 All members are one batched tensor. Each predicts mean and variance of the change of the free state elements; each
 imagined step uses a random member. Uncertainty is the disagreement of the members' means. Deviations from MOPO: rewards
-and success come from `StepHeads` instead of extra outputs; members differ by their initial weights and minibatches, not
-by bootstrapped data sets; all of them are elites.
+and success come from `StepHeads` instead of extra outputs; members differ by initial weights and minibatches, not by
+bootstrapped data sets; all members are used as elites.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
 
 
 class EnsembleModel(Described[EnsembleConfig], Standardised):
-    """A `LearnedModel` of the non-image fields of `spec`; make one with `build` or `load_world_model`.
+    """A `LearnedModel` of the non-image fields of `spec`; create it with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -82,9 +82,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     @classmethod
     def build(cls, config: EnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh ensemble for `spec`, with structure and statistics read off `episodes`.
+        """Build an untrained ensemble for `spec`, with structure and statistics from `episodes`.
 
-        Raises DataError where the data's fields are not the world's, or there are only images.
+        Raises DataError when the data's fields differ from the world's, or there are only images.
         """
         vector = StateVector.of(spec)
         require_fields(spec, vector.fields, episodes)
@@ -95,17 +95,17 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """Dynamics, reward and success are fitted at once."""
+        """A single stage: dynamics, reward and success are fitted together."""
         return {"ensemble": (self, 1.0)}
 
     @property
     def spec(self) -> WorldSpec:
-        """The world that is imitated, with the reward terms that are predicted."""
+        """Spec of the imitated world, with the predicted reward terms."""
         return self._spec
 
     @property
     def structure(self) -> StateStructure:
-        """What the elements of the state are."""
+        """Structure of the state's elements."""
         return structure_of(self)
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         self.heads.fit_statistics(data)
 
     def predict(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return standardised mean and log-variance [M, N, F] of the free elements' change."""
+        """Return standardised mean and log-variance [M, N, F] of the change of the free elements."""
         x = torch.cat([self.standard("state", state), self.standard("action", action)], -1)
         mean, logvar = self.dynamics(x).chunk(2, -1)
         return mean, self._bounded(logvar)
@@ -144,10 +144,10 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | others, generator)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-        """Yield training batches for ever; each member draws its own steps, `generator` is all the state.
+        """Yield training batches indefinitely; each member samples its own steps, and the only state is `generator`.
 
-        What `loss` takes, in the world's units: state and next_state [M, N, S], action [M, N, A], reward [M, N],
-        success_state [N, S], success_label [N] bool, for M members and N = config.batch_size. Raises DataError where
+        Batches for `loss`, in the world's units: state and next_state [M, N, S], action [M, N, A], reward [M, N],
+        success_state [N, S], success_label [N] bool, for M members and N = config.batch_size. Raises DataError when
         rewards, success or final frames are missing.
         """
         data = recorded_transitions(episodes, self.state_vector)
@@ -162,7 +162,9 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
+        """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on held-out
+        episodes.
+        """
         data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
         self.heads.calibrate(data)
         found = []
@@ -187,10 +189,11 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     @torch.no_grad()
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by T steps, each with a random member; success is terminal where the spec says so.
+        """Advance every row by T steps, each with a random member; success terminates the episode when the spec says
+        so.
 
         actions: [B, T, A], in the world's units. The uncertainty [B] is in standard deviations of a step's change. Only
-        the next state needs the one before: rewards, success and uncertainty of all steps are computed together.
+        the next state depends on the previous one; rewards, success and uncertainty of all steps are computed together.
         """
         structure, actions = self.structure, actions.to(latent["state"].dtype).transpose(0, 1)
         members, noise = self._draws(latent, len(actions))
@@ -228,12 +231,12 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         return {"state": states[-1], "seed": latent["seed"], "step": latent["step"] + len(actions)}, found
 
     def _outputs(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return what every member says of the same standardised rows, [M, N, 2 F]: means, unbounded log-variances."""
+        """Return every member's outputs for the same standardised rows, [M, N, 2 F]: means, unbounded log-variances."""
         return self.dynamics(torch.cat([state, action], -1).expand(self.config.members, -1, -1))
 
     def _bounded(self, logvar: Tensor) -> Tensor:
-        """Return log-variances [..., F] within soft, learned bounds (PETS): far from the data a free variance would be
-        arbitrary, and its likelihood explode.
+        """Return log-variances [..., F] within soft, learned bounds (PETS): far from the data, an unbounded variance
+        would be arbitrary and its likelihood could diverge.
         """
         # max - softplus(max - x) is about x far below the bound and never above it; the second line mirrors this at
         # the lower bound. A clamp would have no gradient beyond the bounds, and the bounds themselves would not learn.
@@ -243,7 +246,7 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
     def _draws(self, latent: Latent, steps: int) -> tuple[Tensor, Tensor]:
         """Return member indices [T, B] and standard normal noise [T, B, F] of the next T = `steps` steps.
 
-        Both are a function of each row's seed and step alone; where nothing is sampled there is no noise, F = 0.
+        Both depend only on each row's seed and step; without sampling there is no noise, F = 0.
         """
         from scipy.special import ndtri  # who imagines with noise, pays for its import
 
@@ -258,6 +261,6 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
 
 def _disagreement(mean: Tensor) -> Tensor:
-    """Return how much the members' means [M, ..., F] differ, [...]."""
+    """Return the disagreement [...] of the members' means [M, ..., F]."""
     # Population deviation: with one member it is 0, where the sample deviation would be NaN.
     return mean.std(0, correction=0).mean(-1)

@@ -1,7 +1,7 @@
-"""`ImaginedWorld`: any `WorldModel` as a `World`, so that trainer, evaluator and ranker run in imagination unchanged.
+"""`ImaginedWorld`: any `WorldModel` as a `World`, so that trainer, evaluator and ranker run unchanged in imagination.
 
-The three ends of a rollout stay apart: `terminated` (the model says the task ended: no bootstrap), `truncated` (the
-task's time limit: bootstrap) and `horizon_end` (imagination was cut: bootstrap, never a real end).
+Three ends of a rollout are kept apart: `terminated` (the model predicts the task's end: no bootstrap), `truncated` (the
+task's time limit: bootstrap) and `horizon_end` (imagination was truncated: bootstrap, never a real end).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ from robopolicy.core.world import Rows, Snapshot, Step
 from worldmodels.protocol import ChunkModel, Context, DecoderFree, Imagined, Latent, Starts, WorldModel, combined
 
 PENALTY = "uncertainty"
-"""Name of the reward term that an uncertain step costs."""
+"""Name of the reward term of the uncertainty penalty."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """When imagination is cut before the task's time limit.
+    """Criteria for truncating imagination before the task's time limit.
 
-    steps: after this many imagined steps (None: never); uncertainty: once a step's uncertainty exceeds this (None:
-    never). Both give `horizon_end`.
+    steps: after this number of imagined steps (None: never); uncertainty: once a step's uncertainty exceeds this (None:
+    never). Both set `horizon_end`.
     """
 
     steps: int | None = None
@@ -41,16 +41,15 @@ class Truncation:
 
 
 class ImaginedWorld:
-    """World and Snapshots over a world model.
+    """`World` with snapshots, on top of a world model.
 
-    model: what it shows is the observation, which is the latent where a model has no decoder (`DecoderFree`); starts:
-    where episodes begin, by seed: the true simulator's starts pair imagined with real episodes, contexts of a dataset
-    start anywhere in it; batch_size: rows B; history: H frames; truncation: when imagination is cut; penalty:
-    price of a unit of uncertainty, a reward term of its own (MOPO, Yu et al. 2020, arXiv:2005.13239); debounce:
-    consecutive steps that must look successful before success is believed; seed: of the generator that draws episode
-    seeds when `reset` is given none. Where an episode's return decides (`WorldSpec.least_return`), no state shows
-    success: then it is the imagined return at the end, and an episode that is cut before has not succeeded. Raises
-    ConfigError on sizes below 1 and a negative penalty.
+    model: its outputs are the observation, or its latent if it has no decoder (`DecoderFree`). starts: initial states
+    of episodes by seed; the true simulator's starts pair imagined with real episodes, contexts of a dataset start
+    anywhere in it. batch_size: rows B; history: H frames; truncation: when imagination is truncated. penalty: penalty
+    per unit of uncertainty, a separate reward term (MOPO, Yu et al. 2020, arXiv:2005.13239). debounce: number of
+    consecutive predicted-success steps required for success. seed: of the generator of episode seeds when `reset` is
+    given none. If success is defined by an episode's return (`WorldSpec.least_return`), it is the imagined return at
+    the end; an episode truncated before has not succeeded. Raises ConfigError on sizes below 1 and a negative penalty.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ImaginedWorld:
 
     @property
     def spec(self) -> WorldSpec:
-        """The spec of the world that is imitated, with this history."""
+        """Spec of the imitated world, with this history."""
         return self._spec
 
     @property
@@ -93,9 +92,9 @@ class ImaginedWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
     ) -> Observation:
-        """Start new episodes in `rows`, at first in every row; returns all rows' observation [B, H, ...].
+        """Start new episodes in `rows`, the first time in every row; returns all rows' observation [B, H, ...].
 
-        Raises ConfigError on any option, SpecError on bad rows or seeds.
+        Raises ConfigError on any option, SpecError on invalid rows or seeds.
         """
         if options:
             raise ConfigError(f"An imagined world takes no reset options, got {sorted(options)}.")
@@ -111,7 +110,8 @@ class ImaginedWorld:
     def step(self, actions: np.ndarray) -> Step:
         """Imagine a chunk [B, C, A] in the rows that have not ended; never resets.
 
-        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions or imagination.
+        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on non-finite actions or
+        imagination.
         """
         episodes, arrays = self._episodes, self._episodes.arrays
         actions = np.asarray(actions)
@@ -143,7 +143,7 @@ class ImaginedWorld:
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy the state [R, ...] of `rows`: latent, history, counters and flags.
 
-        Raises SpecError on bad rows and before the first reset.
+        Raises SpecError on invalid rows and before the first reset.
         """
         own, index = self._episodes.snapshot(rows), self._episodes.index(rows)
         return Snapshot({f"latent/{name}": value.cpu().numpy()[index] for name, value in self._latent.items()} | own)
@@ -151,7 +151,7 @@ class ImaginedWorld:
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` with a snapshot and return all rows' observation [B, H, ...].
 
-        Raises SpecError unless it fits the rows and this world.
+        Raises SpecError when the snapshot does not match the rows and this world.
         """
         index = self._episodes.restore(snapshot, rows)
         latent = {
@@ -163,11 +163,11 @@ class ImaginedWorld:
         return self._episodes.observation()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing; no resources are open."""
 
     def _first_frames(self, context: Context, latent: Latent) -> dict[str, np.ndarray]:
-        """Return the frames that episodes begin with, key -> [R, T, *shape]: those of the context, or what the latent
-        shows where there is no decoder, as one frame.
+        """Return the first frames of episodes, key -> [R, T, *shape]: those of the context or, without a decoder, the
+        latent as one frame.
         """
         if not isinstance(self.model, DecoderFree):
             return {key: context.observation[key] for key in self._spec.observation}
@@ -178,8 +178,8 @@ class ImaginedWorld:
         return frames
 
     def _imagine(self, actions: np.ndarray, index: slice | np.ndarray) -> Imagined:
-        """Return what a chunk [B, C, A] leads to in the rows `index` [R] that run: [R, C, ...], steps after an
-        episode's end included.
+        """Return the outcome of a chunk [B, C, A] in the running rows `index` [R]: [R, C, ...], including steps after
+        an episode's end.
         """
         everyone, device = isinstance(index, slice), next(iter(self._latent.values())).device
         rows = torch.from_numpy(np.arange(self._batch_size)[index]).to(device)
@@ -196,7 +196,7 @@ class ImaginedWorld:
         return combined(found, lambda steps: torch.stack(steps, 1))
 
     def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
-        """Count the steps of an imagined chunk [R, C] in the rows `index`, and end episodes where they end."""
+        """Count the steps of an imagined chunk [R, C] in the rows `index`, and mark ended episodes."""
         uncertainty, terminated = future.uncertainty.cpu().numpy(), future.terminated.cpu().numpy()
         least = self._spec.least_return
         success = self._looks_done(index, future) if least is None else self._earned(index, future, least)
@@ -210,7 +210,7 @@ class ImaginedWorld:
         return moved
 
     def _looks_done(self, index: slice | np.ndarray, future: Imagined) -> np.ndarray:
-        """Return after which of a chunk's steps [R, C] success is believed, in the rows `index`."""
+        """Return a mask of a chunk's steps [R, C] after which success counts (debounced), in the rows `index`."""
         seen, streak = future.success.cpu().numpy(), self._episodes.arrays["streak"]
         # How many of the latest steps looked successful, after each of them: those since the latest that did not, or
         # since the chunk's beginning, where what was seen before it counts as well.
@@ -221,7 +221,7 @@ class ImaginedWorld:
         return streaks >= self._debounce
 
     def _earned(self, index: slice | np.ndarray, future: Imagined, least: float) -> np.ndarray:
-        """Return after which of a chunk's steps [R, C] an episode is over that earned at least `least`."""
+        """Return a mask of a chunk's steps [R, C] after which an episode is over with a return of at least `least`."""
         arrays = self._episodes.arrays
         terms = [future.rewards[name].cpu().numpy() for name in self.model.spec.rewards if name != SUCCESS]
         paid = arrays["paid"][index, None] + np.cumsum(np.sum(terms, axis=0, dtype=np.float64), axis=1)
@@ -231,8 +231,8 @@ class ImaginedWorld:
         return (paid >= least) & (future.terminated.cpu().numpy() | (steps >= self._spec.horizon))
 
     def _seen(self, index: slice | np.ndarray, future: Imagined, moved: Advanced) -> dict[str, np.ndarray]:
-        """Return the history of the rows `index` and the frames that follow, key -> [R, H + C, *shape]; the last frame
-        of an episode that ended repeats.
+        """Return the history of the rows `index` and the following frames, key -> [R, H + C, *shape]; the last frame of
+        an ended episode repeats.
         """
         frames = {key: held(future.observation[key].cpu().numpy(), moved.length) for key in self._spec.observation}
         for key, frame in frames.items():
@@ -241,7 +241,9 @@ class ImaginedWorld:
         return self._episodes.extended_history(index, frames)
 
     def _cut(self, index: slice | np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
-        """Return after which of a chunk's steps imagination is cut in the rows `index`, like uncertainty [R, C]."""
+        """Return a mask of a chunk's steps after which imagination is truncated in the rows `index`, shaped like
+        uncertainty [R, C].
+        """
         steps = self._episodes.arrays["steps"][index, None] + np.arange(1, uncertainty.shape[1] + 1)
         cut = np.zeros(uncertainty.shape, dtype=bool)
         if self._truncation.steps is not None:
@@ -252,7 +254,7 @@ class ImaginedWorld:
 
 
 def _scatter(whole: Latent, part: Latent, index: np.ndarray, rows: int) -> Latent:
-    """Return `whole` with rows `index` replaced by `part`; made on first use."""
+    """Return `whole` with rows `index` replaced by `part`; allocated on first use."""
     result = {}
     for name, value in part.items():
         # A copy: the tensor may be shared with a latent that a caller or a snapshot still holds.

@@ -1,12 +1,12 @@
-"""A world model of image features: an encoder of single frames, and an ensemble of dynamics on what it makes of them.
+"""World model of image features: a single-frame encoder, and ensemble dynamics on its features.
 
-The encoder says where things are (convolutions, a spatial softmax, a layer). It learns that by drawing each frame again
-from its features alone (a deep spatial autoencoder, Finn et al. 2016, arXiv:1509.06113), so nothing has to be labelled;
-what is drawn is needed for learning only. Features and the vectors that the world shows, but what only a simulator
-knows (`observation.environment_state`), are the latent, of which `EnsembleModel` learns dynamics, rewards and success
-as of any state: a step of imagination costs what it costs there, and no image is drawn. Policies read the latent and
-act in the real world behind the encoder (`DecoderFree`). Deviation from models whose latent learns with the dynamics:
-the encoder is finished before, and stays as it is when the model is trained on, because policies lean on it.
+The encoder locates objects (convolutions, a spatial softmax, a layer). It is trained by reconstructing each frame from
+its features alone (a deep spatial autoencoder, Finn et al. 2016, arXiv:1509.06113), so no labels are needed;
+reconstruction is used for training only. The latent consists of the features and the world's vectors, except
+simulator-only state (`observation.environment_state`). `EnsembleModel` learns its dynamics, rewards and success as for
+any state: an imagined step costs the same as there, and no image is decoded. Policies read the latent and act in the
+real world through the encoder (`DecoderFree`). Deviation from models whose latent is trained with the dynamics: the
+encoder is trained first and stays fixed when training continues, because policies depend on it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -46,14 +46,14 @@ from worldmodels.protocol import LATENT, Context, Imagined, Latent
 from worldmodels.registry import saved_configuration
 
 PART = 512
-"""Frames are encoded in parts of so many."""
+"""Number of frames encoded at a time."""
 
 SAMPLED = 1000
-"""Frames of the data that say how much its pixels vary."""
+"""Number of frames sampled to measure the variance of the pixels."""
 
 
 class FrameAutoencoder(nn.Module):
-    """Encodes single frames, camera by camera, and draws them again at half their size.
+    """Encodes single frames, camera by camera, and reconstructs them at half their size.
 
     images: the cameras' fields by key; size: features F of a frame, all cameras together. Raises ConfigError unless
     images are square and their side a power of two from 16 up.
@@ -77,12 +77,12 @@ class FrameAutoencoder(nn.Module):
         return torch.cat([self.encoders[module_name(key)](frames[key]) for key in self.images], -1)
 
     def drawn(self, key: str, features: Tensor) -> Tensor:
-        """Return a camera's images uint8 [N, height, width, 3] of its features [N, F]."""
+        """Reconstruct a camera's images uint8 [N, height, width, 3] from its features [N, F]."""
         small = (255 * self.decoders[module_name(key)](features)).round().to(torch.uint8)
         return small.repeat_interleave(2, 1).repeat_interleave(2, 2)
 
     def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"drawn": [N]}: the squared error of what is drawn, as a share of how much pixels vary in the data.
+        """Return {"drawn": [N]}: the squared reconstruction error as a fraction of the pixels' variance in the data.
 
         batch: frames, key -> uint8 [N, height, width, 3]; variance: key -> [], of pixels in 0 to 1.
         """
@@ -96,15 +96,15 @@ class FrameAutoencoder(nn.Module):
 
 
 def halved(frames: Tensor) -> Tensor:
-    """Return images at half their size: uint8 [N, height, width, 3] -> [N, height / 2, width / 2, 3] in 0 to 1."""
+    """Downsample images to half size: uint8 [N, height, width, 3] -> [N, height / 2, width / 2, 3] in 0 to 1."""
     small = functional.avg_pool2d(rearrange(frames, "n h w c -> n c h w").float() / 255, 2)
     return rearrange(small, "n c h w -> n h w c")
 
 
 class LatentEnsembleModel(nn.Module):
-    """A `LearnedModel` and `DecoderFree`; make one with `build` or `load_world_model`.
+    """A `LearnedModel` and `DecoderFree`; create it with `build` or `load_world_model`.
 
-    reads: fields of the world's observation, images among them; structure: of the latent's elements, the vectors first.
+    reads: fields of the world's observation, including images; structure: of the latent's elements, vectors first.
     """
 
     configuration = LatentEnsembleConfig
@@ -135,10 +135,10 @@ class LatentEnsembleModel(nn.Module):
 
     @classmethod
     def build(cls, config: LatentEnsembleConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained model of the world of `spec`, its encoder that of another one where `config` names one.
+        """Build an untrained model of the world of `spec`; if `config` names another model, its encoder is used.
 
-        Raises ConfigError where there is no image or the other model reads something else, DataError where the data's
-        fields are not the world's.
+        Raises ConfigError when there is no image or the other model reads other fields, DataError when the data's
+        fields differ from the world's.
         """
         reads = fields_seen(spec)
         require_fields(spec, reads, episodes)
@@ -158,7 +158,7 @@ class LatentEnsembleModel(nn.Module):
         return model
 
     def keep_encoder_of(self, config: LatentEnsembleConfig) -> None:
-        """Take over the encoder of the model at config.encoder; raises ConfigError where it reads something else."""
+        """Copy the encoder of the model at config.encoder; raises ConfigError when it reads other fields."""
         assert config.encoder is not None
         other = load_world_model(config.encoder)
         if not isinstance(other, LatentEnsembleModel):
@@ -174,7 +174,7 @@ class LatentEnsembleModel(nn.Module):
         self.autoencoder.load_state_dict(given)
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """The encoder learns first, unless it is given or was finished long ago; then the ensemble, from latents."""
+        """The encoder is trained first, unless it was copied or is already trained; then the ensemble, on latents."""
         ensemble = PartStage(self.ensemble, self.latent_batches, self.ensemble.loss), 1.0
         if not self._learns_encoder:
             return {"ensemble": ensemble}
@@ -182,7 +182,7 @@ class LatentEnsembleModel(nn.Module):
         return {"encoder": (encoder, self.config.encoder_share), "ensemble": ensemble}
 
     def frame_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield what `FrameAutoencoder.losses` takes for ever; `generator` is all the state."""
+        """Yield batches for `FrameAutoencoder.losses` indefinitely; the only state is `generator`."""
         images = {key: episodes.observation[key] for key in self.autoencoder.images}
         count, device = len(next(iter(images.values()))), self.ensemble.state_mean.device
         some = torch.linspace(0, count - 1, min(count, SAMPLED)).long()
@@ -195,32 +195,34 @@ class LatentEnsembleModel(nn.Module):
             yield {"frames": {key: value[rows].to(device) for key, value in images.items()}, "variance": variance}
 
     def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield what `EnsembleModel.loss` takes for ever; the statistics become those of the latents."""
+        """Yield batches for `EnsembleModel.loss` indefinitely; the statistics are replaced by those of the latents."""
         seen = encoded(self, episodes)
         # The statistics of `build` would be those of an untrained encoder's latents.
         self.ensemble.fit_statistics(recorded_transitions(seen, self.ensemble.state_vector))
         yield from self.ensemble.batches(seen, generator)
 
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
+        """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on held-out
+        episodes.
+        """
         self.ensemble.calibrate(encoded(self, episodes))
 
     @property
     def spec(self) -> WorldSpec:
-        """The world that is imitated, its observation the latent alone."""
+        """Spec of the imitated world, with the latent as only observation."""
         return self.ensemble.spec
 
     @property
     def uncertainty_quantiles(self) -> Tensor:
-        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
+        """Quantiles of the single-step uncertainty on held-out data, [101]."""
         return self.ensemble.uncertainty_quantiles
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
-        """Return what latents of recorded frames depend on, name -> [...]; see `HasEncoder`."""
+        """Return the weights that determine the latents of recorded frames, name -> [...]; see `HasEncoder`."""
         return dict(self.autoencoder.encoders.state_dict())
 
     def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights."""
+        """Return the inputs that `restore` needs in addition to spec and weights."""
         return {
             # The weights of the encoder are in this checkpoint; the other model may be gone when it is loaded.
             "config": to_plain(replace(self.config, encoder=None)),
@@ -230,14 +232,14 @@ class LatentEnsembleModel(nn.Module):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
-        """Return a model for `weights`, name -> [...], whose encoder is finished; see `LearnedModel.restore`."""
+        """Build a model for `weights`, name -> [...], with a trained encoder; see `LearnedModel.restore`."""
         config = saved_configuration(cls.configuration, description)
         reads = {key: Field.from_json(field) for key, field in description["reads"].items()}
         return cls(config, spec, reads, structure_in(weights), description["success_bonus"])
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the ensemble's latent of the present frames, encoded, and of episodes with `seeds` [R]."""
+        """Return the ensemble's latent of the current frames, encoded, for episodes with `seeds` [R]."""
         device = self.ensemble.state_mean.device
         frames = {key: torch.from_numpy(np.ascontiguousarray(context.last(key))) for key in self.autoencoder.images}
         rows = torch.arange(len(context)).split(PART)
@@ -253,12 +255,13 @@ class LatentEnsembleModel(nn.Module):
         return self.ensemble.initial(Context({LATENT: shown}), seeds)
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
-        """Return the latent as the one field that is seen, [B, S]."""
+        """Return the latent as the only observation field, [B, S]."""
         return {LATENT: latent["state"]}
 
     @torch.no_grad()
     def drawn(self, shown: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what latents look like, camera's key -> uint8 [B, height, width, 3], drawn at half that size.
+        """Return images reconstructed from latents, camera's key -> uint8 [B, height, width, 3], decoded at half that
+        size.
 
         See `DrawsLatents`.
         """
@@ -276,9 +279,9 @@ class LatentEnsembleModel(nn.Module):
 
 
 def fields_seen(spec: WorldSpec) -> dict[str, Field]:
-    """Return what the encoder reads: images, and vectors but what only a simulator knows.
+    """Return the fields that the encoder reads: images, and vectors except simulator-only state.
 
-    Raises ConfigError where there is no image.
+    Raises ConfigError when there is no image.
     """
     reads = {key: field for key, field in spec.observation.items() if key != ENVIRONMENT_STATE}
     if not any(key.startswith(IMAGE_PREFIX) for key in reads):

@@ -1,7 +1,7 @@
-"""The true simulator as a world model: the twin that proves a policy cannot tell a learned world from a real one.
+"""Oracle world model: the true simulator, used to verify that imagined and real worlds behave identically.
 
-`ImaginedWorld(OracleModel(sim), ...)` must reproduce `sim` bitwise; oracle dynamics also separate model error from the
-other faults of learning in imagination (Sims et al. 2024, edge of reach).
+`ImaginedWorld(OracleModel(sim), ...)` must reproduce `sim` bitwise. Oracle dynamics also separate model error from
+other failures of learning in imagination (Sims et al. 2024, edge of reach).
 """
 
 from typing import Protocol
@@ -21,9 +21,9 @@ class Restorable(World, Snapshots, Protocol):
 
 
 class OracleModel:
-    """A `WorldModel` that asks the true world; its latent is the world's own snapshot.
+    """A `WorldModel` that runs the true world; its latent is the world's snapshot.
 
-    world: must have as many rows as the imagined world around it, and a history of 1.
+    world: must have the same number of rows as the imagined world around it, and a history of 1.
     """
 
     def __init__(self, world: Restorable):
@@ -52,7 +52,7 @@ class OracleModel:
         return _latent(self._world.snapshot(rows))
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Restore rows, at most as many as the world has, run one true control step, and return the snapshots after.
+        """Restore rows, at most as many as the world has, run one true control step, and return the snapshots after it.
 
         actions: [B, A], in the world's units; the latent is name -> [B, ...], and the uncertainty [B] is 0.
         """
@@ -75,7 +75,7 @@ class OracleModel:
 def oracle_twin(
     world: Restorable, *, history: int = 1, truncation: Truncation | None = None, seed: int = 0
 ) -> ImaginedWorld:
-    """Wrap the true `world` (history 1) exactly as a learned model would be wrapped."""
+    """Wrap the true `world` (history 1) exactly like a learned model."""
     starting = world
 
     def starts(seeds: np.ndarray) -> Context:

@@ -1,5 +1,5 @@
-"""A diffusion model of the next image, and a readout of everything else (DIAMOND, Alonso et al. 2024,
-arXiv:2405.12399).
+"""Pixel diffusion world model (DIAMOND, Alonso et al. 2024, arXiv:2405.12399): diffuses the next image, and predicts
+the rest from it.
 
 The next frame of all cameras is drawn by EDM diffusion from noise, given the last frames, actions and the robot's
 pose, by a U-Net of diffusers' blocks. State vectors, reward, success and uncertainty are read off the frames by a
@@ -10,9 +10,9 @@ share starts where the sampler starts, what is diffused is the change from the l
 are held (see `PixelDiffusionConfig` and `PixelDenoiser`). Diffusing whole frames instead, images faded and ignored
 their actions after as long.
 
-On `reach_planar`, where nothing is left to chance, states read off after 20 imagined steps err by 0.56 standard
-deviations at 64 px (2,000 steps of training), by 0.32 with the pose as an input, and by 0.18 at 32 px with one step of
-sampling, which is all that is trained (first_share=1, 4,000 steps). fit.learning_rate=1e-3 suits it.
+On the deterministic `reach_planar`, states predicted after 20 imagined steps have an error of 0.56 standard deviations
+at 64 px (2,000 training steps) and 0.32 with the pose as an input. At 32 px with one sampling step, the only one
+trained, it is 0.18 (first_share=1, 4,000 steps). fit.learning_rate=1e-3 works well.
 
 Axes: N or B rows, K context frames, V elements of all vector fields, A action dimension. Frames are uint8 [..., height,
 width, 3], pixels float [..., 3, height, width] in -1 to 1; several cameras are one frame, stacked in height.
@@ -43,17 +43,17 @@ from worldmodels.images.networks import to_frames, to_pixels
 from worldmodels.protocol import Context, Imagined, Latent, counters
 
 MAPS = 16
-"""Channels on which actions and pose are drawn."""
+"""Number of channels for maps of actions and pose."""
 
 
 class PixelDenoiser(nn.Module):
-    """Denoises the next frame, given context, actions and pose: images are input, the others steer every block's
-    group norm and are drawn on maps beside the images.
+    """Denoises the next frame, conditioned on context, actions and pose. Images are input channels; actions and pose
+    modulate every block's group norm and are also concatenated to the images as maps.
 
-    Deviations from DIAMOND: squares of pixels become channels, so that the finest maps have `grid` pixels a side (a
-    CPU is fast on few pixels with many channels); what is diffused is the change from the last frame, in units of
-    `change_std` (of which EDM's sigma_data is the standard deviation), so that a network whose output is zero repeats
-    the frame; the robot's pose in the last frame is an input (as in Ctrl-World), since images alone show it coarsely.
+    Deviations from DIAMOND: squares of pixels become channels, so the finest maps have `grid` pixels per side (a CPU is
+    fast on few pixels with many channels). The change from the last frame is diffused in units of `change_std` (of
+    which EDM's sigma_data is the standard deviation), so zero output repeats the frame. The robot's pose in the last
+    frame is an input (as in Ctrl-World), because images alone show it only coarsely.
     """
 
     change_std: Tensor
@@ -98,7 +98,7 @@ class PixelDenoiser(nn.Module):
     def forward(self, noisy: Tensor, label: Tensor, maps: Tensor, steering: Tensor) -> Tensor:
         """Return EDM's F [N, 3, height, width] of scaled `noisy` changes at noise labels [N].
 
-        maps, steering: what `conditions` makes of the past.
+        maps, steering: outputs of `conditions` for the past.
         """
         x = torch.cat([maps, functional.pixel_unshuffle(noisy, self.patch)], 1)
         with autocast(self.config.precision, x.device):
@@ -109,15 +109,15 @@ class PixelDenoiser(nn.Module):
     def conditions(self, context: Tensor, actions: Tensor, pose: Tensor) -> dict[str, Tensor]:
         """Return the conditions of all denoising steps: maps [N, M, grid, grid] and steering [N, S].
 
-        context: pixels [N, K, 3, height, width]; actions: [N, K, A], the last leads to the new frame; pose: [N, P], in
-        the last frame; both are standardised.
+        context: pixels [N, K, 3, height, width]; actions: [N, K, A], the last one produces the new frame; pose: [N, P],
+        in the last frame; both are standardised.
         """
         inputs = torch.cat([actions.flatten(1), pose], 1)
         squares = functional.pixel_unshuffle(rearrange(context, "n k c h w -> n (k c) h w"), self.patch)
         return {"maps": torch.cat([squares, self.draw(inputs)], 1), "steering": self.steer(inputs)}
 
     def keep_statistics(self, frames: Tensor) -> None:
-        """Keep how much pixels change from one to the next of frames [N, 2, height, width, 3]."""
+        """Measure and store the pixels' change between consecutive frames [N, 2, height, width, 3]."""
         before, after = to_pixels(frames).unbind(1)
         change = (after - before).square().mean().sqrt()
         # A floor for data in which hardly anything moves: dividing by less would train on the noise of pixels.
@@ -126,7 +126,7 @@ class PixelDenoiser(nn.Module):
     def losses(
         self, frames: Tensor, actions: Tensor, poses: Tensor, valid: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return EDM's error [M], averaged over the frames that count.
+        """Return EDM's error [M], averaged over the valid frames.
 
         frames: [M, K + U + 1, height, width, 3]; actions: [M, K + U, A] and poses: [M, K + U, P], standardised, the
         poses those in which the actions are taken; valid: [M, K + U] bool. The first UNROLL_SHARE of the rows go on for
@@ -172,7 +172,9 @@ class PixelDenoiser(nn.Module):
         )
 
     def _shown(self, last: Tensor, change: Tensor) -> Tensor:
-        """Return the frames [N, height, width, 3] that a change of pixels makes of the last ones, noise held back."""
+        """Return the frames [N, height, width, 3] that result from a pixel change of the last ones, with noise
+        suppressed.
+        """
         change = self.change_std * change
         # Pixels lie in -1 to 1 and the threshold in 0 to 1: hence the factor 2.
         moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.change_threshold
@@ -180,11 +182,11 @@ class PixelDenoiser(nn.Module):
 
 
 MEASURED = 2000
-"""Changes of pixels are measured over so many steps at most."""
+"""Maximum number of steps used to measure changes of pixels."""
 
 
 class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
-    """A `LearnedModel` of the fields of `spec`, images and vectors; make one with `build` or `load_world_model`.
+    """A `LearnedModel` of the fields of `spec`, images and vectors; create it with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -210,7 +212,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
 
     @classmethod
     def build(cls, config: PixelDiffusionConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, and see `ImageModel`."""
+        """Build an untrained model of the world of `spec`; see `ImageModel`."""
         model = super().build(config, spec, episodes, seed)
         data = SequenceData(episodes, tuple(model.reader.images))
         steps = torch.linspace(0, episodes.step_count - 1, min(MEASURED, episodes.step_count)).long()
@@ -218,21 +220,21 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """First the denoiser, then what is read off its frames."""
+        """First the denoiser, then the readout on its frames."""
         denoiser = PartStage(self.denoiser, self.denoiser_batches, self._pixel_loss)
         return {"denoiser": (denoiser, 1.0), "readout": (self.readout_stage(), 1.0)}
 
     @property
     def context(self) -> int:
-        """Frames of a context that it reads; where there are fewer, the first one is repeated."""
+        """Number of context frames that the model reads; when there are fewer, the first one is repeated."""
         return self.config.context
 
     def _pixel_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"pixels": [N]}, EDM's weighted error of frames; 1 would be a network that has learned nothing."""
+        """Return {"pixels": [N]}, EDM's weighted error of frames; an untrained network has an error of 1."""
         return {"pixels": self.denoiser.losses(**batch, generator=generator)}
 
     def denoiser_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield what `PixelDenoiser.losses` takes for ever; `generator` is all the state."""
+        """Yield batches for `PixelDenoiser.losses` indefinitely; the only state is `generator`."""
         reader, config = self.reader, self.config
         data, device = SequenceData(episodes), reader.state_mean.device
         for cut in data.sampler(config.context - 1, 1 + config.unroll, config.batch_size, generator):
@@ -248,7 +250,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
             }
 
     def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
-        """Return frames [n, 3, height, width, 3] around `steps`, the last two imagined one from the other."""
+        """Return frames [n, 3, height, width, 3] around `steps`, the last two imagined one after the other."""
         reader, past = self.reader, self.config.context
         cut = data.cut(steps, past, 1)
         frames = reader.stack(cut.frames).to(reader.state_mean.device)
@@ -269,7 +271,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         """Return the latent: frames [R, K, height, width, 3], actions [R, K - 1, A] between them in the world's units,
         state [R, V] likewise, the episode's seed and the number of the next step.
 
-        Missing frames repeat the first one, and their actions are zero.
+        Missing frames repeat the first one, with zero actions.
         """
         device = self.reader.state_mean.device
         frames, actions, _ = self.reader.begin(context, self.context)
@@ -282,9 +284,10 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row by a frame drawn from its own noise; success is terminal where the spec says so.
+        """Advance every row by one frame sampled from its own noise; success terminates the episode when the spec says
+        so.
 
-        actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
+        actions: [B, A], in the world's units; the next latent has the shapes of that from `initial`.
         """
         actions = actions.to(latent["state"].dtype)
         frame, after, inputs, uncertainty = self._advance(latent, actions)
@@ -302,7 +305,7 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         return self._advance(latent, actions)[2:]
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the next frames and states, what the heads of reward and success read, and the uncertainty."""
+        """Return the next frames and states, the inputs of the reward and success heads, and the uncertainty."""
         frames = latent["frames"]
         state = latent["state"]
         reader = self.reader

@@ -1,9 +1,9 @@
-"""Planning in a world model: try several decisions of a policy in imagination, and take the best.
+"""Planning in a world model: imagine several policy chunks and execute the best.
 
-Sources: COPlanner, Wang et al. 2023, arXiv:2310.07220 (uncertainty of several steps as a price in model rollouts and as
-a bonus when exploring); Cosmos Policy (best of N candidates by the value of several imagined futures each).
-Deviations from COPlanner's public code: episodes that end earn nothing after it, and what comes after the last imagined
-step may be added as a value.
+Sources: COPlanner, Wang et al. 2023, arXiv:2310.07220 (uncertainty over several steps as a penalty in model rollouts
+and as a bonus for exploration); Cosmos Policy (best of N candidates by the value of several imagined futures each).
+Deviations from COPlanner's public code: episodes that end receive no further reward, and the value after the last
+imagined step may be added.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import Context, WorldModel, fields_read
 
 Value = Callable[[TensorObservation], Tensor]
-"""What an observation is worth, [N]."""
+"""Value of an observation, [N]."""
 
 
 class PlannedPolicy(nn.Module):
-    """A `Policy` that looks ahead: of several decisions of `policy` it takes the one that `model` thinks best of.
+    """A `Policy` that plans: it executes the best of several chunks of `policy`, as predicted by `model`.
 
-    value: adds what the last imagined observation is worth where the episode goes on. Decisions are those of `policy`,
-    latents and log-probabilities included, so that `policy.log_prob` scores them; choosing among them is not scored.
-    `last_scores` [B, N] are those of the latest decision, candidate 0 first: the policy's own noise-free choice if it
-    was asked to be deterministic. Raises ConfigError where the model is of another task than the policy.
+    value: estimates the value of the last imagined observation where the episode continues; it is added to the score.
+    Chunks, latents and log-probabilities are those of `policy`, so `policy.log_prob` applies to them and ignores the
+    selection. `last_scores` [B, N] are the scores of the latest policy call; candidate 0 is first, which is the
+    noise-free chunk if `deterministic`. Raises ConfigError when the model is for another task than the policy.
     """
 
     def __init__(self, policy: Policy, model: WorldModel, config: PlanConfig | None = None, value: Value | None = None):
@@ -49,7 +49,7 @@ class PlannedPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """That of the policy, which also needs to see what the model sees."""
+        """Spec of the policy plus the model's inputs."""
         spec = self.policy.spec
         return replace(spec, observation={**spec.observation, **fields_read(self.model)})
 
@@ -59,7 +59,7 @@ class PlannedPolicy(nn.Module):
         return self.policy
 
     def around(self, inner: Policy) -> "PlannedPolicy":
-        """Return what looks ahead as this one does, for another policy."""
+        """Return a planner with the same settings around another policy."""
         return PlannedPolicy(inner, self.model, self.config, self.value)
 
     def reset(self, rows: Rows = None) -> None:
@@ -70,10 +70,10 @@ class PlannedPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide, imagine, choose.
+        """Sample chunks, imagine them, and select the best.
 
         Returns actions [B, C, A] of the policy, its latents [B, ...], and its logp and mask [B, K]. Raises ConfigError
-        where the observation lacks a field that the model sees, and what the policy and the model raise.
+        when the observation lacks a field that the model reads, and the errors of policy and model.
         """
         config = self.config
 
@@ -87,7 +87,7 @@ class PlannedPolicy(nn.Module):
         return decision
 
     def _imagine(self, observation: TensorObservation, first: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the score [rows * candidates * rollouts] of following the chunks `first`, then the policy."""
+        """Return the score [rows * candidates * rollouts] of executing chunks `first`, then following the policy."""
         config, rollouts = self.config, self.config.rollouts
         chunk = first.repeat_interleave(rollouts, 0)
         world = self._begin(observation, len(chunk))
@@ -117,7 +117,7 @@ class PlannedPolicy(nn.Module):
         return torch.from_numpy(total)
 
     def _begin(self, observation: TensorObservation, rows: int) -> ImaginedWorld:
-        """Return a world of `rows` rows that begins where `observation` is."""
+        """Return an imagined world of `rows` rows that starts at `observation`."""
         fields = fields_read(self.model)
         missing = [key for key in fields if key not in observation]
         if missing:
@@ -132,7 +132,7 @@ class PlannedPolicy(nn.Module):
 
 
 def _require_same_task(policy: Policy, model: WorldModel) -> None:
-    """Raise ConfigError where policy and model mean different things by an action, or by a field that both read."""
+    """Raise ConfigError when policy and model define an action, or a field that both read, differently."""
     own, its = policy.spec, fields_read(model)
     both = {f"'{key}'": (field, its[key]) for key, field in own.observation.items() if key in its}
     pairs = {**both, "actions": (own.action, model.spec.action)}

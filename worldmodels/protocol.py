@@ -1,8 +1,8 @@
-"""The `WorldModel` contract: what learned (or oracle) dynamics must offer so that `ImaginedWorld` can be a `World`.
+"""The `WorldModel` protocol: what learned (or oracle) dynamics must implement for `ImaginedWorld` to be a `World`.
 
-A world model speaks torch. Axes: B row, A action dimension. An imagined episode is a pure function of its seed and its
-actions: whatever noise a model draws, it derives from the seed and the step that the latent carries, so episodes do not
-depend on rows or batches, and a copied latent branches exactly.
+World models use torch. Axes: B row, A action dimension. An imagined episode is a pure function of its seed and its
+actions: all noise is derived from the seed and the step in the latent. Episodes therefore do not depend on rows or
+batches, and a copied latent branches exactly.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,20 +23,22 @@ from robopolicy.core.spec import Field, WorldSpec
 from robopolicy.nn.branches import Caching
 
 Latent = dict[str, Tensor]
-"""What a model carries from step to step, name -> [B, ...]."""
+"""State of a model between steps, name -> [B, ...]."""
 
 LATENT = "observation.latent"
-"""Key under which a model without a decoder shows its latent."""
+"""Observation key of the latent of a model without a decoder."""
 
 
 def counters(seeds: np.ndarray, device: torch.device | str) -> Latent:
-    """Return what `draws_of` reads of a latent: the episode's seed and the number of the next step, [R] int64 each."""
+    """Return the inputs of `draws_of` from a latent: the episode's seed and the number of the next step, [R] int64
+    each.
+    """
     given = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
     return {"seed": given, "step": torch.zeros_like(given)}
 
 
 def draws_of(latent: Latent, count: int) -> np.ndarray:
-    """Return `count` uniforms in [0, 1) a row, [B, count]: a function of its episode's seed and step number alone."""
+    """Return `count` uniforms in [0, 1) per row, [B, count]; they depend only on its episode's seed and step."""
     # The factor, a prime, is above any episode's length, so that neighbouring seeds share no (seed, step) pair. int64
     # may wrap around, which is harmless: `uniforms` only hashes the number.
     seeds = latent["seed"].cpu().numpy() * np.int64(1_000_003) + latent["step"].cpu().numpy()
@@ -45,11 +47,10 @@ def draws_of(latent: Latent, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Context:
-    """Where R imagined episodes begin: H frames each, the last of them the present one (H = 1 after a reset).
+    """Initial context of R imagined episodes: H frames each, the last one current (H = 1 after a reset).
 
-    observation: key -> [R, H, *shape]; task: [R] texts, or none where there is one instruction; actions: [R, H - 1, A],
-    what was done between the frames, None where that is not known; state: what a simulator needs to go on from there,
-    name -> [R, ...], if known.
+    observation: key -> [R, H, *shape]; task: [R] texts, or none when there is one instruction; actions: [R, H - 1, A],
+    between the frames, None when unknown; state: simulator state to continue from, name -> [R, ...], if known.
     """
 
     observation: Mapping[str, np.ndarray]
@@ -61,18 +62,18 @@ class Context:
         return len(next(iter(self.observation.values())))
 
     def last(self, key: str) -> np.ndarray:
-        """Return the present frame [R, *shape]."""
+        """Return the current frame [R, *shape]."""
         return self.observation[key][:, -1]
 
     def connected(self) -> "Context":
-        """Return the frames between which actions are known: all of them, or the present one where none is known."""
+        """Return the frames between which actions are known: all, or only the current one when actions are unknown."""
         if self.actions is not None:
             return self
         return replace(self, observation={key: value[:, -1:] for key, value in self.observation.items()})
 
 
 Starts = Callable[[np.ndarray], Context]
-"""Episode seeds [R] -> where these episodes begin."""
+"""Episode seeds [R] -> initial contexts of these episodes."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Imagined:
 
 
 def combined(parts: Sequence[Imagined], combine: Callable[[list[Tensor]], Tensor]) -> Imagined:
-    """Return one step made of several: `combine` takes a tensor of each part, [rows of the part, ...], at a time."""
+    """Merge several steps into one: `combine` merges one tensor of all parts, [rows of the part, ...], at a time."""
     return Imagined(
         {key: combine([part.observation[key] for part in parts]) for key in parts[0].observation},
         {name: combine([part.rewards[name] for part in parts]) for name in parts[0].rewards},
@@ -104,18 +105,18 @@ def combined(parts: Sequence[Imagined], combine: Callable[[list[Tensor]], Tensor
 
 @runtime_checkable
 class WorldModel(Protocol):
-    """Predicts what actions lead to."""
+    """Predicts the outcome of actions."""
 
     @property
     def spec(self) -> WorldSpec:
-        """The spec of the world it imitates, with the reward terms that it predicts and the fields that it shows.
+        """Spec of the imitated world, with the reward terms that it predicts and the fields that it outputs.
 
-        Those are the world's own, or fewer, or fields that the model makes itself: see `DecoderFree`.
+        The fields are the world's own, a subset, or fields that the model computes itself: see `DecoderFree`.
         """
         ...
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the latent of episodes with `seeds` [R] that begin in `context`."""
+        """Return the latent of episodes with `seeds` [R] that start in `context`."""
         ...
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
@@ -125,71 +126,73 @@ class WorldModel(Protocol):
 
 @runtime_checkable
 class ChunkModel(WorldModel, Protocol):
-    """A world model that imagines several steps together faster than one by one, and to the same end."""
+    """A world model that imagines several steps together faster than one by one, with the same result."""
 
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by T control steps with actions [B, T, A], without gradient; one `Imagined` a step."""
+        """Advance every row by T control steps with actions [B, T, A], without gradient; one `Imagined` per step."""
         ...
 
 
 @runtime_checkable
 class Cacheable(WorldModel, Protocol):
-    """A world model that denoises what it imagines, with a network whose branches can be remembered in a chain."""
+    """A world model that denoises its predictions with a network whose branches can be cached within a chain."""
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the residual branches, in the order of their computation."""
+        """Names of the residual branches, in order of computation."""
         ...
 
     @property
     def calls(self) -> int:
-        """How often a chain calls the network."""
+        """Number of network calls per chain."""
         ...
 
     @property
     def chunk(self) -> int:
-        """Most steps that one chain imagines."""
+        """Maximum number of steps that one chain imagines."""
         ...
 
     def with_caching(self, caching: Caching | None) -> Self:
-        """Return a model of the same weights whose chains remember by `caching`, None for nothing.
+        """Return a model with the same weights whose chains use the cache plan `caching`, None for no caching.
 
-        Raises ConfigError where that is made for other branches or another number of calls. Rows stay apart from one
-        another where `caching` lets them, as plans do.
+        Raises ConfigError when the plan is for other branches or another number of calls. Rows stay independent if
+        `caching` allows it, as plans do.
         """
         ...
 
 
 @runtime_checkable
 class DecoderFree(WorldModel, Protocol):
-    """A world model that cannot decode observations: its spec has its latent as a field, `LATENT` say, and no other.
+    """A world model without an observation decoder: its spec has its latent as the only field, for example `LATENT`.
 
-    Imagined episodes show that field from their first frame on, and policies that learn there read it. The real world
-    does not show it: there `EncodedPolicy` turns what is observed into it, and `encoded` turns recorded episodes into
-    episodes on which such a policy can be pre-trained (both in `worldmodels.encoding`, both by `initial` and `show`).
+    Imagined episodes contain that field from their first frame on, and policies trained there read it. The real world
+    does not provide it. There, `EncodedPolicy` computes it from observations, and `encoded` converts recorded episodes
+    for pre-training such a policy (both in `worldmodels.encoding`, both by `initial` and `show`).
     """
 
     @property
     def reads(self) -> Mapping[str, Field]:
-        """Fields of the imitated world's own observation that `initial` reads, by key."""
+        """Fields of the imitated world's observation that `initial` reads, by key."""
         ...
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
-        """Return what is seen where a latent is, key -> [B, *shape], without gradient: the fields of `spec`."""
+        """Return the observation of a latent, key -> [B, *shape], without gradient: the fields of `spec`."""
         ...
 
 
 @runtime_checkable
 class BehindEncoder(PolicyWrapper, Protocol):
-    """A policy of the real world that decides by means of one which reads what a model without a decoder shows."""
+    """A real-world policy that encodes observations for an inner policy, which reads the latent of a model without a
+    decoder.
+    """
 
     @property
     def encoder(self) -> DecoderFree:
-        """The model that encodes what is observed."""
+        """The model that encodes observations."""
         ...
 
     def around(self, inner: Policy) -> "BehindEncoder":
-        """Return the encoder before another policy, which reads the same."""
+        """Put the encoder before another policy with the same inputs."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -199,72 +202,74 @@ class BehindEncoder(PolicyWrapper, Protocol):
 
 @runtime_checkable
 class HasEncoder(DecoderFree, Protocol):
-    """A `DecoderFree` whose latents of recorded frames depend on an encoder alone, which other models may share."""
+    """A `DecoderFree` whose latents of recorded frames depend only on an encoder, which other models may share."""
 
     def encoder_weights(self) -> Mapping[str, Tensor]:
-        """Return the weights of the encoder, name -> [...]: models of equal ones show equal latents."""
+        """Return the weights of the encoder, name -> [...]; models with equal ones have equal latents."""
         ...
 
 
 @runtime_checkable
 class DrawsLatents(DecoderFree, Protocol):
-    """A `DecoderFree` that can draw what it imagines, for people to look at: policies never see that."""
+    """A `DecoderFree` that can decode its latents into images for visualisation; policies never read them."""
 
     def drawn(self, shown: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return images of what is shown, key -> [B, *shape]: camera's key -> uint8 [B, height, width, 3]."""
+        """Return images of the latent observation, key -> [B, *shape]: camera's key -> uint8 [B, height, width, 3]."""
         ...
 
 
 def encoder_weights(model: DecoderFree) -> Mapping[str, Tensor]:
-    """Return what latents of recorded frames depend on, name -> [...]: an encoder, or all where none is told apart."""
+    """Return the weights that determine latents of recorded frames, name -> [...]: those of the encoder, or all if
+    there is no separate one.
+    """
     return model.encoder_weights() if isinstance(model, HasEncoder) else cast(Module, model).state_dict()
 
 
 def fields_read(model: WorldModel) -> Mapping[str, Field]:
-    """Return the fields of a context from which `model` begins episodes: those that it shows, if it can decode them."""
+    """Return the context fields from which `model` starts episodes: those that it outputs, if it can decode them."""
     return model.reads if isinstance(model, DecoderFree) else model.spec.observation
 
 
 @runtime_checkable
 class LearnedModel(WorldModel, Staged, Module, Protocol):
-    """A world model with weights, an nn.Module: trained in stages, and able to describe itself for a checkpoint.
+    """A world model with weights, an nn.Module: trained in stages, with a description for its checkpoint.
 
-    `robopolicy.testing.world_model.check_world_model` tests every promise of it.
+    `robopolicy.testing.world_model.check_world_model` tests every requirement.
     """
 
     @property
     def uncertainty_quantiles(self) -> Tensor:
-        """[101]: quantiles of the uncertainty of single steps on held-out data."""
+        """[101]: quantiles of the single-step uncertainty on held-out data."""
         ...
 
     @property
     def context(self) -> int:
-        """Frames of a context that `initial` makes use of, at least 1; it accepts fewer (one) and more."""
+        """Number of context frames that `initial` uses, at least 1; it accepts fewer (one) and more."""
         ...
 
     @classmethod
     def build(cls, config: Any, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained model of the world of `spec`, its statistics read off `episodes`.
+        """Build an untrained model of the world of `spec`, with statistics from `episodes`.
 
-        config: the settings of this kind; its weights follow from `seed`, not from global randomness. Raises DataError
-        where the episodes are not of that world or lack what is learned.
+        config: the settings of this kind; its weights depend on `seed`, not on global randomness. Raises DataError when
+        the episodes do not match the world or lack training targets.
         """
         ...
 
     def calibrate(self, episodes: Episodes) -> None:
-        """Set thresholds and `uncertainty_quantiles` on held-out episodes, after training."""
+        """Calibrate thresholds and `uncertainty_quantiles` on held-out episodes, after training."""
         ...
 
     def description(self) -> dict[str, Any]:
-        """Return what `restore` needs besides spec and weights, as JSON."""
+        """Return the inputs that `restore` needs in addition to spec and weights, as JSON."""
         ...
 
     @classmethod
     def restore(cls, description: Mapping[str, Any], spec: WorldSpec, weights: Mapping[str, Tensor]) -> Self:
         """Return a model into which `weights` can be loaded.
 
-        weights: name -> [...], as `state_dict` gives them, to read shapes off. Raises ConfigError, KeyError or
-        TypeError where description and weights do not make a model; `load_world_model` turns these into
+        weights: name -> [...], as `state_dict` returns them, used for their shapes. Raises ConfigError, KeyError or
+        TypeError when description and weights do not make a model; `load_world_model` converts these to
         CheckpointError.
         """
         ...

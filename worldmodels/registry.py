@@ -1,8 +1,8 @@
-"""The kinds of world models and of success heads, by name; the next is a line here, an entry point, or a dotted path.
+"""Registry of world model kinds and success heads; extend it by a line here, an entry point, or an import path.
 
 The class of a kind is a `LearnedModel` (worldmodels.protocol) with `build(config, spec, episodes, seed)`, which returns
-an untrained one, and `restore(description, spec, weights)`, which rebuilds what `description()` describes.
-A success head is a `SuccessHead` (worldmodels.heads.success), a torch.nn.Module made as cls(inputs, width, depth).
+an untrained model, and `restore(description, spec, weights)`, which rebuilds the model from `description()`. A success
+head is a `SuccessHead` (worldmodels.heads.success), a torch.nn.Module constructed as cls(inputs, width, depth).
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ WORLD_MODELS = Kinds(
 
 
 SETTING = "success_head"
-"""The setting that names the head, in the configuration of every model that has one."""
+"""Name of the setting that selects the success head, in the configuration of every model that has one."""
 
 SUCCESS_HEADS = Registry(
     "success head",
@@ -40,9 +40,9 @@ SUCCESS_HEADS = Registry(
 def saved_configuration[Configuration](kind: type[Configuration], description: Mapping[str, Any]) -> Configuration:
     """Return the configuration that a checkpoint describes, if its success head may be imported.
 
-    description: "config" holds plain values of `kind`; without a success head, from before there was a choice, the
-    default is meant. Raises CheckpointError where the head neither ships with us nor is installed nor was named by the
-    user, and what `from_plain` raises.
+    description: "config" contains plain values of `kind`; a description without a success head means the default.
+    Raises CheckpointError when the head is not built in, not installed and was not named by the user, and the errors of
+    `from_plain`.
     """
     plain = description["config"]
     if SETTING in plain:

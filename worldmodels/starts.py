@@ -1,4 +1,4 @@
-"""Where imagination begins: contexts taken from recorded episodes."""
+"""Initial states of imagination: contexts from recorded episodes."""
 
 import numpy as np
 import torch
@@ -12,15 +12,16 @@ from worldmodels.protocol import Context, Starts
 
 
 def context_at(episodes: Episodes, steps: Tensor, history: int = 1) -> Context:
-    """Return what was seen just before the actions `steps` [R], with `history` frames and the actions between them.
+    """Return the recorded context just before the actions `steps` [R], with `history` frames and the actions between
+    them.
 
-    Before an episode's first frame that frame repeats, and its actions are zero.
+    Before an episode's first frame, that frame repeats with zero actions.
     """
     return _context(SequenceData(episodes), np.array(episodes.tasks), steps, history)
 
 
 def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None = None) -> Starts:
-    """Return starts anywhere in `episodes`, or just before the actions `steps` (keyframes); the seed chooses.
+    """Return a function from seeds to contexts anywhere in `episodes`, or just before the actions `steps` (keyframes).
 
     steps: indices [N] of recorded steps; contexts of seeds [R] have R rows, of `history` frames each. Raises
     ConfigError when there are no steps.
@@ -39,11 +40,12 @@ def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None =
 
 
 def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
-    """Return steps [K] worth starting from: each successful episode's first, and where its progress passes each part.
+    """Return steps [K] worth starting from: each successful episode's first step, and the steps where its progress
+    reaches each fraction.
 
-    Progress is the summed reward; the steps between tell less, and from the later ones success is a short way off.
-    Without recorded success every episode counts. After WoVR's keyframe-initialised rollouts. Raises ConfigError when
-    the episodes have no rewards.
+    Progress is the summed reward; the steps in between add little, and the later ones are close to success. Without
+    recorded success, all episodes are used. After WoVR's keyframe-initialised rollouts. Raises ConfigError when the
+    episodes have no rewards.
     """
     if episodes.reward is None:
         raise ConfigError("Key frames are where progress is made, and this dataset records no rewards.")

@@ -1,13 +1,13 @@
-"""Diffusion of whole trajectories, guided towards a target policy: synthetic data that is on-policy and obeys dynamics.
+"""Diffusion of whole trajectories, guided towards a target policy: synthetic on-policy data with consistent dynamics.
 
-One denoiser draws states and actions of a subsequence together, so errors do not compound from step to step; the
-guidance moves the actions, and nothing else, up the target policy's likelihood at every noise level. Source:
-policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: the changes of the state are drawn beside
-the state, each in its own standard deviations, and what comes out agrees best with both (states alone are off by about
-as much as a step changes slow ones, from which nobody learns dynamics or values); rewards and ends are read off them by
-`StepHeads` (drawn, successes became four times as rare as they are); constants, angles and derived elements of the
-state are repaired as in the ensemble; subsequences that end early repeat their last frame; guidance shifts what is
-denoised, not the noisy actions before it.
+One denoiser samples states and actions of a subsequence together, so errors do not compound over steps. At every noise
+level, guidance moves only the actions up the gradient of the target policy's likelihood. Source: policy-guided
+diffusion, Jackson et al. 2024, arXiv:2404.06356. Deviations: state changes are generated together with states, each
+standardised, and the output is the best fit to both. (Errors of states alone are as large as one step's change of slow
+elements, which makes them useless for learning dynamics or values.) `StepHeads` predicts rewards and ends (as generated
+channels, successes were four times too rare). Constants, angles and derived elements of the state are repaired as in
+the ensemble; subsequences that end early repeat their last frame; guidance shifts the denoised actions, not the noisy
+ones before denoising.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ LogProb = Callable[[Tensor, Tensor], Tensor]
 
 
 class TrajectoryDiffusion(Described[TrajectoryConfig]):
-    """A generator of subsequences of `length` steps; make one with `build` or `restore`.
+    """A generator of subsequences of `length` steps; create it with `build` or `restore`.
 
     Channels of a step: standardised state [S] and its change [S], action [A].
     """
@@ -73,9 +73,9 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
 
     @classmethod
     def build(cls, config: TrajectoryConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained generator for `spec`, with structure and statistics read off `episodes`.
+        """Build an untrained generator for `spec`, with structure and statistics from `episodes`.
 
-        Raises DataError where the data's fields are not the world's, or there are only images.
+        Raises DataError when the data's fields differ from the world's, or there are only images.
         """
         vector = StateVector.of(spec)
         require_fields(spec, vector.fields, episodes)
@@ -93,15 +93,15 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """First the denoiser, then what is read off steps."""
+        """First the denoiser, then the heads."""
         return {"trajectories": (self, 1.0), "heads": (self.heads, 1.0)}
 
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and what is paid on held-out episodes."""
+        """Calibrate the success threshold and the choice of reward head on held-out episodes."""
         self.heads.calibrate(recorded_transitions(episodes, self.state_vector))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield standardised subsequences for ever; `generator` is all the state."""
+        """Yield standardised subsequences indefinitely; the only state is `generator`."""
         device, data = self.mean.device, SequenceData(episodes)
         rows = beginnings(episodes, self.config.length)
         while True:
@@ -122,11 +122,11 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         *,
         batch_size: int = 256,
     ) -> Tensor:
-        """Draw `count` subsequences [count, L, S + A] in the data's units, states and actions.
+        """Generate `count` subsequences [count, L, S + A] in the data's units, states and actions.
 
-        target: the policy whose likelihood the actions climb. At denoising step n of N, guidance * guidance_weight(n /
-        N) * g / |g| is added to the denoised standardised actions; g is the gradient of the summed log-likelihood with
-        respect to them, |g| its norm over the whole subsequence. The last step has none.
+        target: the policy whose likelihood guides the actions. At denoising step n of N, guidance * guidance_weight(n /
+        N) * g / |g| is added to the denoised standardised actions. g is the gradient of the summed log-likelihood with
+        respect to them, |g| its norm over the whole subsequence. The last step has no guidance.
         """
         parts = []
         with progress("Generating trajectories", count) as advance:
@@ -154,7 +154,7 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         return Transitions(before[kept], taken[kept], reward[kept], after[kept], ended, ended).check()
 
     def _network(self, scaled: Tensor, label: Tensor) -> Tensor:
-        """EDM's F: the label log(sigma) / 4 in [-1.6, 1.2] becomes a time in [0, 1]."""
+        """EDM's F: the label log(sigma) / 4 in [-1.6, 1.2] is mapped to a time in [0, 1]."""
         return self.network(scaled, (label + 2) / 4, scaled.new_zeros(len(scaled), 1))
 
     def _push(self, target: LogProb, guidance: float) -> edm.Guidance:
@@ -184,9 +184,9 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         return torch.cat([state[:, :-1], state.diff(dim=1), cut.actions], -1).float()
 
     def _joined(self, steps: Tensor) -> Tensor:
-        """Return [N, L, S + A] of drawn [N, L, 2 S + A]: the states that agree best with drawn states and drawn
-        changes, both in standard deviations of their own; constants stand still, angles lie on their circle, and the
-        rest follows.
+        """Return [N, L, S + A] from generated [N, L, 2 S + A]: the states that best fit the generated states and
+        changes, both weighted by their standard deviations. Constants are held fixed, angles projected onto the unit
+        circle, and derived elements recomputed.
         """
         structure, count = structure_of(self), self.states
         drawn, change, actions = steps.split([count, count, self.actions], -1)
@@ -211,15 +211,15 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
 def guidance_weight(share: float) -> Tensor:
     """Return policy-guided diffusion's weight of the guidance, w = 1 - s + 0.3 sin(pi s), a scalar [].
 
-    share: s = n / N, how much of the denoising is done, in [0, 1]. The weight falls from 1 to 0 all the way (its slope
-    is -1 + 0.3 pi cos(pi s) < 0), slowly at first: late pushes would break the dynamics. 0.3 is the authors' weight of
-    the sine, which their code takes one step later, at (n + 1) / N.
+    share: s = n / N, fraction of the denoising that is done, in [0, 1]. The weight falls monotonically from 1 to 0 (its
+    slope is -1 + 0.3 pi cos(pi s) < 0), slowly at first, because late guidance would break the dynamics. 0.3 is the
+    authors' weight of the sine, which their code evaluates one step later, at (n + 1) / N.
     """
     return 1 - share + 0.3 * torch.sin(torch.tensor(torch.pi * share))
 
 
 def beginnings(episodes: Episodes, length: int) -> Tensor:
-    """Return the steps from which `length` more are known: the episode goes on, or the task has ended by then.
+    """Return the steps after which `length` more steps are known: the episode continues, or the task has ended by then.
 
     They are indices [N] of recorded steps, in ascending order. Raises DataError when there are none.
     """

@@ -156,7 +156,7 @@ class DiffusersLoop:
         return self.policy.spec
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered of any rows [R]."""
+        """No memory to clear for any rows [R]."""
 
     @torch.no_grad()
     def act(

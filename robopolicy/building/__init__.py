@@ -1,1 +1,1 @@
-"""Builds what the configuration names: worlds, policies, planners, and what they learn from and are judged by."""
+"""Builds the configured objects: worlds, policies, planners, learning inputs and evaluators."""

@@ -1,4 +1,4 @@
-"""Builds what fine-tuning leans on beside its own episodes: a teacher, demonstrated states, experts, a planner."""
+"""Builds the additional inputs of fine-tuning: a teacher, demonstrated states, expert episodes, a planner."""
 
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from robopolicy.training.guidance import OF_THE_SAME_STEPS, Guidance
 def guidance_of(
     config: Config, world: World, imagined: Path | None = None, policy: Trainable | None = None
 ) -> Guidance:
-    """Load what the configured mechanisms lean on: a teacher, demonstrated states, successful episodes of experts.
+    """Load the inputs of the configured mechanisms: a teacher, demonstrated states, successful expert episodes.
 
-    imagined: the world model's checkpoint in which `world` plays, None for another world; policy: which is tuned.
+    imagined: checkpoint of the world model that `world` runs in, None for other worlds; policy: the policy being
+    fine-tuned.
     """
     section, device = config.finetune, choose_device(config.run)
     needs = section.resolved().needs
@@ -39,7 +40,7 @@ def guidance_of(
 
 
 def experts_of(config: Config, world: World) -> Episodes:
-    """Read the successful episodes of finetune.experts, by default of what `collect` left."""
+    """Read the successful episodes of finetune.experts, by default from the dataset that `collect` wrote."""
     paths = config.finetune.experts or (default_path(config, "collect", "dataset", None, "finetune.experts"),)
     experts = Episodes.concatenate([read_dataset(path, cameras=world.spec.cameras) for path in paths])
     shown = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
@@ -48,9 +49,10 @@ def experts_of(config: Config, world: World) -> Episodes:
 
 
 def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | None, needs: frozenset[Need]) -> Policy:
-    """Load a teacher of `policy`; where it shall score that one's steps, it is made ready to, as the policy was.
+    """Load a teacher of `policy`; if it must compute log-probabilities of that policy's steps, prepare it in the same
+    way.
 
-    Raises as `load_policy` does, and ConfigError where one of LeRobot's has no log-probabilities here.
+    Raises as `load_policy` does, and ConfigError when a LeRobot teacher provides no log-probabilities here.
     """
     teacher = as_seen_in(world, load_policy(folder, choose_device(config.run)))
     if not needs & OF_THE_SAME_STEPS:
@@ -62,7 +64,7 @@ def teacher_of(config: Config, folder: Path, world: World, policy: Trainable | N
 
 
 def demonstrated(config: Config, world: World) -> Demonstrations | None:
-    """Let the expert play the pool of starts, if a hint is configured to begin in its states."""
+    """Let the expert play from the pool of initial states, if a hint is configured that starts in its states."""
     section, spec = config.finetune, world.spec
     if section.hint is None:
         return None

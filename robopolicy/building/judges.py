@@ -1,4 +1,6 @@
-"""Builds the judges of the gate: episodes in world models or trials, critics of recorded data, weighed logs."""
+"""Builds the evaluators of the gate: episodes in world models or trials, critics on recorded data, importance-weighted
+logs.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -36,8 +38,8 @@ from robopolicy.training.critics import critic_interface, fit_agent
 
 
 def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> Episodes | None:
-    """Return the episodes of gate.data, or what collect wrote, under the names by which `policy` learned; None where no
-    judge looks at recorded data.
+    """Return the episodes of gate.data (default: the output of collect), renamed as for `policy`; None if no evaluator
+    uses recorded data.
     """
     if set(config.gate.judges) <= {"model", "world"}:
         return None
@@ -47,18 +49,18 @@ def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> E
 
 
 def recorded_paths(config: Config) -> tuple[Path, ...]:
-    """Return gate.data, or what collect wrote."""
+    """Return gate.data, by default the output of collect."""
     return config.gate.data or (default_path(config, "collect", "dataset", None, "gate.data"),)
 
 
 def build_judges(
     config: Config, incumbent: Policy, episodes: Episodes | None, device: torch.device, trained_in: Sequence[Path] = ()
 ) -> list[Judge]:
-    """Return the judges that `config.gate` names.
+    """Return the evaluators that `config.gate` selects.
 
-    incumbent: whose decisions critics look at; episodes: recorded data that training has not seen, None where no judge
-    needs any; trained_in: world models that candidates have learned in, which do not judge alone. Raises ConfigError
-    and DataError where something is missing.
+    incumbent: policy whose observation and action fields critics use; episodes: recorded data that training has not
+    used, None if no evaluator needs any; trained_in: world models that candidates were trained in, which cannot be the
+    only evaluators. Raises ConfigError and DataError when something is missing.
     """
     section, judges = config.gate, list[Judge]()
     critics = not set(section.judges) <= {"model", "importance", "world"}
@@ -88,7 +90,7 @@ def build_judges(
 
 
 def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes) -> Recorded:
-    """Return what judges by recorded data look at; raises DataError where it lacks rewards."""
+    """Return the input of evaluators that use recorded data; raises DataError when rewards are missing."""
     require_recorded("the recorded data", episodes, policy.spec.observation, policy.spec.action)
     if episodes.reward is None:
         raise DataError("Judges by recorded data need rewards, and this dataset has none: use gate.judges=[model].")
@@ -100,7 +102,7 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
 
 
 def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
-    """Return a critic of what was recorded, its expectile the mean: values of the actions as they were taken."""
+    """Fit a critic to the recorded data with expectile 0.5 (the mean): values of the actions as they were taken."""
     interface = recorded.interface
     config = IqlConfig(expectile=0.5, width=section.width, discount=section.discount)
     agent = Iql(config, interface.size, interface.actions, derive(seed, "gate/critic"))
@@ -111,7 +113,7 @@ def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
 
 
 def model_judge(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Judge:
-    """Return the judge by episodes in the world model at `path`."""
+    """Return the evaluator that plays episodes in the world model at `path`."""
     section = config.gate
     world = build_world(config.world.imagined_by(path), policy, episodes=section.starts, device=device)
     seeds = episode_seeds(config.run.seed, "gate", section.starts)
@@ -120,7 +122,9 @@ def model_judge(config: Config, path: Path, policy: Policy, device: torch.device
 
 
 def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) -> Judge:
-    """Return the judge by the chains that gate.data logs of `episodes`; raises DataError where it logs none."""
+    """Return the evaluator that uses the denoising chains logged in gate.data for `episodes`; raises DataError when
+    there are none.
+    """
     section, spec = config.gate, policy.spec
     assert episodes is not None  # `recorded_for_gate` reads them for every judge but models
     chains = read_chains(recorded_paths(config), spec.prediction, spec.action.size).to(episodes.device)
@@ -129,8 +133,8 @@ def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) 
 
 
 def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
-    """Return the shares of targets that left what rewards allow, of judges that fit critics, and how many episodes
-    counted effectively, of those that weigh them.
+    """Return the fraction of critic targets outside the reward bounds (fitted evaluators) and the effective number of
+    episodes (importance sampling).
     """
     found = {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
     counts = [count for judge in judges if isinstance(judge, ImportanceJudge) for count in judge.effective]
@@ -138,7 +142,9 @@ def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
 
 
 def warn_of_divergence(judges: Sequence[Judge]) -> None:
-    """Say where a fitted critic's values left what rewards allow: it is no judge then; and what weights were worth."""
+    """Print a note when a fitted critic has diverged beyond the reward bounds, and the effective number of logged
+    episodes.
+    """
     for judge in judges:
         if isinstance(judge, ImportanceJudge) and judge.effective:
             output.print(f"Episodes that count, of {len(judge.episodes)} logged: {effective_text(judge.effective)}.")

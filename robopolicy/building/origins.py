@@ -1,7 +1,7 @@
-"""Which world a verb acts in where nobody names one: that of the policy, dataset or server that it is given.
+"""World of a verb when none is named: the world of the given policy, dataset or server.
 
-A file names a world, but never chooses what is imported: what neither ships with us nor is installed must be named by
-the user, as for every checkpoint.
+A file can name a world, but never decides what is imported: code that is neither built in nor installed must be named
+by the user, as for checkpoints.
 """
 
 import dataclasses
@@ -30,14 +30,13 @@ SERVER, UNASSUMED = "server", "unassumed"
 
 
 def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
-    """Return `config`, in which no world is named, with the world of the first of `sources` that is there.
+    """Return `config`, which names no world, with the world of the first of `sources` that exists.
 
-    sources: configuration key of checkpoints or datasets -> "verb/part", where such a thing lies if the key is not set
-    ("" for nowhere, "server" for the policy behind drive.port, "unassumed" for nowhere and no world, named "", where
-    the thing says none that is trusted), as a verb declares in `world_from`. Where none of them says its world, the
-    episodes of a dataset stand in for it; where there is no dataset, a warning says which world is assumed. Raises
-    CheckpointError or DataError where one is damaged or names a world that the user must name, ConfigError where
-    several come from different worlds.
+    sources: setting of checkpoints or datasets -> default location "verb/part", as a verb declares in `world_from`. ""
+    means no default, "server" the policy behind drive.port. "unassumed" means no default either, and a world named ""
+    if no trusted world is recorded. If none of them records its world, the episodes of a dataset are used as the world;
+    without a dataset, a warning names the assumed world. Raises CheckpointError or DataError when one is damaged or
+    names a world that the user must name, ConfigError when several come from different worlds.
     """
     if SERVER in sources.values():
         return _as_served(config)
@@ -64,7 +63,7 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
 
 
 def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config:
-    """Return `config` in the world of the one thing in `known`, in a world named "" without one that is trusted."""
+    """Return `config` in the world of the single entry of `known`, or in a world named "" if none is trusted."""
     for where, origin in known.items():
         with suppress(CheckpointError):
             return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
@@ -72,7 +71,7 @@ def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config
 
 
 def _as_served(config: Config) -> Config:
-    """Return `config` with the world that the policy server says its policy comes from; raises ServingError."""
+    """Return `config` with the world that the policy server reports for its policy; raises ServingError."""
     from robopolicy.serving.client import connected  # imports websockets, which only this needs
 
     section = config.drive
@@ -89,7 +88,7 @@ def _as_served(config: Config) -> Config:
 
 
 def _in_recordings(config: Config, data: Path) -> Config:
-    """Return `config` with the recorded episodes of `data` as its world, and say so."""
+    """Return `config` with the recorded episodes of `data` as its world, and warn about it."""
     _say_unknown(data, "where one is needed, its own episodes are followed (world=demonstrations). Name another")
     return config.replaced(world=dataclasses.replace(config.world, name=DEMONSTRATIONS, data=data))
 
@@ -108,10 +107,10 @@ def _say_unknown(where: object, instead: str) -> None:
 
 
 def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins: Iterable[str] = ()) -> WorldSection:
-    """Return `section` in the world that `where` comes from; options that the user gave outweigh its own.
+    """Return `section` in the world that `where` comes from; options given by the user override its own.
 
-    plugins: modules that the user trusts. Raises CheckpointError where the world or an option leads to others; it names
-    the module of what is in the checkpoint `where` too, where that has to be named as well.
+    plugins: modules that the user trusts. Raises CheckpointError when the world or an option refers to other modules;
+    the error also names the module of an untrusted class in the checkpoint `where`.
     """
     ask_for(plugins)
     kind = untrusted_kind(where) if isinstance(where, Path) else ""
@@ -125,9 +124,10 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
 
 
 def origin_of_section(section: WorldSection, world: World | None = None) -> WorldOrigin | None:
-    """Return what a checkpoint or dataset made in `section`'s world remembers, None where that is not known.
+    """Return the world origin to store in a checkpoint or dataset made in `section`'s world, None if unknown.
 
-    Of imagination it is the simulator behind the model (world: the imagined one), of demonstrations what they say.
+    For imagination it is the simulator that the model imitates (world: the imagined one), for demonstrations their
+    recorded origin.
     """
     if section.name == DEMONSTRATIONS:
         recorded = None if section.data is None else recorded_origin(section.data)
@@ -144,7 +144,7 @@ def origin_of_section(section: WorldSection, world: World | None = None) -> Worl
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as JSON gives them back, so that written and read ones compare as equal."""
+    """Return options after a JSON round trip, so that stored and new ones compare as equal."""
     return json.loads(json.dumps(dict(options), default=str))
 
 

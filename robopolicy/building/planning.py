@@ -1,4 +1,4 @@
-"""Builds what looks ahead in a world model: the models, and policies that plan in them."""
+"""Builds what is needed for planning: world models, and policies that plan in them."""
 
 from pathlib import Path
 from typing import cast
@@ -21,10 +21,10 @@ from worldmodels.protocol import Cacheable, DecoderFree, LearnedModel
 
 
 def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedModel:
-    """Load a world model that is to imagine, remembering blocks as `robopolicy optimize` has stored beside it.
+    """Load a world model for imagination, with the block cache that `robopolicy optimize` stored beside it.
 
-    A plan made for other weights, or that does not fit the model, is refused with a warning, and one measured elsewhere
-    is used with one. Raises as `load_world_model` and `load_plan` do.
+    A cache plan for other weights, or one that does not fit the model, is ignored with a warning; one measured on
+    another device is used with a warning. Raises as `load_world_model` and `load_plan` do.
     """
     model, plan = load_world_model(folder, device), load_plan(folder)
     if plan is None or (cache := plan.cache) is None or not isinstance(model, Cacheable):
@@ -34,7 +34,7 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
 
 
 def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
-    """Return `policy`, planning in a world model (best of N candidates) where the section names one."""
+    """Return `policy` with planning (best of N candidates) if the section names a world model, else unchanged."""
     if section.model is None:
         return policy
     planned = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
@@ -46,10 +46,10 @@ def with_planning(section: PlanSection, policy: Policy, device: torch.device | s
 def planned_acting(
     section: PlanSection, world: World, imagined: Path | None = None, device: torch.device | str = "cpu"
 ) -> Acting | None:
-    """Return who acts for a policy that is tuned in `world`: it, planning in a world model, None where none is named.
+    """Return a function that adds planning to the policy being fine-tuned in `world`; None without plan.model.
 
-    imagined: the checkpoint in whose imagination `world` plays; if that plans as well, it is one model with the
-    world's, refreshed with it. Raises ConfigError for a model without a decoder: policies in it read its latent.
+    imagined: checkpoint of the world model that `world` runs in; if it is also the planning model, both share one
+    model, which is updated together. Raises ConfigError for a model without a decoder: policies in it read its latent.
     """
     if section.model is None:
         return None

@@ -1,4 +1,4 @@
-"""Loads the policies of checkpoints, to act or to learn, as a world shows it to them, and says on which device."""
+"""Loads policies from checkpoints, for inference or training, adapts them to a world, and selects the device."""
 
 import shlex
 from functools import partial
@@ -49,10 +49,10 @@ def choose_device(run: RunSection) -> torch.device:
 
 
 def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
+    """Load any policy checkpoint; a policy trained on a world model's latent runs behind the encoder in its checkpoint.
 
-    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing; ConfigError
-    where `folder` is a dotted path.
+    Raises CheckpointError as `robopolicy.policies.load_policy` does, and when the encoder is missing; ConfigError when
+    `folder` is an import path.
     """
     if is_dotted(str(folder)) and not Path(folder).exists():
         raise ConfigError(
@@ -84,14 +84,14 @@ def data_instead(path: Path) -> str:
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
-    """Load a policy that is to learn; raises as `load_policy` and `trainable` do."""
+    """Load a policy for training; raises as `load_policy` and `trainable` do."""
     return trainable(load_policy(folder, device), tuning)
 
 
 def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
-    """Return what learns of a policy; tuning: how one of LeRobot's explores and learns.
+    """Return the trainable form of a policy; tuning: exploration and training settings of LeRobot policies.
 
-    Raises ConfigError where the policy cannot be trained or does not read such a choice.
+    Raises ConfigError when the policy cannot be trained or does not support these settings.
     """
     if isinstance(policy, Tunable):
         return policy.to_trainable_by(tuning)
@@ -103,13 +103,13 @@ def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
 def load_acting(
     section: InferenceSection, folder: Path, device: torch.device | str = "cpu", chunking: str = SYNCHRONOUS
 ) -> Policy:
-    """Load a policy that is to act and not to learn, computed by the engine that the section names.
+    """Load a policy for inference only, with the section's inference engine.
 
-    With engine=auto by what `robopolicy optimize` has stored beside the checkpoint, if anything: a plan made for other
-    weights is refused with a warning, and so is one that does not fit the policy or this machine; one measured
-    elsewhere is used with one. Engines say what is executed and not always what is planned beyond it: for a chunking
-    other than synchronous, which needs that, auto is the policy as it was trained, with a warning too. Raises as
-    `load_policy` does, and ConfigError where the engine does not compute such policies.
+    engine=auto uses the plan that `robopolicy optimize` stored beside the checkpoint, if any. A plan for other weights,
+    or one that does not fit the policy or this machine, is ignored with a warning; one measured on another machine is
+    used with a warning. Engines return the executed actions, but not always the predicted ones beyond the chunk.
+    Chunkings other than synchronous need these, so auto then uses the policy as trained, with a warning. Raises as
+    `load_policy` does, and ConfigError when the engine does not support such policies.
     """
     folder = checkpoint_in(folder)
     policy = load_policy(folder, device)
@@ -124,15 +124,16 @@ def load_acting(
 
 
 def behind(model: WorldModel, policy: Policy) -> Policy:
-    """Return `policy`, which acts inside `model`, as it acts in the real world: behind its encoder, if it needs one."""
+    """Return `policy`, which acts inside `model`, in its real-world form: behind the model's encoder if needed."""
     needed = isinstance(model, DecoderFree) and not isinstance(policy, BehindEncoder)
     return EncodedPolicy(policy, cast(DecoderFree, model)) if needed else policy
 
 
 def as_seen_in(world: World, policy: Policy) -> Policy:
-    """Return what decides in `world`: inside the model whose latent a policy reads, that policy without its encoder.
+    """Return the form of `policy` that acts in `world`: without its encoder inside the world model whose latent it
+    reads.
 
-    Raises ConfigError where `world` is another model's imagination.
+    Raises ConfigError when `world` is the imagination of another model.
     """
     if not (isinstance(policy, BehindEncoder) and isinstance(world, ImaginedWorld)):
         return policy
@@ -148,7 +149,7 @@ def as_seen_in(world: World, policy: Policy) -> Policy:
 
 
 def new_policy(config: Config, episodes: Episodes, device: torch.device | str = "cpu") -> Trainable:
-    """Build the configured policy with fields and normalisers from `episodes`; its weights follow from run.seed."""
+    """Build the configured policy with fields and normalisers from `episodes`; run.seed determines its weights."""
     spec = WorldSpec(
         config.world.name,
         episodes.observation_fields,

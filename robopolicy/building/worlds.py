@@ -1,4 +1,4 @@
-"""Builds worlds and who acts in them without learning: experts and other controllers, and critics of their state.
+"""Builds worlds and their non-learning parts: experts and other controllers, and critics of the world's state.
 
 A world is a vectorised environment: a simulator, recorded demonstrations, or a learned world model ("imagination").
 """
@@ -72,11 +72,11 @@ def build_world(
 ) -> World:
     """Return the world that `section` names, with the history length, cameras and image size that `policy` needs.
 
-    It has `batch_size` rows (parallel environments; default the section's), but no more than there are `episodes`.
-    filmed: with the section's own cameras beside the policy's, which nobody but a recording wants.
-    "worldmodel" needs `world.model`, a checkpoint. Unless the section says otherwise, its episodes begin in the initial
-    states of the simulator it was trained on (`world.simulator`, default the one named in the checkpoint), so that the
-    same seed means the same initial state in both. Raises SpecError where `policy` does not fit the world.
+    It has `batch_size` parallel environments (default the section's), but not more than `episodes`. filmed: add the
+    section's own cameras to the policy's, for recordings. "worldmodel" needs `world.model`, a checkpoint. Unless the
+    section says otherwise, its episodes start in initial states of the simulator it was trained on, so equal seeds give
+    equal initial states in both. That simulator is `world.simulator`, by default the one named in the checkpoint.
+    Raises SpecError when `policy` does not fit the world.
     """
     with about(policy):
         world = _made_world(section, policy, batch_size, episodes, seed, device, filmed)
@@ -93,7 +93,7 @@ def build_world(
 
 
 def _require_fit(policy: Policy, world: World) -> None:
-    """Raise SpecError, with what can be done about it, where a policy does not fit the world, which is closed then."""
+    """Raise SpecError with a remedy when a policy does not fit the world; the world is then closed."""
     try:
         require_fit(as_seen_in(world, policy).spec, world.spec)
     except RobopolicyError as error:
@@ -144,10 +144,11 @@ def _made_world(
 
 
 def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[str, Any]:
-    """Return the cameras that a world shows and their image_size, as its options: those that the policy reads, in the
-    sizes that it reads, and the section's where there is no policy or they are filmed too.
+    """Return the cameras and image_size options of a world: the policy's cameras in the policy's sizes, plus the
+    section's cameras when there is no policy or they are filmed too.
 
-    Raises ConfigError where world.image_size is no size or of no such camera; warns where the policy reads another.
+    Raises ConfigError when world.image_size is invalid or names an unknown camera; warns when the policy reads another
+    size.
     """
     read = {} if policy is None else shown_sizes(policy.spec.observation)
     asked = section.cameras if policy is None or filmed else ()
@@ -173,7 +174,9 @@ def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[s
 
 
 def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
-    """Return what to write beside a policy of LeRobot's whose names or sizes are others than a world's, else ""."""
+    """Return the renaming or resizing advice for a LeRobot policy whose feature names or sizes differ from the world's,
+    else "".
+    """
     return policy.mapping_for(spec) if isinstance(policy, MapsFeatures) else ""
 
 
@@ -185,9 +188,10 @@ def made_of_files(
     device: torch.device | str = "cpu",
     rename: Mapping[str, str] | None = None,
 ) -> World:
-    """Return the imagination of a world model, or recorded demonstrations, read under other names (`rename`).
+    """Return a world based on files: a world model's imagination, or recorded demonstrations with fields renamed by
+    `rename`.
 
-    Raises ConfigError where the file is not named, and where other cameras or sizes are asked for than it has.
+    Raises ConfigError when the file is not named, or when cameras or sizes are requested that it does not have.
     """
     if section.name == WORLD_MODEL:
         return _imagined_world(section, rows, history, seed, device)
@@ -195,7 +199,7 @@ def made_of_files(
 
 
 def _require_images(section: WorldSection, fields: Mapping[str, Field], what: str) -> None:
-    """Raise ConfigError where a world that shows `fields`, and can draw nothing else, is asked for other images."""
+    """Raise ConfigError when other images than `fields` are requested from a world that cannot render."""
     there = shown_sizes(fields)
     if section.cameras and set(section.cameras) != set(there):
         raise ConfigError(
@@ -265,7 +269,7 @@ def _imagined_world(
 
 
 def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> None:
-    """Raise ConfigError where decisions shall take another time than the model has learned."""
+    """Raise ConfigError when the configured inference latency differs from the one that the model was trained with."""
     steps, _ = latency_in(options)
     learned = steps_ahead(fields_read(model), model.spec.action)
     if steps not in (0, learned):
@@ -276,7 +280,9 @@ def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> 
 
 
 def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Starts:
-    """Return a sampler of initial observations for a world model: seeds -> those of the simulator that it imitates."""
+    """Return a sampler of initial observations for a world model: seeds -> initial observations of the simulator that
+    it imitates.
+    """
     fields = fields_read(model)
     options = {**section.options, **images_of(fields)}
     if section.simulator:
@@ -298,7 +304,7 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
 
 
 def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float | None:
-    """Return the uncertainty at which imagined rollouts are cut, in the model's units; None for no limit.
+    """Return the uncertainty at which imagined rollouts are truncated, in the model's units; None for no limit.
 
     It is the smaller of the absolute limit and the quantile's.
     """
@@ -310,22 +316,22 @@ def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float
 
 
 EXPERT = "expert"
-"""What stands in the place of a teacher's checkpoint for the world's own expert, or collect.controller."""
+"""Value used instead of a teacher's checkpoint for the world's own expert, or collect.controller."""
 
 
 def build_controller(section: WorldSection, world: World, dotted_path: str = "") -> Controller:
     """Return the controller at `dotted_path`, else the scripted expert of the world's task.
 
-    Where decisions take time it looks so far ahead, for which the world needs snapshots; see `Foresight`.
+    With inference latency it plans this many steps ahead, for which the world needs snapshots; see `Foresight`.
     """
     return build_foresight(section, world, 1, dotted_path)
 
 
 def build_foresight(section: WorldSection, world: World, steps: int, dotted_path: str = "") -> Controller | Foresight:
-    """Return what says `steps` steps of such a controller from where `world` is, which `section` names.
+    """Return a controller that gives its next `steps` actions from the present state of `world`, which `section` names.
 
-    That is the controller itself, which says one step, where the world has no snapshots. It plays on in a world that
-    does not end with success, where there is such a one: what it would do then is what a policy should that came later.
+    Without snapshots this is the controller itself, which gives one step. The simulated future continues after success
+    if the world supports that: a policy with latency needs the actions that would follow.
     """
     controller = _controller(section, world.spec, dotted_path)
     late = QUEUE in world.spec.observation
@@ -358,7 +364,7 @@ def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Con
 def build_noisy_expert(
     section: WorldSection, world: World, level: str, seed: int, dotted_path: str = ""
 ) -> NoisyController:
-    """Return the world's expert (or the controller at `dotted_path`) with action noise of a named or numeric level."""
+    """Return the world's expert (or the controller at `dotted_path`) with action noise, given by name or number."""
     try:
         noise = Noise(gaussian=float(level))
     except ValueError:
@@ -367,9 +373,9 @@ def build_noisy_expert(
 
 
 def build_critic(world: World, section: FinetuneSection, seed: int) -> Critic:
-    """Return a critic (value function) of the world's state, its weights initialised from `seed`.
+    """Return a critic (value function) on the world's state, with weights initialised from `seed`.
 
-    It is privileged (asymmetric actor-critic): it sees the simulator's state even where the policy sees only images.
+    It is privileged (asymmetric actor-critic): it reads the simulator's state even if the policy reads only images.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "critic weights"))

@@ -1,6 +1,6 @@
-"""What can be set: sections with their defaults (`sections/`), composed by hydra with recipes and the command line.
+"""All settings: sections with their defaults (`sections/`), composed by hydra with recipes and the command line.
 
-Nothing here imports torch. `configs/recipe/<name>.yaml` holds what differs from the defaults.
+Nothing here imports torch. `configs/recipe/<name>.yaml` contains the differences from the defaults.
 """
 
 from robopolicy.configuration.composition import compose, groups, read_yaml, to_yaml

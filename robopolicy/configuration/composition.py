@@ -1,4 +1,4 @@
-"""Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it down."""
+"""Composes the configuration from defaults, a recipe, a world and `key=value` overrides, and writes it as YAML."""
 
 import copy
 import dataclasses
@@ -61,13 +61,12 @@ RENAMED = {
 def compose(
     overrides: list[str], origin: Callable[[Config], Config] | None = None, sections: Sequence[str] = ()
 ) -> Config:
-    """Compose defaults, recipe, world and `key=value` overrides, in this order of growing weight.
+    """Compose defaults, recipe, world and `key=value` overrides; later ones take precedence.
 
-    `recipe=path/to/mine.yaml` and `world=path/to/mine.yaml` read your own file. Where the command line chooses another
-    kind of policy or world model than the recipe, what the recipe says about its own kind alone is left out.
-    origin: is called where neither overrides nor recipe name a world, and returns the configuration with the one to
-    act in. sections: those that are read, in which an unknown key is looked for as well. Raises ConfigError naming the
-    key.
+    `recipe=path/to/mine.yaml` and `world=path/to/mine.yaml` read custom files. When the command line selects another
+    kind of policy or world model than the recipe, the recipe's kind-specific settings are ignored. origin: called when
+    neither overrides nor recipe name a world; returns the configuration with one. sections: sections that are read,
+    searched for unknown keys as well. Raises ConfigError naming the key.
     """
     prepared = [_prepare(override, sections) for override in overrides]
     composed = _hydra(prepared)
@@ -96,12 +95,12 @@ def _fixed_in(given: Any, taken: Any, path: str = "") -> Iterator[tuple[str, Any
 
 
 def to_yaml(config: Config, sections: tuple[str, ...]) -> str:
-    """Return the given sections as YAML, as saved in a run folder."""
+    """Return the given sections as YAML, in the form saved in a run folder."""
     return OmegaConf.to_yaml(OmegaConf.create({name: to_plain(getattr(config, name)) for name in sections}))
 
 
 def groups() -> dict[str, list[str]]:
-    """Return the names that `recipe=` and `world=` accept, besides files, suites and dotted paths."""
+    """Return the names that `recipe=` and `world=` accept, in addition to files, suites and import paths."""
     recipes = sorted(path.stem for path in resource("configs", "recipe").glob("*.yaml"))
     return {"recipe": recipes, "world": [*WORLDS.names(), WORLD_MODEL, DEMONSTRATIONS]}
 
@@ -127,9 +126,9 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def _without_groups_of_hydra() -> Iterator[None]:
-    """Leave out what Hydra composes for programs that it starts itself: launcher, logging, help and more.
+    """Omit the config groups that Hydra composes for its own applications: launcher, logging, help and others.
 
-    Nobody reads it here, and it is 0.6 of the time that composing takes.
+    They are unused here and take 0.6 of the composition time.
     """
     groups = ConfigStore.instance().repo["hydra"]
     whole: ConfigNode = groups["config.yaml"]
@@ -154,7 +153,7 @@ def _tagged_sections() -> tuple[tuple[tuple[str, ...], type[Tagged]], ...]:
 
 
 def _tagged(kind: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], type[Tagged]]]:
-    """Yield path and class of every section that holds one of several kinds."""
+    """Yield path and class of every section that selects one of several kinds."""
     for item in dataclasses.fields(kind):
         if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
             if issubclass(item.type, Tagged):
@@ -173,7 +172,7 @@ def _at(tree: Any, path: tuple[str, ...], *default: Any) -> Any:
 def _leave_out_other_kinds(
     composed: dict[str, Any], path: tuple[str, ...], section: type[Tagged], overrides: list[str]
 ) -> None:
-    """Drop a recipe's settings of its own kind, where the command line chooses another one that lacks them."""
+    """Drop a recipe's kind-specific settings when the command line selects another kind without them."""
     place = ".".join(path)
     if not any(override.lstrip("+").startswith(f"{place}.kind=") for override in overrides):
         return
@@ -238,7 +237,7 @@ def _prepare(override: str, sections: Sequence[str]) -> str:
 
 
 def _require_each_key_once(key: str, value: str) -> None:
-    """Raise ConfigError where a mapping names a key twice, of which Hydra would silently take the last."""
+    """Raise ConfigError when a mapping contains a key twice; Hydra would silently use the last one."""
     try:
         nodes = [yaml.compose(value, yaml.SafeLoader)] if value.startswith(("{", "[")) else []
     except yaml.YAMLError:
@@ -255,7 +254,7 @@ def _require_each_key_once(key: str, value: str) -> None:
 
 
 def _elsewhere(parts: tuple[str, ...], sections: Sequence[str]) -> str:
-    """Return " Did you mean 'x'?" for the setting of the same last name nearest to the key: its own section's first."""
+    """Return " Did you mean 'x'?" for the closest setting with the same last name, preferring the key's own section."""
     if len(parts) < 2:
         return ""
     known = {item.name for item in dataclasses.fields(Config)}
@@ -277,7 +276,7 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _named_world(name: str) -> str:
-    """Return the override for `world=name`: a registered world, one of a suite, or a dotted path."""
+    """Return the override for `world=name`: a registered world, a suite's world, or an import path."""
     known = groups()["world"]
     if name not in known and suite_of(name) is None and not is_dotted(name):
         raise ConfigError(
@@ -314,11 +313,11 @@ def _group_option(group: str, value: str) -> str:
 
 
 LONGEST_YAML, MOST_VALUES = 2**18, 20_000
-"""Bytes of a YAML file that is parsed (the parser takes seconds for more), and what it may expand to by its aliases."""
+"""Maximum bytes of a YAML file (parsing more takes seconds), and maximum number of values with aliases expanded."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, of plain values alone. Raises ConfigError where it holds anything else."""
+    """Return the mapping in a YAML file of plain values. Raises ConfigError when it contains anything else."""
     import yaml
     from omegaconf._utils import get_yaml_loader
 
@@ -335,7 +334,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _values(node: Any, known: dict[int, float]) -> float:
-    """Return how many values a YAML node stands for, aliases counted wherever they stand; known: by node, in work."""
+    """Return the number of values that a YAML node expands to, aliases included; known: cached counts by node."""
     if id(node) not in known:
         known[id(node)] = float("inf")  # met again inside of itself
         inside = getattr(node, "value", ())

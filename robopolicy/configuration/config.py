@@ -1,4 +1,4 @@
-"""The one configuration of every verb: all sections, of which a verb reads its own."""
+"""The configuration of all verbs: all sections, of which each verb reads its own."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path

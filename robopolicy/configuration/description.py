@@ -1,4 +1,4 @@
-"""Sections as the help page shows them."""
+"""Sections in the form that the help page shows."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ from robopolicy.core.registry import load_dotted
 from robopolicy.core.structured import REGISTRY, Tagged, choices, explanations, to_plain
 
 _BARE = re.compile(r"(?<![\w.:/\[({'\"-])([a-z][a-z0-9_]*)=(?=[\w\[{\"'-])")
-"""A setting without its section, as messages name them; no part of a path, of a call or of a list."""
+"""A setting without its section in a message; excludes parts of paths, calls and lists."""
 
 
 RARE = {
@@ -58,15 +58,16 @@ class Described:
 
 
 def described(names: tuple[str, ...], config: Config) -> list[Described]:
-    """Return sections of a configuration with the sections inside them; of kinds, the chosen one."""
+    """Return sections of a configuration with their subsections; for sections of several kinds, the selected kind."""
     return [part for name in names for part in _described(name, getattr(config, name))]
 
 
 def with_sections(message: str, names: Sequence[str], config: Config) -> str:
-    """Return a message with each bare `key=value` of the sections `names` as it is typed: section.key=value.
+    """Return a message in which each bare `key=value` of the sections `names` is written as on the command line:
+    section.key=value.
 
-    What raises it may be used without the command line, where settings have no section. A key of several sections is
-    that of the first in `names`; one that they lack stays as it is.
+    Library code that raises the message has no sections. A key in several sections gets the first in `names`; unknown
+    keys stay as they are.
     """
     paths: dict[str, str] = {}
     for part in described(tuple(names), config):
@@ -106,7 +107,7 @@ def _described(path: str, section: Any) -> Iterator[Described]:
 
 
 def _as_written(value: Any) -> str:
-    """Return a value as it is written after the `=`."""
+    """Return a value as it is written after `=` on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(_as_written, value))}]"
     if value is None or isinstance(value, bool):

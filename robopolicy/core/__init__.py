@@ -1,1 +1,1 @@
-"""Protocols, specs, rollouts, generators and run folders: what every floor above shares."""
+"""Shared foundations: protocols, specs, rollouts, random generators and run folders."""

@@ -1,7 +1,8 @@
-"""Actions beyond the bounds that a world declares: how many, in which elements, and what became of them.
+"""Count actions outside a world's declared bounds and report them by element.
 
-Some environments declare bounds that are no physics: ALOHA says -1 to 1 and takes joint angles of up to 3.1 rad. So a
-world may hand on what was decided (`WorldSpec.clips_actions` is False), and whoever plays counts and says it.
+Some environments declare bounds that are not physical limits: ALOHA declares -1 to 1 but accepts joint angles of up to
+3.1 rad. A world may therefore execute actions unclipped (`WorldSpec.clips_actions` is False); the rollout loop counts
+and reports them.
 """
 
 from dataclasses import replace
@@ -12,16 +13,16 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.spec import Field, WorldSpec
 
 TOLERANCE = 1e-5
-"""Share of the range that rounding to float32 may exceed it by."""
+"""Tolerance for float32 rounding, as a fraction of the range."""
 LISTED = 3
-"""How many elements are named."""
+"""Maximum number of elements named in the report."""
 
 
 class OutsideBounds:
-    """Counts actions beyond the bounds of a world of `spec`, by element.
+    """Counter of actions outside the bounds of a world with spec `spec`, by element.
 
-    counts: [1 + A] int64, control steps in which any element was outside, then those in which each was; steps: all of
-    them.
+    counts: [1 + A] int64, number of control steps in which any element was outside, then one count per element; steps:
+    total number of control steps.
     """
 
     def __init__(self, spec: WorldSpec) -> None:
@@ -32,7 +33,7 @@ class OutsideBounds:
         self.counts, self.steps = np.zeros(1 + spec.action.size, dtype=np.int64), 0
 
     def add(self, actions: Array, executed: Array) -> None:
-        """Count actions [B, C, A], of which the `executed` ones [B, C] bool count."""
+        """Count actions [B, C, A] where the mask `executed` [B, C] bool is True."""
         flat = np.asarray(actions, dtype=np.float64)[executed].reshape(-1, len(self.counts) - 1)
         outside = (flat < self.low - self._slack) | (flat > self.high + self._slack)
         self.steps += len(flat)
@@ -41,7 +42,9 @@ class OutsideBounds:
 
     @property
     def text(self) -> str:
-        """Say how many there were, by element, and what became of them; "" where there was none."""
+        """Report the fraction of actions out of bounds, by element, and whether they were clipped; "" if there were
+        none.
+        """
         if not self.counts[0]:
             return ""
         order = np.argsort(-self.counts[1:], kind="stable")
@@ -67,13 +70,15 @@ class OutsideBounds:
 
 
 def bounds_of(action: Field) -> tuple[Array, Array]:
-    """Return the least and the greatest of each element of an action, [A] float64 each, infinite where none is."""
+    """Return the lower and upper bound of each element of an action, [A] float64 each; infinite where it is
+    unbounded.
+    """
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.shape) for bound in (action.low, action.high))
     return low.reshape(-1), high.reshape(-1)
 
 
 def widened(action: Field, *actions: Array) -> Field:
-    """Return the field with bounds that hold all of `actions`, [N, A] each; the same where they lie within."""
+    """Return the field with bounds widened to contain all of `actions`, [N, A] each; unchanged if they already do."""
     low, high = bounds_of(action)
     every = [each for each in actions if len(each)]
     least, most = low, high
@@ -86,11 +91,13 @@ def widened(action: Field, *actions: Array) -> Field:
 
 
 def hull(first: Field, *others: Field) -> Field:
-    """Return the first of several fields of one action with bounds that hold those of all."""
+    """Return the first of several fields of one action, with bounds widened to contain the bounds of all of them."""
     return widened(first, *(np.stack(bounds_of(other)) for other in others))
 
 
 def executed(spec: WorldSpec, actions: Array) -> Array:
-    """Return what a world of `spec` executes of the actions [..., A] that it is handed, float64."""
+    """Return the actions that a world with spec `spec` executes when given [..., A], as float64: clipped if it clips
+    actions.
+    """
     actions = np.asarray(actions, dtype=np.float64)
     return np.clip(actions, *bounds_of(spec.action)) if spec.clips_actions else actions

@@ -1,7 +1,7 @@
-"""Types that a strict checker does not find by itself: numpy arrays, integers of tensors, mappings and sequences.
+"""Typing helpers for strict type checkers: numpy arrays, integers from tensors, mappings and sequences.
 
-After `isinstance(value, Mapping)` it takes keys and values for unknown; after `is_mapping(value)` they are `Any`, as in
-what was declared.
+A strict checker infers unknown key and value types after `isinstance(value, Mapping)`; after `is_mapping(value)` they
+are `Any`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ else:  # settings are read, and help is shown, without numpy
 
 
 def integers(tensor: "Tensor") -> list[int]:
-    """Return the elements of an integer tensor [N] as Python's; torch does not say what its `tolist` holds."""
+    """Return the elements of an integer tensor [N] as Python integers; torch does not type the result of `tolist`."""
     return cast(list[int], tensor.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -29,5 +29,5 @@ def is_mapping(value: object) -> "TypeIs[Mapping[Any, Any]]":
 
 
 def is_sequence(value: object) -> "TypeIs[list[Any] | tuple[Any, ...]]":
-    """Whether `value` is a list or a tuple, as settings and JSON have them; texts are not."""
+    """Whether `value` is a list or a tuple, as in settings and JSON; strings do not count."""
     return isinstance(value, (list, tuple))

@@ -1,4 +1,4 @@
-"""Deciding several times and taking the best: what planning in a model and choosing by a critic have in common."""
+"""Best-of-N sampling of action chunks, shared by planning with a world model and selection by a critic."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from robopolicy.core.policy import Decision, Policy, TensorObservation
 
 ScoreCandidates = Callable[[TensorObservation, Tensor], Tensor]
-"""(observations [B * N, H, ...], chunks [B * N, C, A] in the world's units) -> how good they are, [B, N]."""
+"""Function (observations [B * N, H, ...], chunks [B * N, C, A] in world units) -> scores [B, N], higher is better."""
 
 
 def best_of(
@@ -20,10 +20,12 @@ def best_of(
     *,
     deterministic: bool = False,
 ) -> tuple[Decision, Tensor]:
-    """Let `policy` decide `count` times for each of B rows; return the best decision of each, and all scores [B, N].
+    """Sample `count` action chunks from `policy` for each of B batch rows; return the best one per row and all scores
+    [B, N].
 
-    Decisions are the policy's, latents and log-probabilities included, so that its `log_prob` scores them; choosing
-    among them is not scored. deterministic: candidate 0 is the policy's own noise-free choice. Raises what they raise.
+    Latents and log-probabilities are those of the policy, so its `log_prob` applies; the selection itself has no
+    log-probability. deterministic: candidate 0 is the policy's noise-free action. Raises what `policy` and `score`
+    raise.
     """
     several = repeated(observation, count)
     tried = policy.act(several, generator, deterministic=False)
@@ -44,7 +46,7 @@ def best_of(
 
 
 def repeated(observation: TensorObservation, times: int) -> TensorObservation:
-    """Return every row of an observation `times` times in a row: key -> [B * times, H, ...]."""
+    """Repeat every row of an observation `times` times in succession: key -> [B * times, H, ...]."""
     result: TensorObservation = {}
     for key, value in observation.items():
         if isinstance(value, Tensor):
@@ -55,9 +57,9 @@ def repeated(observation: TensorObservation, times: int) -> TensorObservation:
 
 
 def majority_mean(scores: Tensor) -> Tensor:
-    """Return the mean of the majority of scores [..., F]: those on the side of their midrange that more are on.
+    """Return the mean of the majority of scores [..., F]: those on the side of the midrange with more scores.
 
-    A tie goes to the high side; the result is [...].
+    A tie selects the upper side. The result has shape [...].
     """
     middle = (scores.amin(-1, keepdim=True) + scores.amax(-1, keepdim=True)) / 2
     high = scores >= middle
@@ -71,4 +73,4 @@ AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda scores: scores.median(-1).values,
     "majority": majority_mean,
 }
-"""Name -> scores [..., F] of the futures of a decision -> its score [...]."""
+"""Aggregation by name: scores [..., F] of the imagined futures of an action chunk -> its score [...]."""

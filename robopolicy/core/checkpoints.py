@@ -1,6 +1,6 @@
-"""Checkpoints of modules: a folder with config.json, which says what it is, and model.safetensors, its weights.
+"""Module checkpoints: a folder with config.json (description) and model.safetensors (weights).
 
-Policies and world models are written and read here; which class a checkpoint needs is theirs to find.
+Shared by policies and world models; each selects the class that a checkpoint needs.
 """
 
 import json
@@ -29,16 +29,18 @@ if TYPE_CHECKING:
 
 
 FORMAT = 2
-"""Of checkpoints: a change that older versions cannot read takes the next number."""
+"""Checkpoint format version; increased by every change that older versions cannot read."""
 WEIGHTS = "model.safetensors"
 HASH = "sha256"
-"""The key of config.json under which the hash of the weights file stands; older checkpoints lack it."""
+"""Key in config.json of the hash of the weights file; older checkpoints lack it."""
 LARGEST_DESCRIPTION = 2**22
-"""Bytes of config.json: bounds of ten thousand elements fill a tenth of it."""
+"""Maximum size of config.json in bytes; bounds of ten thousand elements take a tenth of it."""
 YOUNG = 50_000_000
-"""Nanoseconds: a file that changes again so soon may keep its time of change, which file systems round."""
+"""Nanoseconds: file systems round modification times, so a file changed again within this time may keep the same
+one.
+"""
 LARGEST_COUNT = 2**31
-"""Of elements of a field, and of steps."""
+"""Maximum number of elements of a field, and of steps."""
 LONGEST_NAME = 200
 INFINITE = ("inf", "-inf")
 DTYPES = (
@@ -56,9 +58,11 @@ DTYPES = (
     "uint64",
 )
 ELEMENTS = 2**23
-"""What every description may ask for beside what its weights hold: tables, places, what is overwritten later."""
+"""Elements that every description may allocate in addition to its weights: tables, placeholders, values overwritten
+later.
+"""
 TENSORS = 4000
-"""The same, of tensors."""
+"""Tensors that every description may allocate in addition to its weights."""
 _FACTORIES = {
     torch.arange,
     torch.empty,
@@ -81,8 +85,8 @@ def write_checkpoint(
 ) -> None:
     """Write `description` and the weights of `module` to `folder`, atomically, with the hash of the weights file.
 
-    description: JSON with at least "kind", what the class is found by; more: writes further files into the folder that
-    it is given. Raises StorageError where the folder cannot be written.
+    description: JSON with at least "kind", which identifies the class; more: called with the folder to write additional
+    files. Raises StorageError if the folder cannot be written.
     """
     tensors = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
 
@@ -98,10 +102,10 @@ def write_checkpoint(
 
 
 class Checkpoint:
-    """A checkpoint that has been opened: its folder, and what its config.json says, read when it is first asked for.
+    """An opened checkpoint: its folder and the content of its config.json, read on first access.
 
-    A command asks where a policy comes from, whose it is, what it is made of and what its weights hash to. Each opens
-    the checkpoint, and `open` gives all of them the same one.
+    One command needs a checkpoint's origin, kind, description and weight hash in several places; `open` returns the
+    same object to all of them.
     """
 
     def __init__(self, folder: Path):
@@ -111,8 +115,8 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: "Path | str | Checkpoint") -> "Checkpoint":
-        """Return the checkpoint in `folder`, put back where a crash left it aside: the one that was opened before, as
-        long as its config.json is the same file.
+        """Open the checkpoint in `folder`, restoring it first if a crash left it moved aside. Returns the cached object
+        while its config.json is the same file.
         """
         if isinstance(folder, Checkpoint):
             return folder
@@ -127,9 +131,9 @@ class Checkpoint:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What config.json says, {} where it is no JSON object.
+        """Content of config.json; {} if it is not a JSON object.
 
-        Raises CheckpointError on what is no JSON, where its kind is no text, or its spec holds what no world has.
+        Raises CheckpointError on invalid JSON, when its kind is not a string, or when its spec contains invalid values.
         """
         if self._description is None:
             path = self.folder / "config.json"
@@ -144,7 +148,9 @@ _opened: dict[Path, Checkpoint] = {}
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """Return what tells a file from another one in its place, the time of its last change last; None for none."""
+    """Return device, inode, size and modification time of a file (modification time last); None if it does not
+    exist.
+    """
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -153,13 +159,13 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 def read_description(folder: Path) -> Mapping[str, Any]:
-    """Return what config.json in `folder` says; see `Checkpoint.description`, which raises CheckpointError."""
+    """Return the content of config.json in `folder`; raises CheckpointError as `Checkpoint.description` does."""
     return Checkpoint.open(folder).description
 
 
 @lru_cache(maxsize=MOST_OPEN)
 def _described_in(text: str, path: Path) -> Mapping[str, Any]:
-    """Return what the `text` of config.json at `path` says."""
+    """Parse and validate `text`, the content of config.json at `path`."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -189,9 +195,10 @@ def require_format(folder: Path, description: Mapping[str, Any]) -> None:
 
 @contextmanager
 def restoring(folder: Path, what: str) -> Generator[None, None, None]:
-    """Let what fails while `what` is made from config.json be a CheckpointError that says so, in one line.
+    """Convert any error while building `what` from config.json into a one-line CheckpointError.
 
-    A description comes from outside: it may ask for little more memory than the weights beside it fill (`Allowance`).
+    A description is untrusted input: it may allocate little more memory than the weights next to it occupy
+    (`Allowance`).
     """
     weights = Path(folder) / WEIGHTS
     # A float32 is 4 bytes, so a file has 4 times as many bytes as elements: room for what is overwritten later
@@ -207,10 +214,10 @@ def restoring(folder: Path, what: str) -> Generator[None, None, None]:
 
 
 def load_weights(folder: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Read the weights in `folder`, name -> tensor [...] as it was saved.
+    """Load the weights in `folder` as name -> tensor [...], with the saved dtypes.
 
-    Raises CheckpointError where the file is missing, corrupt, or not the one that config.json was written with; a
-    config.json without a hash, from before there was one, is believed.
+    Raises CheckpointError when the file is missing, corrupt, or does not match the hash in config.json; older
+    checkpoints without a hash are accepted.
     """
     path = Path(folder) / WEIGHTS
     require_hash(path, read_description(folder).get(HASH), "config.json")
@@ -220,9 +227,9 @@ def load_weights(folder: Path, device: torch.device | str = "cpu") -> dict[str, 
 def read_weights[Trained: Module](
     module: Trained, folder: Path, device: torch.device | str = "cpu", tensors: Mapping[str, Tensor] | None = None
 ) -> Trained:
-    """Return `module` on `device` with the weights in `folder`; tensors: where they are read already, name -> [...].
+    """Return `module` on `device` with the weights from `folder`; tensors: name -> [...], if they are already loaded.
 
-    Raises CheckpointError unless all of them fit and, where they are read here, as `load_weights` does.
+    Raises CheckpointError unless all weights match the module and, when loaded here, as `load_weights` does.
     """
     weights = load_weights(folder) if tensors is None else tensors
     require_dtypes(Path(folder) / WEIGHTS, {name: each.dtype for name, each in weights.items()}, module)
@@ -237,10 +244,10 @@ def read_weights[Trained: Module](
 
 
 def require_dtypes(path: Path, saved: Mapping[str, torch.dtype], module: Weights, rounded: bool = False) -> None:
-    """Raise CheckpointError where weights at `path` would be rounded, or reinterpreted, on their way into `module`.
+    """Raise CheckpointError if loading the weights at `path` into `module` would round or reinterpret them.
 
-    saved: dtypes by name. Half precision widens to float32 without loss; rounded: the configuration asks for a
-    precision, in which floats of up to 32 bits are held.
+    saved: dtype by name. Half precision widens to float32 without loss; rounded: the configuration sets a precision, so
+    floats of up to 32 bits may be converted to it.
     """
     small = (torch.float16, torch.bfloat16, torch.float32)
     for name, value in module.state_dict().items():
@@ -254,7 +261,9 @@ def require_dtypes(path: Path, saved: Mapping[str, torch.dtype], module: Weights
 
 
 def _wrong_in(spec: object) -> str:
-    """Return what a policy's or world's spec holds that cannot be, "" for nothing; what it lacks is its reader's."""
+    """Return the first invalid value in a policy's or world's spec, "" if there is none; missing entries are checked by
+    the reader.
+    """
     if not is_mapping(spec):
         return "its spec is no mapping"
     rate, texts = spec.get("fps", 1.0), spec.get("instructions", ())
@@ -281,7 +290,7 @@ def _wrong_in(spec: object) -> str:
 
 
 def wrong_in_field(field: object) -> str:
-    """Return what in the JSON of a `core.spec.Field` cannot be, "" for nothing."""
+    """Return the first invalid value in the JSON of a `core.spec.Field`, "" if there is none."""
     if not is_mapping(field):
         return "no entries"
     shape, names = field.get("shape", ()), field.get("names", ())
@@ -314,11 +323,10 @@ def _is_number(value: object) -> "TypeIs[int | float]":
 
 
 class Allowance(TorchFunctionMode):
-    """While it is entered, torch's factories and clones give at most so many elements and tensors, counted together.
+    """Context that limits how many elements and tensors torch's factories and clones may allocate in total.
 
-    elements, tensors: e.g. a few times what the weights file holds, since a description that asks for more cannot fit
-    it; `ELEMENTS` and `TENSORS` are added.
-    Raises MemoryError before the memory is taken.
+    elements, tensors: e.g. a few times the size of the weights file, since a description that needs more cannot match
+    it; `ELEMENTS` and `TENSORS` are added. Raises MemoryError before the memory is allocated.
     """
 
     def __init__(self, elements: int, tensors: int):
@@ -332,7 +340,9 @@ class Allowance(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, after counting what it is about to allocate; shapes are the function's own."""
+        """Call a torch function after counting the elements that it is about to allocate; shapes are those of the
+        function.
+        """
         given = dict(kwargs or {})
         if func in _FACTORIES:
             self._count(_elements(func, args, given))
@@ -348,7 +358,7 @@ class Allowance(TorchFunctionMode):
 
 
 def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return how many elements a factory of torch would give."""
+    """Return the number of elements that a torch factory call would allocate."""
     # Ranges by hand: on the meta device torch imports sympy or its whole compiler for them, which takes seconds.
     if func is torch.arange:
         places = ("end",) if len(args) == 1 else ("start", "end", "step")

@@ -1,11 +1,11 @@
-"""A world in which decisions take time: what is decided at a control step is done so many steps later.
+"""World with action latency: an action chunk decided at one control step is executed d control steps later.
 
-Robots go on while their policy thinks. In a `DelayedWorld` the actions of a chunk join a queue of d actions that are
-already decided, and the queue is part of what is seen (`observation.action_queue`), so it stays a Markov decision
-process (Katsikopoulos & Engelbrecht 2003, Markov decision processes with delays and asynchronous cost collection).
-Whatever learns in a world learns in this one, and learns to decide for the moment at which its decision counts.
-An episode begins with a queue of holding still. What was recorded without a delay can be read as if it had been seen
-late: see `delayed`. Axes: B row, R selected rows, C chunk step, A action dimension, H history frame, d steps of delay.
+Robots keep moving while their policy computes. In a `DelayedWorld` the actions of a chunk join a queue of d actions
+that are already decided. The queue is part of the observation (`observation.action_queue`), so the process stays a
+Markov decision process (Katsikopoulos & Engelbrecht 2003, Markov decision processes with delays and asynchronous cost
+collection). Every algorithm can train in this world and learns to predict for the time of execution. An episode starts
+with a queue of hold actions. Data recorded without latency can be converted: see `delayed`. Axes: B row, R selected
+rows, C chunk step, A action dimension, H history frame, d steps of delay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ _OURS = "latency/"
 
 
 def with_latency(world: World, steps: int, hold: str = "zero") -> World:
-    """Return `world` where decisions take `steps` control steps; the world itself where they take none.
+    """Return `world` with an action latency of `steps` control steps; the world itself for 0.
 
-    hold: zero, where actions are velocities or differences; last, where they are positions: then the robot's first
-    decision also stands for where it is. Raises ConfigError for other values.
+    hold: action until the first chunk is executed; zero for velocities or differences, last for positions (the robot's
+    first action then also stands for its current position). Raises ConfigError for other values.
     """
     _require_latency(steps, hold)
     if steps == 0:
@@ -47,7 +47,7 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
 
 
 def with_latency_of(options: Mapping[str, Any], world: World) -> World:
-    """Return `world` with the latency among the options of a world, as it is where its decisions take time already.
+    """Return `world` with the latency set in a world's options; unchanged if it already has an action queue.
 
     Raises ConfigError as `with_latency` does.
     """
@@ -58,7 +58,7 @@ def with_latency_of(options: Mapping[str, Any], world: World) -> World:
 
 
 def latency_in(options: Mapping[str, Any]) -> tuple[int, str]:
-    """Return latency_steps and latency_hold of a world's options; raises ConfigError for what they cannot be."""
+    """Return latency_steps and latency_hold from a world's options; raises ConfigError for invalid values."""
     steps, hold = options.get(LATENCY, 0), options.get(HOLD, "zero")
     _require_latency(steps, hold)
     return steps, hold
@@ -75,27 +75,29 @@ def _require_latency(steps: Any, hold: Any) -> None:
 
 
 def without_latency(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the other options of a world."""
+    """Return a world's options without the latency options."""
     return {name: value for name, value in options.items() if name not in (LATENCY, HOLD)}
 
 
 def queue_field(action: Field, steps: int) -> Field:
-    """Return the field of a queue of `steps` actions, [steps * A]."""
+    """Return the field of an action queue of `steps` actions, [steps * A]."""
     names = tuple(f"{name}_{step}" for step in range(steps) for name in action.names)
     low, high = (_repeated(bound, action.size, steps) for bound in (action.low, action.high))
     return Field((steps * action.size,), low=low, high=high, unit=action.unit, names=names)
 
 
 def steps_ahead(observation: Mapping[str, Field], action: Field) -> int:
-    """Return how many control steps ahead one decides that reads `observation`, key -> field, and acts by `action`."""
+    """Return the latency in control steps implied by `observation` (key -> field) and `action`: the length of the
+    action queue, 0 without one.
+    """
     queue = observation.get(QUEUE)
     return 0 if queue is None else queue.size // max(action.size, 1)
 
 
 class DelayedWorld:
-    """A `World` whose chunks are executed `steps` control steps late; make one with `with_latency`.
+    """A `World` that executes chunks `steps` control steps late; create it with `with_latency`.
 
-    A row's queue at the end of a step is that of the last control step that was taken.
+    After a step, a row's queue is that of its last executed control step.
     """
 
     def __init__(self, world: World, steps: int, hold: str):
@@ -113,7 +115,7 @@ class DelayedWorld:
 
     @property
     def spec(self) -> WorldSpec:
-        """The world's, with the queue among what is seen."""
+        """Spec of the wrapped world, with the action queue added to the observation."""
         return self._spec
 
     @property
@@ -123,18 +125,18 @@ class DelayedWorld:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The world's, none where it does not say."""
+        """Stages of the wrapped world; empty if it declares none."""
         return getattr(self.world, "stages", ())
 
     @property
     def draws(self) -> bool:
-        """Whether the world can be looked at."""
+        """Whether the world can be rendered."""
         return can_render(self.world)
 
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | Array | None = None, options: Mapping[str, Any] | None = None
     ) -> Observation:
-        """Start new episodes in `rows` [R], whose robots hold still at first; see `World.reset`."""
+        """Start new episodes in `rows` [R] with a queue of hold actions; see `World.reset`."""
         observation = self.world.reset(rows, seeds, options)
         index = np.arange(self.batch_size) if rows is None else np.asarray(rows)
         self._queue[index], self._fresh[index] = self._still, True
@@ -142,7 +144,9 @@ class DelayedWorld:
         return self._seen(observation)
 
     def step(self, actions: Array) -> Step:
-        """Queue a chunk [B, C, A], and execute the C actions that are first in the queue; raises as the world does."""
+        """Append a chunk [B, C, A] to the queue and execute the first C actions of the queue; raises as the world
+        does.
+        """
         actions = np.asarray(actions, dtype=np.float64)
         action = self.spec.action
         validate_actions(actions, action, self.batch_size)
@@ -165,7 +169,7 @@ class DelayedWorld:
         return replace(step, observation=self._seen(step.observation), trace={**step.trace, QUEUE: trace})
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
-        """Return uint8 images [R, height, width, 3]; raises ConfigError where the world cannot be looked at."""
+        """Return uint8 images [R, height, width, 3]; raises ConfigError if the world cannot be rendered."""
         if not isinstance(self.world, Renders):
             raise ConfigError(f"'{self.spec.name}' cannot be looked at: it has no render().")
         return self.world.render(rows, camera, height, width)
@@ -179,19 +183,19 @@ class DelayedWorld:
 
 
 class DelayedSnapshots(DelayedWorld):
-    """A `DelayedWorld` with `Snapshots`."""
+    """A `DelayedWorld` that supports `Snapshots`."""
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the state of `rows` [R], queues among it: arrays [R, ...]; see `Snapshots`."""
+        """Copy the state of `rows` [R], including their action queues: arrays [R, ...]; see `Snapshots`."""
         assert isinstance(self.world, Snapshots)
         index = slice(None) if rows is None else np.asarray(rows)
         own = {_OURS + name: array[index].copy() for name, array in self._arrays.items()}
         return Snapshot({**self.world.snapshot(rows).arrays, **own})
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` [R] with `snapshot`; returns the observation of all rows, [B, H, ...].
+        """Overwrite `rows` [R] with `snapshot`; return the observation of all rows, [B, H, ...].
 
-        Raises SpecError for a snapshot of another delay, and as the world does.
+        Raises SpecError for a snapshot taken with a different delay, and as the world does.
         """
         assert isinstance(self.world, Snapshots)
         arrays = dict(snapshot.arrays)
@@ -210,22 +214,23 @@ class DelayedSnapshots(DelayedWorld):
 
 
 def queued(snapshot: Snapshot) -> Array | None:
-    """Return the actions that are decided and not yet done, [R, d, A], None where decisions take no time."""
+    """Return the queued actions that are not yet executed, [R, d, A]; None for a world without latency."""
     return snapshot.arrays.get(f"{_OURS}queue")
 
 
 def recorded_in(options: Mapping[str, Any], episodes: Episodes) -> Episodes:
-    """Return episodes as they would have been recorded in a world with such options; see `delayed`."""
+    """Return episodes as they would have been recorded in a world with these options; see `delayed`."""
     return delayed(episodes, *latency_in(options))
 
 
 def recorded_for(policy: Policy, episodes: Episodes) -> Episodes:
-    """Return episodes as a policy sees them that decides ahead, unchanged for others; see `delayed`."""
+    """Return episodes as observed by a policy that predicts ahead, unchanged for other policies; see `delayed`."""
     return seen_ahead(policy.spec.observation, origin_of(policy), episodes)
 
 
 def seen_ahead(observation: Mapping[str, Field], origin: WorldOrigin | None, episodes: Episodes) -> Episodes:
-    """Return episodes as one sees them who reads `observation`, key -> field, and was trained in the world of `origin`.
+    """Return episodes as observed by a model that reads `observation` (key -> field) and was trained in the world of
+    `origin`.
 
     Raises as `delayed` does.
     """
@@ -234,19 +239,19 @@ def seen_ahead(observation: Mapping[str, Field], origin: WorldOrigin | None, epi
 
 
 def with_latency_options(origin: WorldOrigin | None, options: Mapping[str, Any]) -> WorldOrigin | None:
-    """Return the world of a recording that was read as if decisions had taken what a world's options say."""
+    """Return the origin of a recording that was converted to the latency in a world's options."""
     given = {name: options[name] for name in (LATENCY, HOLD) if name in options}
     return None if origin is None else WorldOrigin(origin.name, {**origin.options, **given})
 
 
 def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
-    """Return recorded episodes as if every decision had been made `steps` control steps before it was executed.
+    """Return recorded episodes as if every action had been decided `steps` control steps before it was executed.
 
-    Every step shows what was seen so many steps before it, and the actions that had been decided by then; an episode
-    begins with `steps` steps of holding still, in which nothing moves. What is decided in an episode's last steps is
-    never done: there the last action stands. hold: as in `with_latency`. Episodes that show a queue of this length are
-    returned as they are. Raises DataError where it is another, or actions are no vectors; ConfigError as `with_latency`
-    does.
+    Every step contains the observation from `steps` steps earlier and the actions decided by then; an episode starts
+    with `steps` steps of holding position, in which nothing moves. Actions decided in the last steps of an episode are
+    never executed: the last action is repeated there. hold: as in `with_latency`. Episodes that already contain a queue
+    of this length are returned unchanged. Raises DataError when their queue has another length, or actions are not
+    vectors; ConfigError as `with_latency` does.
     """
     _require_latency(steps, hold)
     if not steps:
@@ -291,14 +296,16 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
 
 
 def _places(lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return of every entry of so long [E] episodes the episode that it is in and its place there, both [sum]."""
+    """Return episode index and step index of every entry of episodes of the given lengths [E], both [sum]."""
     episode = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     begins = lengths.cumsum(0) - lengths
     return episode, torch.arange(len(episode), device=lengths.device) - begins[episode]
 
 
 def _queues(episodes: Episodes, steps: int, hold: str, episode: Tensor, frame: Tensor) -> Tensor:
-    """Return what is decided and not yet done at every frame, [F', d * A]; episode, frame: [F'], see `_places`."""
+    """Return the decided but not yet executed actions at every frame, [F', d * A]; episode, frame: [F'], see
+    `_places`.
+    """
     action, device = episodes.action_field, episodes.device
     still = torch.as_tensor(_still(action), dtype=torch.float32, device=device)
     # When the queue's actions are done, in recorded steps: below 0 the robot waits.
@@ -313,7 +320,7 @@ def _queues(episodes: Episodes, steps: int, hold: str, episode: Tensor, frame: T
 
 
 def _still(action: Field) -> Array:
-    """Return the action that is nearest to no motion, [A]."""
+    """Return the action closest to zero motion within the bounds, [A]."""
     return np.clip(np.zeros(action.size), action.low, action.high)
 
 

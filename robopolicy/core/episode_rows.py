@@ -1,9 +1,9 @@
-"""`EpisodeRows`: bookkeeping of a vectorised environment: step counts, success, episode ends, observation history.
+"""Bookkeeping of vectorised environments (`EpisodeRows`): step counts, success, episode ends, observation history.
 
-A row is one of B parallel environments. Simulated, recorded and imagined worlds hold one `EpisodeRows` each, so that
-row indices, seeds, success, the three ends of an episode (terminated: the task ended; truncated: a time limit;
-horizon_end: an imagined rollout was cut), history windows and snapshots mean the same everywhere.
-Axes: B row, R selected or running rows, C chunk step, H history frame.
+A row is one of B parallel environments. Simulated, recorded and imagined worlds each use an `EpisodeRows`, so row
+indices, seeds, success, the three ways an episode ends (terminated: the task ended; truncated: time limit; horizon_end:
+an imagined rollout was cut off), history windows and snapshots have the same meaning everywhere. Axes: B row, R
+selected or running rows, C chunk step, H history frame.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from robopolicy.core.world import Rows, Snapshot, Step
 
 @dataclass(frozen=True)
 class Advanced:
-    """What happened to R running rows during an action chunk of C control steps.
+    """Result of advancing R running rows by an action chunk of C control steps.
 
     length: [R] int64, steps until the episode or the chunk ended, >= 1; live: [R, C] bool, True for those steps; first:
     [R, C] bool, the step at which an episode succeeded for the first time.
@@ -32,12 +32,12 @@ class Advanced:
 
 
 class EpisodeRows:
-    """The episodes in a world's B rows, as arrays [B, ...] by name.
+    """Episode state of a world's B rows, as arrays [B, ...] by name.
 
-    spec: of the world (history, horizon, terminate_on_success, fields, instructions); draw: R -> episode seeds [R]
-    int64, where a reset is given none; cuts: whether episodes can be cut (`horizon_end`), as imagined rollouts are.
-    The arrays: "history/KEY" [B, H, *shape], steps and instruction int64, success, terminated, truncated and, with
-    cuts, horizon_end bool; a world adds its own in `start`. Raises ConfigError unless sizes are at least 1.
+    spec: spec of the world (history, horizon, terminate_on_success, fields, instructions); draw: function R -> episode
+    seeds [R] int64, used when a reset passes none; cuts: whether episodes can be cut off (`horizon_end`), as imagined
+    rollouts are. The arrays: "history/KEY" [B, H, *shape], steps and instruction int64, success, terminated, truncated
+    and, with cuts, horizon_end bool; a world adds its own in `start`. Raises ConfigError unless sizes are at least 1.
     """
 
     def __init__(self, spec: WorldSpec, batch_size: int, draw: Callable[[int], Array], *, cuts: bool = False) -> None:
@@ -50,7 +50,7 @@ class EpisodeRows:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """All arrays [B, ...] by name, to be read and written in place. Raises SpecError before the first reset."""
+        """All arrays [B, ...] by name, readable and writable in place. Raises SpecError before the first reset."""
         self.require_started()
         return self._arrays
 
@@ -71,9 +71,9 @@ class EpisodeRows:
         return index
 
     def reset_rows(self, rows: Rows, seeds: Sequence[int] | Array | None) -> tuple[Array, Array]:
-        """Return the rows to reset [R] and their episodes' seeds [R] int64, drawn where None are given.
+        """Return the rows to reset [R] and the seeds of their episodes [R] int64; seeds are drawn if None are given.
 
-        Raises SpecError on bad rows, when the first reset leaves rows out, and unless there is one seed per row.
+        Raises SpecError on invalid rows, when the first reset omits rows, and unless there is one seed per row.
         """
         index = self.index(rows)
         if not self._arrays and len(index) != self.batch_size:
@@ -91,10 +91,10 @@ class EpisodeRows:
         instruction: Array | int = 0,
         own: Mapping[str, Array] | None = None,
     ) -> None:
-        """Begin new episodes in rows `index` [R].
+        """Start new episodes in rows `index` [R].
 
-        frames: key -> [R, n >= 1, *shape], the observations so far; instruction: index of the spec's, [R] or for all;
-        own: the world's arrays [R, ...], the same names at every start.
+        frames: key -> [R, n >= 1, *shape], the observations so far; instruction: index into the spec's instructions,
+        [R] or one for all; own: the world's own arrays [R, ...], with the same names at every start.
         """
         fresh = {f"history/{key}": begin(frames[key], self.spec.history) for key in self.spec.observation}
         fresh |= own or {}
@@ -107,7 +107,7 @@ class EpisodeRows:
             self._arrays[name][index] = 0
 
     def _allocate(self, fresh: Mapping[str, Array]) -> None:
-        """Allocate every array, with the shapes of the first episodes' values; history has the fields' dtypes."""
+        """Allocate every array with the shapes of the first episodes' values; history uses the fields' dtypes."""
         rows, fields = self.batch_size, self.spec.observation
         dtypes = {name: value.dtype for name, value in fresh.items()}
         dtypes |= {f"history/{key}": np.dtype(field.dtype) for key, field in fields.items()}
@@ -116,7 +116,9 @@ class EpisodeRows:
         self._arrays |= {name: np.zeros(rows, dtype=bool) for name in ("success", *self._ends)}
 
     def instruction_index(self, texts: Sequence[str] | Array) -> Array:
-        """Return indices [R] int64 of language instructions; one that the spec does not list gets the next index."""
+        """Return indices [R] int64 of language instructions; an instruction that the spec does not list gets the next
+        index.
+        """
         self._texts += [text for text in dict.fromkeys(map(str, texts)) if text not in self._texts]
         return np.array([self._texts.index(str(text)) for text in texts], dtype=np.int64)
 
@@ -124,14 +126,14 @@ class EpisodeRows:
 
     @property
     def running(self) -> Array:
-        """[B] bool: rows whose episode has not ended."""
+        """[B] bool: rows whose episode is still running."""
         arrays = self.arrays
         ended = arrays["terminated"] | arrays["truncated"]
         return ~(ended | arrays["horizon_end"]) if "horizon_end" in self._ends else ~ended
 
     @property
     def running_index(self) -> slice | Array:
-        """Index of the running rows in an array [B, ...]: a slice where all of them run, else indices [R]."""
+        """Index of the running rows in an array [B, ...]: a slice if all of them run, else indices [R]."""
         running = self.running
         return slice(None) if running.all() else np.flatnonzero(running)
 
@@ -144,13 +146,13 @@ class EpisodeRows:
         truncated: Array | None = None,
         cut: Array | None = None,
     ) -> Advanced:
-        """Count the steps of an action chunk in the running rows `index`, record success and end episodes.
+        """Count the steps of an action chunk in the running rows `index`, record success, and mark episodes as ended.
 
-        All are [R, C] bool and describe the state after each step, regardless of earlier ends: success: the task is
-        done (once reached, it stays recorded for the episode); terminated, truncated: the world itself ends the episode
-        there; cut: the rollout stops there, though the episode would go on (so values can be bootstrapped). Success
-        terminates an episode where the spec says so, and the spec's horizon truncates it. Where several coincide,
-        termination outranks truncation, and truncation outranks a cut.
+        All arguments are [R, C] bool and describe the state after each step, regardless of earlier ends. success: the
+        task is done (once reached, it stays recorded for the episode); terminated, truncated: the world itself ends the
+        episode there; cut: the rollout stops although the episode would continue, so values can be bootstrapped.
+        Success terminates an episode if the spec says so, and the spec's horizon truncates it. If several coincide,
+        termination takes precedence over truncation, and truncation over a cut.
         """
         arrays = self.arrays
         spec = self.spec
@@ -191,7 +193,7 @@ class EpisodeRows:
             self.arrays[f"history/{key}"][index] = latest(value, length, self.spec.history)
 
     def move_history(self, index: slice | Array, frames: Mapping[str, Array], length: Array | None) -> None:
-        """Advance the history of rows `index` by the first `length` [R] (None: all) of `frames`, key -> [R, C, ...]."""
+        """Shift the history of rows `index` by the first `length` [R] (None: all) of `frames`, key -> [R, C, ...]."""
         for key, value in frames.items():
             window = self.arrays[f"history/{key}"]
             window[index] = move(window[index], value, length)
@@ -205,7 +207,7 @@ class EpisodeRows:
         return observation
 
     def scatter(self, index: slice | Array, values: Array) -> Array:
-        """Scatter `values` [R, ...] of rows `index` into an array of all rows, [B, ...], zero in the others."""
+        """Scatter `values` [R, ...] of rows `index` into an array of all rows, [B, ...], with zeros in the others."""
         if isinstance(index, slice):
             return values
         whole = np.zeros((self.batch_size, *values.shape[1:]), values.dtype)
@@ -215,7 +217,7 @@ class EpisodeRows:
     def trace(self, index: slice | Array, frames: Mapping[str, Array], length: Array | None) -> dict[str, Array]:
         """Return the observation after every step, key -> [B, C, *shape]; ended rows repeat their last frame.
 
-        frames: key -> [R, C, *shape] of rows `index`, of which `length` [R] (None: all) count.
+        frames: key -> [R, C, *shape] of rows `index`; only the first `length` [R] (None: all) are used.
         """
         trace = {key: held(value, length) for key, value in frames.items()}
         if not isinstance(index, slice):
@@ -231,12 +233,14 @@ class EpisodeRows:
         valid: Array,
         uncertainty: Array | None = None,
     ) -> Step:
-        """Return the `Step` that ends here: key -> [B, C, *shape], name -> [B, C], [B, C], [B, C]."""
+        """Build the `Step` for the current state: trace key -> [B, C, *shape], rewards name -> [B, C], valid [B, C],
+        uncertainty [B, C].
+        """
         flags = {name: self.arrays[name].copy() for name in ("success", *self._ends)}
         return Step(self.observation(), dict(trace), dict(rewards), valid, **flags, uncertainty=uncertainty)
 
     def idle(self, chunk: int) -> Step:
-        """Return the `Step` of `chunk` C control steps in which no row runs."""
+        """Return the `Step` of `chunk` C control steps in which no row is running."""
         vectors = [key for key in self.spec.observation if not key.startswith(IMAGE_PREFIX)]
         trace = {key: np.repeat(self.arrays[f"history/{key}"][:, -1:], chunk, axis=1) for key in vectors}
         rewards = {name: np.zeros((self.batch_size, chunk)) for name in self.spec.rewards}
@@ -245,7 +249,7 @@ class EpisodeRows:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def snapshot(self, rows: Rows) -> dict[str, Array]:
-        """Return copies [R, ...] of the arrays of `rows`. Raises SpecError on bad rows."""
+        """Return copies [R, ...] of the arrays of `rows`. Raises SpecError on invalid rows."""
         index = self.index(rows)
         return {name: value[index] for name, value in self.arrays.items()}
 
@@ -271,7 +275,7 @@ class EpisodeRows:
 
 
 def require_sizes(**sizes: int) -> None:
-    """Raise ConfigError unless every size, by the name of its argument, is at least 1."""
+    """Raise ConfigError unless every size (passed by argument name) is at least 1."""
     if min(sizes.values()) < 1:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items())
         limit = " (set world.options.horizon=NUMBER)" if sizes.get("horizon", 1) < 1 else ""

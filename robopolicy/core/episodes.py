@@ -1,9 +1,10 @@
-"""`Episodes`: demonstrations or rollouts in memory, from which policies and world models draw their batches.
+"""Episode container (`Episodes`): demonstrations or rollouts in memory, from which policies and world models sample
+batches.
 
-An episode of L actions has L + 1 observation frames: the last frame is what the last action led to, so every action has
-a next observation, and values can be bootstrapped at a time limit. All episodes are concatenated along time.
-Axes: E episode, N = sum(L) step, F = N + E observation frame, A action dimension, H history frame, P predicted step, M
-batch row.
+An episode of L actions has L + 1 observation frames: the last frame is the result of the last action, so every action
+has a next observation, and values can be bootstrapped at a time limit. All episodes are concatenated along time. Axes:
+E episode, N = sum(L) step, F = N + E observation frame, A action dimension, H history frame, P predicted step, M batch
+row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +28,18 @@ _OF_STEPS = ("step_success", "actor", "segment", "labels", "label_steps")
 
 @dataclass(frozen=True)
 class Episodes:
-    """Whole episodes (trajectories), concatenated along time.
+    """Complete episodes (trajectories), concatenated along time.
 
     observation_fields: one frame each, by LeRobot key; observation: key -> [F, *shape] (float32, images uint8 height x
     width x 3); actions: [N, A] in world units; lengths: [E] int64, actions per episode; tasks: instruction of each
     episode; rewards: term -> [N]; step_success: [N] bool, the episode has succeeded by the end of this step;
-    terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False where the
-    data lacks the observation after the last action (the last frame then repeats the one before); actor, segment: [N]
-    int64, who acted and in what kind of segment, as `interventions` counts; labels: [N, L, A] in world units, what a
-    teacher would have done in each step and, of one that decides on chunks, in the L - 1 steps after it; label_steps:
-    [N] int64, how many of these L come before the end of the teacher's episode, None for all. fps: steps per second.
-    Optional entries are None where a dataset does not say. Raises DataError where lengths do not fit together,
-    an episode is empty, or keys and fields differ.
+    terminated: [E] bool, the task ended (False: time limit); seeds: [E] int64; final_known: [E] bool, False if the data
+    lacks the observation after the last action (the last frame then repeats the one before); actor, segment: [N] int64,
+    who acted and the kind of segment, encoded as in `interventions`; labels: [N, L, A] in world units, the teacher's
+    actions for each step and, for a teacher that predicts chunks, for the L - 1 steps after it; label_steps: [N] int64,
+    number of these L actions before the end of the teacher's episode, None for all. fps: steps per second. Optional
+    entries are None if the dataset does not provide them. Raises DataError when lengths do not match, an episode is
+    empty, or keys and fields differ.
     """
 
     observation_fields: Mapping[str, Field]
@@ -90,7 +91,7 @@ class Episodes:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.actions.device
 
     @property
@@ -132,7 +133,7 @@ class Episodes:
         return torch.zeros(len(self), device=self.device).index_add(0, self.episode_of_step, reward)
 
     def to(self, device: torch.device | str) -> "Episodes":
-        """Move every tensor."""
+        """Move every tensor to a device."""
         changed: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -173,18 +174,18 @@ class Episodes:
         )
 
     def to_imitate(self) -> "Episodes":
-        """Return the episodes with what is to be learned in each step in the place of what was executed, where known.
+        """Return the episodes with the teacher's labels in place of the executed actions, if there are labels.
 
-        Rewards and next observations are not what these actions lead to.
+        Rewards and next observations are then not the results of these actions.
         """
         if self.labels is None:
             return self
         return replace(self, actions=self.labels[:, 0], actor=None, segment=None, labels=None, label_steps=None)
 
     def split(self, share: float, generator: torch.Generator) -> tuple["Episodes", "Episodes"]:
-        """Hold out a share of the episodes, at least one: (training, validation).
+        """Hold out a fraction of the episodes, at least one: (training, validation).
 
-        Raises DataError where none would be left for training.
+        Raises DataError if none would be left for training.
         """
         held = max(1, round(share * len(self)))
         if held >= len(self):
@@ -194,11 +195,11 @@ class Episodes:
 
     @staticmethod
     def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
-        """Join episodes of the same fields and fps; what one part does not know is None in the whole.
+        """Join episodes with the same fields and fps; an entry that one part lacks is None in the result.
 
-        But who acted: what only some parts know is -1 in the others; and labels: there they are what was done until
-        the episode's end. Raises
-        DataError where shapes, observation keys, names of elements, control rates or the length of labels differ.
+        Two exceptions: `actor` and `segment` are -1 for parts that lack them, and labels default to the recorded
+        actions until the episode's end. Raises DataError when shapes, observation keys, element names, control rates or
+        the length of labels differ.
         """
         if not parts:
             raise DataError("There are no episodes to join.")
@@ -244,7 +245,7 @@ class Episodes:
     def statistics(self) -> dict[str, dict[str, Tensor]]:
         """Return min, max, mean and std, each [*shape], of every non-image observation and of "action".
 
-        Frames that only repeat because the final observation is unknown are left out.
+        Frames that only repeat because the final observation is unknown are excluded.
         """
         frames = torch.ones(self.step_count + len(self), dtype=torch.bool, device=self.device)
         if self.final_known is not None:
@@ -268,7 +269,8 @@ class Episodes:
         generator: torch.Generator,
         keys: Sequence[str] | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Yield policy batches for ever; steps are drawn uniformly with replacement, all randomness from `generator`.
+        """Yield policy batches indefinitely; steps are drawn uniformly with replacement, with all randomness from
+        `generator`.
 
         A batch is {"observation": {key: [M, H, *shape], "task": list of M}, "actions": [M, P, A], "action_valid":
         [M, P] bool}: the current frame is the last of the history (padded by repeating the episode's first frame), the
@@ -284,15 +286,16 @@ class Episodes:
         return self._batches(history, prediction, batch_size, generator, chosen, with_task)
 
     def actions_ahead(self, count: int) -> Tensor:
-        """Return what was done in every step and in the steps after it, [N, count, A]; the last action is repeated."""
+        """Return the actions of every step and of the steps after it, [N, count, A]; the last action is repeated."""
         last = (self.starts + self.lengths - 1)[self.episode_of_step]
         steps = torch.arange(self.step_count, device=self.device)[:, None] + torch.arange(count, device=self.device)
         return self.actions[torch.minimum(steps, last[:, None])]
 
     def before(self, steps: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return what was done in the `count` steps before the given ones [M], [M, count, A], and which there were.
+        """Return the actions of the `count` steps before the given steps [M] as [M, count, A], and a mask of those that
+        exist.
 
-        Those before an episode's first step are its first action, and False in [M, count].
+        Steps before the start of an episode contain its first action and are False in the mask [M, count].
         """
         wanted = steps[:, None] + torch.arange(-count, 0, device=self.device)
         first = self.starts[self.episode_of_step[steps]][:, None]
@@ -301,7 +304,7 @@ class Episodes:
     def windows(
         self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return the batch whose first actions are at the given step indices [M], "steps"; its form is `sampler`'s."""
+        """Return a batch in the format of `sampler` whose first actions are at the step indices [M], plus "steps"."""
         episode = self.episode_of_step[steps]
         back = torch.arange(1 - history, 1, device=self.device)
         ahead = torch.arange(prediction, device=self.device)
@@ -319,10 +322,10 @@ class Episodes:
         }
 
     def transitions(self, vector: StateVector | None = None) -> Transitions:
-        """Return (state, action, reward, next state) of every step whose next observation is known, in order of time.
+        """Return (state, action, reward, next state) of every step with a known next observation, in temporal order.
 
-        vector: the fields that make up the state; None: all vector fields of the episodes. Raises DataError where there
-        is none, or rewards or the end of the task are not recorded, SpecError where the episodes lack a field of it.
+        vector: the fields that make up the state; None: all vector fields of the episodes. Raises DataError when there
+        is none, or rewards or terminations are not recorded; SpecError when the episodes lack a field of it.
         """
         reward = self.reward
         if reward is None or self.terminated is None:
@@ -372,7 +375,7 @@ class Episodes:
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the indices start, ..., start + length - 1 of every range, one after the other."""
+    """Return the indices start, ..., start + length - 1 of every range, concatenated."""
     offsets = lengths.cumsum(0) - lengths
     within = torch.arange(int(lengths.sum()), device=starts.device) - torch.repeat_interleave(offsets, lengths)
     return torch.repeat_interleave(starts, lengths) + within
@@ -383,7 +386,9 @@ def _all_known(part: Episodes) -> Tensor:
 
 
 def _joined_labels(parts: Sequence[Episodes]) -> dict[str, Tensor | None]:
-    """Return labels [N, L, A] and label_steps [N] of all parts, of those without what was done next until the end."""
+    """Return labels [N, L, A] and label_steps [N] of all parts; parts without labels use their recorded actions until
+    the end of the episode.
+    """
     lengths = {part.labels.shape[1] for part in parts if part.labels is not None}
     if not lengths:
         return {"labels": None, "label_steps": None}
@@ -399,7 +404,7 @@ def _joined_labels(parts: Sequence[Episodes]) -> dict[str, Tensor | None]:
 
 
 def _said(part: Episodes, ahead: int) -> Tensor:
-    """Return how many of `ahead` labels of each step come before the end, [N] int64."""
+    """Return the number of the `ahead` labels of each step that lie before the end of the episode, [N] int64."""
     if part.labels is None:
         after = (part.starts + part.lengths)[part.episode_of_step]
         return (after - torch.arange(part.step_count, device=part.device)).clamp(max=ahead)
@@ -448,9 +453,8 @@ def chosen_numbers(
 ) -> list[int]:
     """Return the numbers of those of `count` episodes that settings choose.
 
-    episodes: their numbers, or how many from the first on, 0 for all; without: numbers of some to leave out; section:
-    that the settings stand in, and where: the dataset, both for the text. Raises ConfigError where one is not there, or
-    none is left.
+    episodes: their indices, or a number of leading episodes, 0 for all; without: indices to exclude; section, where:
+    settings section and dataset, for the error text. Raises ConfigError when an index is out of range or none is left.
     """
     kept = [*range(min(episodes or count, count))] if isinstance(episodes, int) else [*dict.fromkeys(episodes)]
     for setting, numbers in (("episodes", kept), ("without", without)):
@@ -475,10 +479,10 @@ CONVERT_DATA = "Convert one of the two, or correct the unit in the meta/robopoli
 def require_recorded(
     where: object, episodes: Episodes, observation: Mapping[str, Field], action: Field, whose: str = "policy"
 ) -> None:
-    """Raise DataError unless `episodes` hold the columns that one reads who sees `observation` (key -> field) and acts
-    by `action`, with the same shapes, elements and units; see `spec.require_alike`.
+    """Raise DataError unless `episodes` contain the columns of `observation` (key -> field) and `action` with the same
+    shapes, elements and units; see `spec.require_alike`.
 
-    where: where they lie, for the text; whose: "policy" or "world model".
+    where: dataset location, for the error text; whose: "policy" or "world model".
     """
     fields: Mapping[str, Field] = {**episodes.observation_fields, "action": episodes.action_field}
     pairs: dict[str, tuple[Field, Field]] = {}

@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, where, and the way out."""
+"""Exceptions: each text names the problem, its location and the remedy."""
 
 import difflib
 import importlib
@@ -8,7 +8,9 @@ from types import ModuleType
 
 
 class RobopolicyError(Exception):
-    """Base of every error this project raises on purpose; the command line prints its text without a traceback."""
+    """Base class of every error that this project raises on purpose; the command line prints its text without a
+    traceback.
+    """
 
 
 class ConfigError(RobopolicyError):
@@ -16,7 +18,7 @@ class ConfigError(RobopolicyError):
 
 
 class CameraError(ConfigError):
-    """A world has no camera of this name; known: those that it has."""
+    """A world has no camera with this name; known: the cameras that it has."""
 
     def __init__(self, text: str, known: Iterable[str] = ()):
         super().__init__(text)
@@ -24,7 +26,9 @@ class CameraError(ConfigError):
 
 
 class ScoreError(RobopolicyError, RuntimeError):
-    """A policy scores its own decisions differently from when it took them, so ratios do not begin at 1."""
+    """A policy's recomputed log-probabilities differ from those at sampling time, so importance ratios do not start at
+    1.
+    """
 
 
 class SpecError(RobopolicyError):
@@ -36,7 +40,7 @@ class DataError(RobopolicyError):
 
 
 class CheckpointError(RobopolicyError):
-    """A checkpoint is missing, corrupt or of another kind than asked for."""
+    """A checkpoint is missing, corrupt or of a different kind than requested."""
 
 
 class NonFiniteError(RobopolicyError):
@@ -52,15 +56,17 @@ class ServingError(RobopolicyError):
 
 
 class RobopolicyWarning(UserWarning):
-    """Something that a figure's reader must know; the command line prints its text."""
+    """Warning that affects the interpretation of a result; the command line prints its text."""
 
 
 class RobopolicyNote(RobopolicyWarning):
-    """Something that happened and may well be meant, such as exploration beyond an action's bounds."""
+    """Note about an event that may be intended, such as exploration beyond the action bounds."""
 
 
 def in_one_line(value: object, length: int = 300) -> str:
-    """Return `value` as one line of at most so many characters; an error's text, with its type where that is needed."""
+    """Return `value` as one line of at most `length` characters; for an exception its text, prefixed with the type if
+    needed.
+    """
     try:
         text = " ".join(str(value).split())
     except RecursionError:
@@ -71,7 +77,9 @@ def in_one_line(value: object, length: int = 300) -> str:
 
 
 def in_a_sentence(error: BaseException) -> str:
-    """Return what the user is told of an error: ours, the system's, or that memory ran out; "" of any other one."""
+    """Return the user-facing text of an error: robopolicy's, the operating system's, or out of memory; "" for any
+    other.
+    """
     if isinstance(error, RobopolicyError):
         return str(error)
     if isinstance(error, OSError):
@@ -91,7 +99,7 @@ def in_a_sentence(error: BaseException) -> str:
 
 
 def is_interruption(error: BaseException | None) -> bool:
-    """Whether an error is Ctrl-C, or made of one by a library that it came through."""
+    """Whether an error is Ctrl-C, directly or wrapped by a library that it passed through."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt) or (type(error).__module__ == "ctypes" and INTERRUPT in str(error)):
             return True
@@ -100,20 +108,22 @@ def is_interruption(error: BaseException | None) -> bool:
 
 
 INTERRUPT = "KeyboardInterrupt"
-"""How ctypes names the error that a call ended with, in an error of its own without a cause."""
+"""Name that ctypes gives to the interrupting error in its own error, which has no cause."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Return the one of `choices` that is most like `name`, "" where none is near."""
+    """Return the entry of `choices` most similar to `name`, "" if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)), "")
 
 
 MANY = 40
-"""Names of which a list helps nobody."""
+"""Maximum number of names that are listed in full."""
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return " Did you mean 'x'?" for the nearest of `choices`, else the list of them, of many the most alike."""
+    """Return " Did you mean 'x'?" for the most similar of `choices`, else a list of them (of a long list the most
+    similar).
+    """
     known = sorted({str(choice) for choice in choices})
     near = nearest(name, known)
     if near:
@@ -125,7 +135,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def as_setting(name: str, pairs: Mapping[str, str]) -> str:
-    """Return a setting whose value is a mapping, quoted as a shell and the command line take it."""
+    """Return a setting with a mapping as its value, quoted for the shell and the command line."""
 
     def key(text: str) -> str:
         return re.sub(r"([\\\[\](){}:=,'\"])", r"\\\1", text)
@@ -137,7 +147,7 @@ def as_setting(name: str, pairs: Mapping[str, str]) -> str:
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency; where that fails, raise a `ConfigError` that names the extra which brings it."""
+    """Import an optional dependency; raise a `ConfigError` that names the pip extra if the import fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

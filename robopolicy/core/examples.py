@@ -1,4 +1,4 @@
-"""Random observations and training batches that fit a spec: for dry runs, sizes and conformance checks."""
+"""Random observations and training batches that match a spec, for dry runs, size estimates and conformance checks."""
 
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ def example_observation(
 def example_batch(
     spec: PolicySpec, observation: TensorObservation, device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Return what `loss` takes, for N observations: actions [N, P, A] within the range, the last row padded."""
+    """Return a random batch for `loss` with N observations: actions [N, P, A] within the range, the last row padded."""
     count, draws = len(cast(list[str], observation[TASK])), torch.Generator().manual_seed(3)
     bounds = (spec.action.low, spec.action.high)
     low, high = (torch.tensor(bound).clamp(-1, 1).expand(spec.action.shape) for bound in bounds)

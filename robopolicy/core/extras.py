@@ -1,4 +1,4 @@
-"""`Extras`: what is known of decisions beside what was played, each under a name that stands here and nowhere else."""
+"""Optional per-decision columns of rollouts (`Extras`); every name is defined in this file only."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -9,101 +9,117 @@ from robopolicy.core.errors import did_you_mean
 
 
 class MissingExtraError(LookupError):
-    """Nobody has added this extra, though something reads it."""
+    """A column was read that no component has added."""
 
 
 @dataclass(frozen=True)
 class Extras:
-    """Named tensors [B, T, ...] beside `Rollouts`, None until somebody adds them.
+    """Named tensors [B, T, ...] that accompany `Rollouts`; each is None until a component adds it.
 
-    extras["entropy"] is the tensor, or a MissingExtraError that says who would have added it; extras.entropy may be
-    None. A name that is none of these is a KeyError at once, in reading as in adding.
+    extras["entropy"] returns the tensor, or raises a MissingExtraError that names what adds it; extras.entropy may be
+    None. An undefined name raises KeyError, on reading and on adding.
     """
 
     episode_return: Tensor | None = None
-    """[B, T] rewards since the episode's start. Added in collecting; read by the metrics."""
+    """[B, T] sum of rewards since the start of the episode. Added during collection; read by the metrics."""
     uncertainty: Tensor | None = None
-    """[B, T, C] a world model's uncertainty about each control step. Added in collecting, by worlds that give one."""
+    """[B, T, C] uncertainty of the world model about each control step. Added during collection in worlds that provide
+    it.
+    """
     start: Tensor | None = None
-    """[B, T] int64, which start of the pool the episode had. Added in collecting groups; read by samplers of starts."""
+    """[B, T] int64, index of the episode's initial state in the pool. Added during group collection; read by start
+    samplers.
+    """
     hint: Tensor | None = None
-    """[B, T] share of the demonstration that the episode began after. Added in collecting groups; read by hints."""
+    """[B, T] fraction of the demonstration skipped before the episode. Added during group collection; read by hints."""
     taught: Tensor | None = None
-    """[B, T] bool, the teacher acted. Added in collecting where the two take turns; read by `Rollouts.played`."""
+    """[B, T] bool, whether the teacher acted. Added during collection if policy and teacher take turns; read by
+    `Rollouts.played`.
+    """
     replayed: Tensor | None = None
-    """[B, T] bool, rows of earlier iterations that are learned from again. Added by PROPS; read by `Rollouts.fresh`."""
+    """[B, T] bool, rows of earlier iterations that are used again. Added by PROPS; read by `Rollouts.fresh`."""
     state_key: Tensor | None = None
-    """[B, T] int64, equal for states that count as the same. Added by collectors that know better than rounding."""
+    """[B, T] int64, equal for states that count as the same. Added by collectors that identify states better than by
+    rounding.
+    """
     entropy: Tensor | None = None
-    """[B, T, K] entropy of every step under the policy that acted, nats. Added for Need.ENTROPY."""
+    """[B, T, K] entropy of every step under the behaviour policy, in nats. Added for Need.ENTROPY."""
     blackout_logp: Tensor | None = None
-    """[B, T, K] log-probability with patches of the images made black. Added for Need.BLACKOUT_SCORES."""
+    """[B, T, K] log-probability with patches of the images blacked out. Added for Need.BLACKOUT_SCORES."""
     contrast_logp: Tensor | None = None
     """[B, T, K] log-probability under another instruction. Added for Need.CONTRAST_SCORES."""
     teacher_logp: Tensor | None = None
     """[B, T, K] log-probability under the teacher. Added for Need.TEACHER_SCORES."""
     reference_logp: Tensor | None = None
-    """[B, T, K] log-probability under the reference, frozen. Added for Need.REFERENCE_SCORES."""
+    """[B, T, K] log-probability under the frozen reference policy. Added for Need.REFERENCE_SCORES."""
     preferred: Tensor | None = None
-    """[B, T] 1 in episodes that are preferred to others of their group, -1 in those. Added by what stores pairs."""
+    """[B, T] 1 for episodes preferred to others of their group, -1 for the rejected ones. Added by mechanisms that
+    store pairs.
+    """
     process: Tensor | None = None
-    """[B, T, K] a reward for every step. Added by the side models prime and oprl."""
+    """[B, T, K] process reward of every step. Added by the side models prime and oprl."""
     process_accuracy: Tensor | None = None
-    """[B, T] share of episodes whose outcome these rewards tell. Added with them; read by the metrics."""
+    """[B, T] fraction of episodes whose outcome the process rewards predict. Added with them; read by the metrics."""
     q: Tensor | None = None
     """[B, T] action value Q(s, a). Added by the side model q_ensemble."""
     v: Tensor | None = None
     """[B, T] state value V(s). Added by the side model q_ensemble."""
     flow_value: Tensor | None = None
-    """[B, T, K] value of the state and the noisy action of every level. Added by the side model flow_critic."""
+    """[B, T, K] value of the state and the noisy action at every noise level. Added by the side model flow_critic."""
     flow_return: Tensor | None = None
-    """[B, T] scaled return that these values are of. Added with them."""
+    """[B, T] scaled return that flow_value predicts. Added with it."""
     preference: Tensor | None = None
-    """[B, T] how much the decision looks like the teacher's. Added by the side model discriminator."""
+    """[B, T] similarity of the action chunk to the teacher's. Added by the side model discriminator."""
     value: Tensor | None = None
     """[B, T] the critic's value before the update. Added for Need.CRITIC; read by the diagnostics."""
     value_target: Tensor | None = None
-    """[B, T] what the critic learns. Added for Need.CRITIC."""
+    """[B, T] regression target of the critic. Added for Need.CRITIC."""
     target_known: Tensor | None = None
-    """[B, T] bool, where `value_target` may be learned. Added for Need.FINISHED; None: everywhere."""
+    """[B, T] bool, where `value_target` is valid. Added for Need.FINISHED; None: everywhere."""
     advantage_gae: Tensor | None = None
     """[B, T] generalised advantage estimate. Added for Need.CRITIC; read by the advantages gae and egae."""
     advantage: Tensor | None = None
-    """[B, T, K] what every step's coefficient is made of. Added by `Algorithm.prepare`."""
+    """[B, T, K] advantage of every step, from which its coefficient is computed. Added by `Algorithm.prepare`."""
     pruned: Tensor | None = None
-    """[B, T, K] bool, steps that no gradient is taken through. Added by `Algorithm.prepare`; read by the learner."""
+    """[B, T, K] bool, steps excluded from the gradient. Added by `Algorithm.prepare`; read by the learner."""
     episode_steps: Tensor | None = None
-    """[B, T] int64, scored steps of the whole row. Added by `Algorithm.prepare`; read by the weight episode_mean."""
+    """[B, T] int64, number of scored steps of the complete row. Added by `Algorithm.prepare`; read by the weight
+    episode_mean.
+    """
 
     @staticmethod
     def of(given: "Extras | Mapping[str, Tensor]") -> "Extras":
-        """Return `given`, which may be a mapping by name as checkpoints and columns hold it; KeyError for others."""
+        """Return `given` as `Extras`; it may be a mapping by name, as stored in checkpoints and columns. Raises
+        KeyError for undefined names.
+        """
         return given if isinstance(given, Extras) else Extras().adding(**given)
 
     def adding(self, **tensors: Tensor) -> "Extras":
-        """Return these and `tensors`, by name; raises KeyError for a name that is none, with the nearest."""
+        """Return a copy with `tensors` added by name; raises KeyError, with the most similar name, for an undefined
+        one.
+        """
         for name in tensors:
             _require_known(name)
         return replace(self, **tensors)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor [B, T, ...] of those that are there, in the order of their definition."""
+        """Yield name and tensor [B, T, ...] of the columns that are set, in order of definition."""
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None:
                 yield item.name, value
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Extras":
-        """Return what `function` makes of each [B, T, ...] that is there."""
+        """Apply `function` to each column [B, T, ...] that is set."""
         return Extras(**{name: function(value) for name, value in self.items()})
 
     def __contains__(self, name: str) -> bool:
-        """Whether it is there; raises KeyError for a name that is none."""
+        """Whether the column is set; raises KeyError for an undefined name."""
         _require_known(name)
         return getattr(self, name) is not None
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the tensor; raises MissingExtraError if it was never added, KeyError for a name that is none."""
+        """Return the tensor; raises MissingExtraError if it was never added, KeyError for an undefined name."""
         if name not in self:
             raise MissingExtraError(
                 f"These rollouts have no '{name}'. A mechanism that reads it declares the need that adds it (see "

@@ -1,4 +1,4 @@
-"""Where data holds NaN or infinity: columns, elements and episodes by name, for whoever reads about it."""
+"""Find NaN and infinity in data: affected columns, elements and episodes by name."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ from robopolicy.core.spec import Field
 
 
 def element_names(field: Field, prefix: str = "") -> tuple[str, ...]:
-    """Return a name for each element of a vector field, its index where the field has no names."""
+    """Return a name for each element of a vector field; its index if the field has no names."""
     return field.names or tuple(f"{prefix}[{index}]" for index in range(field.size))
 
 
@@ -22,10 +22,10 @@ def listed(items: list[str], limit: int = 4) -> str:
 
 
 def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, rewards: bool = True) -> list[str]:
-    """Return a text for each column with NaN or infinity: rows, elements and episodes.
+    """Describe each column that contains NaN or infinity: rows, elements and episodes.
 
-    keys: of the observation, None for all; the actions are looked at always. Frames after the last action that the data
-    lacks do not count as rows.
+    keys: observation keys to check, None for all; actions are always checked. Final frames that the data lacks do not
+    count as rows.
     """
     observation = {key: value for key, value in episodes.observation.items() if keys is None or key in keys}
     terms = {f"reward '{name}'": values for name, values in (episodes.rewards or {}).items()} if rewards else {}
@@ -48,7 +48,7 @@ def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, r
 
 
 def require_finite_columns(episodes: Episodes, keys: Collection[str] | None = None, rewards: bool = False) -> None:
-    """Raise DataError that names columns, elements and episodes where what is learned from holds NaN or infinity."""
+    """Raise DataError, naming columns, elements and episodes, if training data contains NaN or infinity."""
     texts = nonfinite_columns(episodes, keys, rewards)
     if texts:
         raise DataError(
@@ -58,7 +58,7 @@ def require_finite_columns(episodes: Episodes, keys: Collection[str] | None = No
 
 
 def _recorded(episodes: Episodes, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the frames [N, ...] that were recorded and the episodes [N] that they belong to."""
+    """Return the recorded frames [N, ...] and the episode [N] of each."""
     lengths = episodes.lengths.cpu()
     owner = torch.repeat_interleave(torch.arange(len(episodes)), lengths + 1)
     kept = torch.ones(len(owner), dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The window of the last H frames that an observation shows: how it begins, and how new frames move it.
+"""Observation history: initialise and shift the window of the last H frames.
 
 Axes: R row, H history frame (oldest first), C new frame (oldest first).
 """
@@ -12,9 +12,9 @@ from robopolicy.core.spec import Field, Observation
 
 
 def begin(frames: Array, history: int) -> Array:
-    """Return the window [R, H, *shape] of rows of which only `frames` [R, n >= 1, *shape] are known.
+    """Return the initial window [R, H, *shape] for rows with only `frames` [R, n >= 1, *shape] so far.
 
-    It holds the newest H of them; where they are fewer, the first one repeats.
+    It contains the newest H frames; if there are fewer, the first one is repeated.
     """
     if frames.shape[1] == history:
         return frames
@@ -22,9 +22,10 @@ def begin(frames: Array, history: int) -> Array:
 
 
 def newest(observation: Observation, fields: Mapping[str, Field], history: int) -> Observation:
-    """Return an observation whose `fields` hold the newest H frames where they hold more, [R, H, *shape].
+    """Return an observation with `fields` cut to their newest H frames where they have more, [R, H, *shape].
 
-    For who reads less of the past than somebody else in the same world. What is no such window stays as it is.
+    For policies that read a shorter history than others in the same world. Entries that are not such a window are
+    unchanged.
     """
     cut = {
         key: value[:, -history:]
@@ -37,23 +38,23 @@ def newest(observation: Observation, fields: Mapping[str, Field], history: int) 
 
 
 def places(length: Array, history: int) -> Array:
-    """Return where a moved window's frames lie in the old window followed by the new frames, [R, H] int64.
+    """Return the indices of the shifted window's frames in the old window followed by the new frames, [R, H] int64.
 
-    length: [R], how many of the new frames each row takes; places from H on are new frames.
+    length: [R], number of new frames per row; indices from H on are new frames.
     """
     return length[:, None] + np.arange(history)
 
 
 def latest(joined: Array, length: Array, history: int) -> Array:
-    """Return the moved window [R, H, *shape] of `joined` [R, H + C, *shape], the old window followed by new frames.
+    """Return the shifted window [R, H, *shape] from `joined` [R, H + C, *shape], the old window followed by new frames.
 
-    length: [R], how many of the new frames each row takes.
+    length: [R], number of new frames per row.
     """
     return select(joined, places(length, history))
 
 
 def move(window: Array, frames: Array, length: Array | None = None) -> Array:
-    """Return `window` [R, H, *shape] moved on by the first `length` [R] (None: all) of `frames` [R, C, *shape]."""
+    """Shift `window` [R, H, *shape] by the first `length` [R] (None: all) of `frames` [R, C, *shape]."""
     if length is None:
         new = frames[:, -window.shape[1] :]
         return np.concatenate([window[:, new.shape[1] :], new], axis=1)
@@ -61,12 +62,14 @@ def move(window: Array, frames: Array, length: Array | None = None) -> Array:
 
 
 def held(frames: Array, length: Array | None) -> Array:
-    """Return `frames` [R, C, *shape] with all after the first `length` [R] >= 1 (None: all) replaced by their last."""
+    """Repeat the last valid frame: replace all of `frames` [R, C, *shape] after the first `length` [R] >= 1 (None:
+    all).
+    """
     if length is None:
         return frames.copy()
     return select(frames, np.minimum(np.arange(frames.shape[1]), length[:, None] - 1))
 
 
 def select(frames: Array, index: Array) -> Array:
-    """Return the frames [R, n, *shape] at places `index` [R, n] of each row's `frames` [R, C, *shape]."""
+    """Return the frames [R, n, *shape] at indices `index` [R, n] of each row's `frames` [R, C, *shape]."""
     return frames[np.arange(len(frames))[:, None], index]

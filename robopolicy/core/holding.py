@@ -1,8 +1,8 @@
-"""What each element of an action does while a robot stands still: it stays at its place, or goes to zero.
+"""Hold action of a robot at rest: which action elements keep their value and which go to zero.
 
-A position stands still where it is. A velocity, torque, force, current, difference or toggle stands still at zero: kept
-at its value, it goes on moving the robot. An element's name and unit say which it is (`kind_of`); where they do not, a
-setting does. No numpy here, so that help stays quick. Axes: A action element.
+A position element keeps its value at rest. A velocity, torque, force, current, difference or toggle must be zero at
+rest: repeating its value would keep moving the robot. The kind follows from an element's name and unit (`kind_of`),
+otherwise from a setting. This module does not import numpy, so that help stays fast. Axes: A action element.
 """
 
 import re
@@ -14,11 +14,11 @@ from itertools import pairwise
 from robopolicy.core.errors import ConfigError, did_you_mean
 
 POSITIONS = ("gripper",)
-"""Elements of an action that keep their value while a robot holds still unless others are named: every gripper."""
+"""Action elements that keep their value at rest by default: every gripper."""
 
 
 class Kind(Enum):
-    """What an element of an action is, as far as its name and its unit say."""
+    """Kind of an action element, inferred from its name and unit."""
 
     POSITION = "a position"
     RATE = "a velocity, force or difference"
@@ -39,10 +39,10 @@ _WORDS = {
     "toggle": re.compile(r"toggles?|switch(es)?|buttons?|enabled?|trigger"),
     "place": re.compile(r".*(pos|position|angle)s?|q|pose|orientation|quat|quaternion|heading|height|width|opening"),
 }
-"""What a word of an element's name says of it."""
+"""Word pattern -> kind of element."""
 
 _BEFORE_A_PLACE = {"current", "twist", "power", "remote", "v"}
-"""Words of a rate that say nothing before one of a place: `current_position`, `wrist_twist.pos`."""
+"""Rate words without meaning in front of a position word: `current_position`, `wrist_twist.pos`."""
 
 _RATE_UNIT = re.compile(
     r"/\s*(s|sec|second|min|minute|h|hour|step|frame|tick|cycle|sample)(?![A-Za-z])|s\s?(\^?-|⁻)[12¹²]"
@@ -56,9 +56,9 @@ _PLACE_UNIT = re.compile(r"(?i:[mcµk]?m|met(er|re)s?|m?rad|radians?|deg|degrees
 
 
 def unit_of(unit: str, names: Sequence[str]) -> dict[str, str]:
-    """Return name -> unit of the elements of a field, of those alone of which its unit can be said to speak.
+    """Return name -> unit for the elements of a field to which its unit text can be assigned.
 
-    unit: one for all ("rad"), one for each ("rad, m/s"), or for names ("x, y: m; gripper: 0 to 1").
+    unit: one for all elements ("rad"), one for each ("rad, m/s"), or by name ("x, y: m; gripper: 0 to 1").
     """
     if ":" in unit:
         groups = (part.partition(":") for part in unit.split(";"))
@@ -71,10 +71,11 @@ def unit_of(unit: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def kind_of(names: str | Sequence[str], unit: str = "", *, shown: bool = False) -> Kind:
-    """Return what an element is by its name and its unit; UNKNOWN where neither says it, or they disagree.
+    """Infer the kind of an action element from its name and unit; UNKNOWN if neither determines it or they contradict
+    each other.
 
-    names: what it is called, or what the robot and the policy call it; shown: whether the robot shows an element of
-    that name too, so that rad or m is the unit of a place, not of a difference.
+    names: its name, or its names on the robot and in the policy; shown: whether the robot's state has an element of the
+    same name, so that rad or m means a position and not a difference.
     """
     said = {_by_name(name) for name in ([names] if isinstance(names, str) else names)}
     by_unit = _by_unit(unit)
@@ -92,14 +93,14 @@ def kind_of(names: str | Sequence[str], unit: str = "", *, shown: bool = False) 
 
 
 def is_gripper(name: str) -> bool:
-    """Whether a name says that its element is a gripper, and nothing more of what it is."""
+    """Whether a name identifies a gripper without saying which quantity of it."""
     return _by_name(name) == "gripper"
 
 
 def _by_name(name: str) -> str:
-    """Return what the last word of a name says that says anything: `left_arm.wristRoll2.vel` is a rate.
+    """Return the kind given by the last meaningful word of a name: `left_arm.wristRoll2.vel` is a rate.
 
-    Of a place after a rate or a difference it is "unclear": `delta_pos_x` is a step, `torque_q1` a torque.
+    A position word after a rate or difference word is "unclear": `delta_pos_x` is a step, `torque_q1` a torque.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", re.sub("[Δ∆δ]", " delta ", name))]
     if any(word in ("linear", "angular") and after in "xyz" for word, after in pairwise(words)):  # of ROS's Twist
@@ -117,7 +118,7 @@ def _by_name(name: str) -> str:
 
 
 def _by_unit(unit: str) -> str:
-    """Return what a unit says of its element."""
+    """Return the kind given by a unit."""
     patterns = {"rate": _RATE_UNIT, "difference": _DIFFERENCE_UNIT, "toggle": _TOGGLE_UNIT}
     for kind, pattern in patterns.items():
         if pattern.search(unit):
@@ -126,16 +127,16 @@ def _by_unit(unit: str) -> str:
 
 
 def is_place_unit(unit: str) -> bool:
-    """Whether a unit is that of a place, such as rad or m."""
+    """Whether a unit measures a position, such as rad or m."""
     return _by_unit(unit) == "place"
 
 
 @dataclass(frozen=True)
 class Standstill:
-    """What the elements of an action do while a robot stands still, [A] each.
+    """Behaviour of the action elements of a robot at rest, [A] each.
 
-    names: of the elements; keeps: whether an element stays at its place; neutral: where it goes if it does not;
-    unknown: names of those of which neither name, unit nor setting says it.
+    names: of the elements; keeps: whether an element keeps its value; neutral: its value at rest otherwise; unknown:
+    names of the elements whose kind follows from neither name, unit nor setting.
     """
 
     names: tuple[str, ...]
@@ -144,7 +145,7 @@ class Standstill:
     unknown: tuple[str, ...] = ()
 
     def text(self, shown: Collection[str]) -> str:
-        """Return a line an element; shown: names of those whose place the robot shows."""
+        """Return one line per element; shown: names of elements whose position is part of the robot's state."""
         return "\n".join(
             f"{name}: {('stays at its place' if name in shown else 'keeps its last value')}"
             if keeps
@@ -161,11 +162,12 @@ def standstill(
     positions: Sequence[str] = POSITIONS,
     neutral: Mapping[str, float] | None = None,
 ) -> Standstill:
-    """Return what the elements of these kinds do while a robot stands still.
+    """Return the behaviour at rest of action elements of the given kinds.
 
-    names: of the elements, () where they have none; hold: what those do whose kind is unknown: last, keep their value;
-    zero or auto, go to zero; positions: those that keep it whatever they are, where it is not `POSITIONS`; neutral:
-    name -> where an element goes that keeps nothing. Raises ConfigError where positions or neutral name no element.
+    names: of the elements, () if they have none; hold: for elements of unknown kind: last keeps their value; zero or
+    auto sets them to zero; positions: elements that keep their value whatever their kind, unless it equals `POSITIONS`;
+    neutral: name -> value at rest of an element that does not keep its value. Raises ConfigError when positions or
+    neutral name an unknown element.
     """
     others, size = dict(neutral or {}), len(kinds)
     chosen = tuple(positions) != POSITIONS
@@ -188,10 +190,10 @@ def standstill(
 
 
 def keeps_value(hold: str, positions: Sequence[str], names: Sequence[str], size: int, unit: str = "") -> list[bool]:
-    """Return which of the `size` elements of an action keep their last value while a robot holds still, [A].
+    """Return the mask of the `size` action elements that keep their last value while a robot holds position, [A].
 
-    Positions do, velocities, forces and toggles do not (`kind_of`); hold: last or zero, of those of which neither name
-    nor unit says what they are; positions, names, unit: see `standstill` and `unit_of`. Raises ConfigError as
+    Positions keep it; velocities, forces and toggles do not (`kind_of`). hold: last or zero, for elements whose kind
+    follows from neither name nor unit; positions, names, unit: see `standstill` and `unit_of`. Raises ConfigError as
     `standstill` does.
     """
     kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
@@ -199,13 +201,13 @@ def keeps_value(hold: str, positions: Sequence[str], names: Sequence[str], size:
 
 
 def kinds_of(names: Sequence[str], unit: str = "") -> list[Kind]:
-    """Return what the elements of a field are by their names and its unit, [A]."""
+    """Return the kinds of a field's elements, inferred from their names and its unit, [A]."""
     units = unit_of(unit, names)
     return [kind_of(name, units.get(name, "")) for name in names]
 
 
 def _require_elements(setting: str, said: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ConfigError where a setting names what is no element."""
+    """Raise ConfigError if a setting names an unknown element."""
     unknown = [name for name in said if name not in names]
     if unknown:
         known = did_you_mean(unknown[0], names) or " Its elements have no names, so none can be named here."

@@ -1,15 +1,15 @@
-"""Camera images of decisions, stored once: windows of the last H frames are put together where they are read.
+"""Deduplicated storage of rollout camera images; history windows of H frames are assembled on access.
 
-The frames of a history are shown again with every decision that overlaps it, a start's with every episode of its group,
-a prefix's with every branch, and what follows a decision with the next. Here an instant, what all cameras show at one
-time, is kept once and referred to by its number.
+The same frame occurs in every overlapping history, in every episode of a group with the same initial state, in every
+branch of a prefix, and as next observation. Here each instant (the images of all cameras at one time) is stored once
+and referenced by index.
 
-Frames of one camera are a tensor [n, height, width, 3], or packed: each compressed by itself, without loss. What MuJoCo
-renders takes a tenth then at 64 px and a fortieth at 512 (zlib's fastest level: 0.1 and 2 ms to pack, half of that to
-unpack), what a real camera sees about two thirds. Packed frames stay in the processor's memory; those that are read are
-unpacked, on the device of the numbers by which they are asked for.
+Frames of one camera are a tensor [n, height, width, 3] or packed, i.e. losslessly compressed one by one. MuJoCo images
+then take a tenth at 64 px and a fortieth at 512 px (zlib's fastest level: 0.1 and 2 ms to pack, half of that to
+unpack), images of a real camera about two thirds. Packed frames stay in CPU memory; frames are unpacked on access, to
+the device of the index tensor.
 
-Axes: B row, T decision, R row of a wave, H history frame, n instants.
+Axes: B row, T decision, R row of a batch of episodes, H history frame, n instants.
 """
 
 import itertools
@@ -28,20 +28,22 @@ from robopolicy.core.spec import IMAGE_PREFIX
 
 FASTEST = 1
 READ_AT_ONCE = 64
-"""Frames."""
+"""Number of frames unpacked at once."""
 type Keeping = Literal["not", "plain", "packed"]
 """How what cameras showed is kept: not at all, as it is, or compressed without loss."""
 
 
 class PackedFrames:
-    """n frames of the same shape; `packed[numbers]` is what it is of a tensor. parts: each one's bytes, compressed."""
+    """n compressed frames of equal shape; `packed[numbers]` indexes them like a tensor. parts: compressed bytes per
+    frame.
+    """
 
     def __init__(self, parts: Iterable[bytes], one: tuple[int, ...]):
         self.parts, self.one = tuple(parts), one
 
     @staticmethod
     def of(frames: "Frames") -> "PackedFrames":
-        """Pack frames [n, *one] uint8; raises TypeError for any other type of number."""
+        """Pack frames [n, *one] uint8; raises TypeError for any other dtype."""
         if isinstance(frames, PackedFrames):
             return frames
         if frames.dtype != torch.uint8:
@@ -59,7 +61,7 @@ class PackedFrames:
         return len(self.parts)
 
     def __getitem__(self, numbers: Tensor) -> Tensor:
-        """Unpack frames by their numbers [...] int64: [..., *one] uint8."""
+        """Unpack the frames with indices [...] int64 to [..., *one] uint8."""
         asked = integers(numbers.flatten())
         places = {number: place for place, number in enumerate(dict.fromkeys(asked))}  # each is unpacked once
         found = np.empty((len(places), *self.one), np.uint8)
@@ -69,7 +71,7 @@ class PackedFrames:
         return torch.from_numpy(found)[rows].to(numbers.device)  # pyright: ignore[reportUnknownMemberType]
 
     def tree(self) -> dict[str, Any]:
-        """Return what `frames_of` needs, for a checkpoint: tensors, and the shape of one."""
+        """Return the checkpoint form that `frames_of` reads: tensors and the shape of one frame."""
         sizes = [len(part) for part in self.parts]
         data = torch.frombuffer(bytearray(b"".join(self.parts)), dtype=torch.uint8) if sizes else torch.empty(0).byte()
         return {"packed": data, "sizes": torch.tensor(sizes, dtype=torch.int64), "one": list(self.one)}
@@ -80,12 +82,12 @@ type Frames = Tensor | PackedFrames
 
 
 def frames_tree(frames: Frames) -> Any:
-    """Return frames as a part of a checkpoint's tree."""
+    """Return frames as part of a checkpoint's tree."""
     return frames.tree() if isinstance(frames, PackedFrames) else frames
 
 
 def frames_of(tree: Tensor | Mapping[str, Any]) -> Frames:
-    """Return the frames [n, *shape] that `frames_tree` was made of."""
+    """Return the frames [n, *shape] stored by `frames_tree`."""
     if isinstance(tree, Tensor):
         return tree
     data = memoryview(tree["packed"].cpu().numpy())
@@ -95,14 +97,14 @@ def frames_of(tree: Tensor | Mapping[str, Any]) -> Frames:
 
 
 def some_of(frames: Frames, numbers: Tensor) -> Frames:
-    """Return the frames of these numbers [m], packed where they were."""
+    """Return the frames with indices [m], packed if the input was."""
     if isinstance(frames, PackedFrames):
         return PackedFrames((frames.parts[number] for number in integers(numbers)), frames.one)
     return frames[numbers]
 
 
 def joined_frames(parts: list[Frames]) -> Frames:
-    """Return the frames of all parts, one after the other, packed where one of them is."""
+    """Concatenate frames; the result is packed if one part is."""
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return torch.cat(plain)
@@ -111,14 +113,14 @@ def joined_frames(parts: list[Frames]) -> Frames:
 
 
 def cameras_in(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what belongs to cameras of what is named by an observation's keys."""
+    """Return the camera entries of a mapping with observation keys."""
     return {key: value for key, value in observation.items() if key.startswith(IMAGE_PREFIX)}
 
 
 class FrameStore:
-    """Takes in windows of frames and keeps every instant once, told apart by 128 bits of a BLAKE2 hash of its pixels.
+    """Stores windows of frames, each instant once; instants are identified by a 128-bit BLAKE2 hash of their pixels.
 
-    frames: camera's key -> [n, *shape], those to begin with; packed: whether they are held compressed.
+    frames: camera key -> [n, *shape], initial frames; packed: whether frames are stored compressed.
     """
 
     def __init__(self, frames: Mapping[str, Frames] | None = None, *, packed: bool = False):
@@ -135,22 +137,22 @@ class FrameStore:
 
     @property
     def frames(self) -> dict[str, Frames]:
-        """All that is kept, camera's key -> [n, *shape]; {} of nothing."""
+        """All stored frames, camera key -> [n, *shape]; {} if empty."""
         if len(self._parts) > 1:
             self._parts = [{key: joined_frames([part[key] for part in self._parts]) for key in self._parts[0]}]
         return dict(self._parts[0]) if self._parts else {}
 
     def tree(self) -> dict[str, Any]:
-        """Return all that is kept, for a checkpoint."""
+        """Return all stored frames as a checkpoint tree."""
         return {key: frames_tree(value) for key, value in self.frames.items()}
 
     @staticmethod
     def of(tree: Mapping[str, Any], *, packed: bool = False) -> "FrameStore":
-        """Return the store that `tree` is of; packed: as it shall be now."""
+        """Restore a store from `tree`; packed: whether it compresses from now on."""
         return FrameStore({key: frames_of(value) for key, value in tree.items()}, packed=packed)
 
     def add(self, shown: Mapping[str, Tensor]) -> Tensor:
-        """Keep what is new in windows of every camera, key -> [R, H, *shape]; return the numbers of frames, [R, H]."""
+        """Add the windows of all cameras, key -> [R, H, *shape], storing new frames; return frame indices [R, H]."""
         count, history = next(iter(shown.values())).shape[:2]
         numbers: list[int] = []
         fresh: list[tuple[int, int]] = []
@@ -171,7 +173,7 @@ class FrameStore:
 
 
 def _digests(shown: Mapping[str, Tensor]) -> Iterator[bytes]:
-    """Yield what tells the instants of windows, key -> [R, H, *shape], apart: row after row, 128 bits of each."""
+    """Yield a 128-bit hash of each instant of windows, key -> [R, H, *shape], in row order."""
     pixels = [cast(Array, value.cpu().contiguous().numpy()) for value in shown.values()]  # pyright: ignore[reportUnknownMemberType]
     for place in itertools.product(*map(range, pixels[0].shape[:2])):
         digest = blake2b(digest_size=16)
@@ -181,17 +183,17 @@ def _digests(shown: Mapping[str, Tensor]) -> Iterator[bytes]:
 
 
 def store_for(images: Keeping) -> FrameStore | None:
-    """Return an empty store that keeps images in this way, None where they are not kept."""
+    """Return an empty store for this storage mode; None if images are not stored."""
     return None if images == "not" else FrameStore(packed=images == "packed")
 
 
 @dataclass(frozen=True)
 class Images:
-    """What cameras showed in n instants, and which of them decisions saw.
+    """Images of n instants, and their indices per decision.
 
-    frames: camera's key -> [n, height, width, 3] uint8, as they are or packed; seen: [B, T, H] int64, the frames that a
-    decision was shown, oldest first; after: [B, T, H] int64, 1 + those that were shown after decisions which nothing
-    follows, elsewhere 0, for there the next column has them; None: left out.
+    frames: camera key -> [n, height, width, 3] uint8, plain or packed; seen: [B, T, H] int64, indices of the frames in
+    a decision's observation, oldest first; after: [B, T, H] int64, 1 + the indices of the frames after a decision that
+    has no successor, 0 elsewhere (the next column has them); None: not stored.
     """
 
     frames: Mapping[str, Frames]
@@ -200,7 +202,7 @@ class Images:
 
     @staticmethod
     def of(observation: Mapping[str, Any]) -> "Images | None":
-        """Return the camera images [B, T, H, ...] of an observation, stored once; None where it has none."""
+        """Return the camera images [B, T, H, ...] of an observation, deduplicated; None if it has none."""
         shown, store = cameras_in(observation), FrameStore()
         if not shown:
             return None
@@ -210,45 +212,47 @@ class Images:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of what a decision was shown, (H, height, width, 3) by camera's key."""
+        """Shape of the images of one decision, (H, height, width, 3) by camera key."""
         return {key: (self.seen.shape[-1], *value.shape[1:]) for key, value in self.frames.items()}
 
     def only(self, keys: Collection[str]) -> "Images":
-        """Leave out all cameras but these."""
+        """Keep only these cameras."""
         return replace(self, frames={key: value for key, value in self.frames.items() if key in keys})
 
     def read(self, numbers: Tensor) -> dict[str, Tensor]:
-        """Return frames by their numbers [...]: camera's key -> [..., height, width, 3]."""
+        """Return the frames with indices [...]: camera key -> [..., height, width, 3]."""
         return {key: value[numbers] for key, value in self.frames.items()}
 
     def following(self, where: Tensor) -> dict[str, Tensor]:
-        """Return key -> [n, H, ...] after the n decisions `where` [B, T] bool; LookupError where none is kept."""
+        """Return the images after the n decisions selected by `where` [B, T] bool, key -> [n, H, ...]; LookupError if
+        they are not stored.
+        """
         if self.after is None or bool((self.after[where] == 0).any()):
             raise LookupError("Images after a decision are kept only where an episode or its rollout ends.")
         return self.read(self.after[where] - 1)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Images":
-        """Return these frames under what `function` makes of the numbers [B, T, H]."""
+        """Apply `function` to the frame indices [B, T, H]."""
         return replace(self, seen=function(self.seen), after=None if self.after is None else function(self.after))
 
     def to(self, device: torch.device | str) -> "Images":
-        """Move every tensor."""
+        """Move every tensor to `device`."""
         frames = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in self.frames.items()}
         return replace(self.map(lambda numbers: numbers.to(device)), frames=frames)
 
     def tree(self) -> dict[str, Any]:
-        """Return what `from_tree` needs, for a checkpoint: no frame that nothing refers to."""
+        """Return the checkpoint form that `from_tree` reads, without unreferenced frames."""
         kept = self.compact()
         return {**vars(kept), "frames": {key: frames_tree(value) for key, value in kept.frames.items()}}
 
     @staticmethod
     def from_tree(tree: Mapping[str, Any]) -> "Images":
-        """Return the images that `tree` is of."""
+        """Restore images from `tree`."""
         frames = {key: frames_of(value) for key, value in tree["frames"].items()}
         return Images(frames, tree["seen"], tree["after"])
 
     def compact(self) -> "Images":
-        """Return these without the frames that nothing refers to any more."""
+        """Drop frames that are no longer referenced."""
         ends = [] if self.after is None else [self.after[self.after > 0] - 1]
         count = len(next(iter(self.frames.values())))
         seen = torch.zeros(count, dtype=torch.bool, device=self.seen.device)
@@ -264,8 +268,8 @@ class Images:
 
     @staticmethod
     def join(parts: "list[Images]", pad: Callable[[Tensor], Tensor]) -> "Images":
-        """Join rows of several; pad: makes their numbers [B, T, H] equally long, by zeros. Images after decisions stay
-        where all of them have some. Raises ValueError where their cameras differ.
+        """Concatenate along rows; pad: pads the indices [B, T, H] with zeros to equal length. Images after decisions
+        are kept only if all parts have them. Raises ValueError when the cameras differ.
         """
         if len({tuple(sorted(part.frames)) for part in parts}) > 1:
             raise ValueError("Rollouts that are to be joined differ in cameras.")

@@ -1,9 +1,9 @@
-"""Who acted in recorded steps, and what is worth imitating of them: interventions, recoveries, corrections.
+"""Who acted in recorded steps and which steps to imitate: interventions, recoveries, corrections.
 
-An operator who sees a policy fail first goes back to where it knows its way, then does what it could not, and the
-episode ends: recover, then correct, then end (RaC, Hu et al. 2025, arXiv:2509.07953). Two numbers of every step say so
-in `Episodes`: `actor`, who acted, and `segment`, in what kind of segment; -1 where it is not known, as of recordings
-that never said. Axes: N step, E episode.
+An operator who intervenes in a failing policy first returns to familiar states, then performs what the policy could
+not, and the episode ends: recover, correct, end (RaC, Hu et al. 2025, arXiv:2509.07953). `Episodes` stores two codes
+per step: `actor` (who acted) and `segment` (kind of segment); -1 means unknown, e.g. in recordings without this
+information. Axes: N step, E episode.
 """
 
 from enum import IntEnum
@@ -16,7 +16,7 @@ from robopolicy.core.episodes import Episodes
 
 
 class Acted(IntEnum):
-    """Who acted."""
+    """Code of the agent that acted."""
 
     UNKNOWN = -1
     POLICY = 0
@@ -25,7 +25,7 @@ class Acted(IntEnum):
 
 
 class Segment(IntEnum):
-    """What an actor was about: its own way, or an intervention's way back or way on."""
+    """Code of the kind of segment: autonomous, recovery or correction."""
 
     UNKNOWN = -1
     AUTONOMOUS = 0
@@ -34,12 +34,12 @@ class Segment(IntEnum):
 
 
 def intervened(episodes: Episodes) -> Tensor | None:
-    """Return which steps [N] bool recover or correct; None where the episodes do not say."""
+    """Return the mask [N] bool of steps that recover or correct; None if the episodes lack this information."""
     return None if episodes.segment is None else episodes.segment >= Segment.RECOVER
 
 
 def before_intervention(episodes: Episodes) -> Tensor | None:
-    """Return which steps [N] bool led to an intervention: no part of one, and one comes later in the episode."""
+    """Return the mask [N] bool of steps that led to an intervention: outside one, with one later in the episode."""
     inside = intervened(episodes)
     if inside is None:
         return None
@@ -50,10 +50,10 @@ def before_intervention(episodes: Episodes) -> Tensor | None:
 
 
 def worth_imitating(episodes: Episodes) -> Tensor | None:
-    """Return which steps [N] bool to imitate; None, which is all of them, where the episodes do not say who acted.
+    """Return the mask [N] bool of steps to imitate; None (imitate all) if the episodes do not record who acted.
 
-    Those of people and scripts, all recoveries and corrections, and a policy's own on its way to a recorded success: in
-    an episode that succeeded, behind the last intervention. Where it is not known who acted nothing speaks against it.
+    Includes steps of humans and scripts, all recoveries and corrections, and a policy's own steps after the last
+    intervention of a successful episode. Steps with an unknown actor are included.
     """
     inside = intervened(episodes)
     before = before_intervention(episodes)
@@ -66,9 +66,9 @@ def worth_imitating(episodes: Episodes) -> Tensor | None:
 
 
 def last_of_turn(episodes: Episodes) -> Tensor:
-    """Return the last step [N] int64 of everyone's turn: before the next hand-over, or of the episode.
+    """Return the last step [N] int64 of the current turn: before the next hand-over, or the end of the episode.
 
-    Hands change where an intervention begins or ends.
+    A hand-over is the start or end of an intervention.
     """
     last = (episodes.starts + episodes.lengths - 1)[episodes.episode_of_step]
     inside = intervened(episodes)
@@ -82,7 +82,7 @@ def last_of_turn(episodes: Episodes) -> Tensor:
 
 
 def interventions_in_words(episodes: Episodes) -> str:
-    """Return how much of the episodes is whose, in a sentence; "" where they do not say."""
+    """Summarise interventions in one sentence; "" if the episodes lack this information."""
     inside, before = intervened(episodes), before_intervention(episodes)
     if inside is None or before is None or episodes.segment is None:
         return ""
@@ -95,9 +95,10 @@ def interventions_in_words(episodes: Episodes) -> str:
 
 
 def imitated_in_words(episodes: Episodes, everything: bool = False) -> str:
-    """Return how many steps are imitated and what is left out, in a sentence; "" where they do not say who acted.
+    """Summarise which steps are imitated and which are left out in one sentence; "" if the episodes do not record who
+    acted.
 
-    everything: whether a policy learns from all steps whatever is worth imitating, as one with a world model inside.
+    everything: whether the policy trains on all steps regardless, e.g. because it contains a world model.
     """
     worth = worth_imitating(episodes)
     if worth is None:

@@ -1,7 +1,7 @@
-"""What the machine has: CPU threads and how they wait, graphics that render off-screen, and free memory.
+"""Hardware resources: CPU threads, off-screen rendering, free memory.
 
-OpenMP reads how its threads wait once, when torch is imported, and MuJoCo reads MUJOCO_GL once, when it is imported:
-both are chosen before, so that nothing here imports either at its top.
+OpenMP reads its wait policy when torch is imported, and MuJoCo reads MUJOCO_GL when it is imported. Both are set
+before, so this module imports neither at the top level.
 """
 
 import ctypes
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 _bound: int | None = None
-"""What `limit_threads` has set for this process."""
+"""Limit set by `limit_threads` for this process."""
 GIGABYTE = 1e9
 MEMORY = Path("/proc/meminfo")
 
 
 def choose_graphics() -> None:
-    """Set MUJOCO_GL to a library that is installed, on Linux without a display, unless the user has chosen."""
+    """Set MUJOCO_GL to an installed library on Linux without a display, unless the user has set it."""
     if sys.platform != "linux" or os.environ.get("MUJOCO_GL") or os.environ.get("DISPLAY"):
         return
     for name, library in (("egl", "libEGL.so.1"), ("osmesa", "libOSMesa.so.8")):
@@ -34,9 +34,9 @@ def choose_graphics() -> None:
 
 
 def graphics_trouble(error: Exception) -> str:
-    """Return what to do about an error that came of importing MuJoCo with its graphics, "" where another one did.
+    """Return the remedy for an import error of MuJoCo's rendering, "" for any other error.
 
-    MuJoCo loads the library that MUJOCO_GL names as it is imported, and fails in many ways where there is none.
+    MuJoCo loads the library named by MUJOCO_GL on import and fails in various ways if it is missing.
     """
     places = {frame.filename.replace(os.sep, "/") for frame in traceback.extract_tb(error.__traceback__)}
     loading = any(("/mujoco/" in place and "gl_context" in place) or "/OpenGL/" in place for place in places)
@@ -50,20 +50,20 @@ def graphics_trouble(error: Exception) -> str:
 
 
 def choose_waiting() -> None:
-    """Let idle OpenMP threads sleep instead of spin, unless the user has chosen.
+    """Let idle OpenMP threads sleep instead of spin, unless the user has set a wait policy.
 
-    Spinning threads starve whoever else needs the core: with both of two cores busy, a training step of a small network
-    took 30 times as long.
+    Spinning threads block other processes: with both of two cores busy, a training step of a small network took 30
+    times as long.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def limit_threads(count: int) -> None:
-    """Let everything in this process compute on at most `count` threads; 0: one a core, and torch's own choice.
+    """Limit all computation in this process to `count` threads; 0: one per core, and torch's own default.
 
-    torch is told directly; simulators and encoders of video ask `usable_threads`. Libraries that are loaded later
-    (pyarrow, scipy's linear algebra, Mesa's software rendering) and processes that this one starts read environment
-    variables, where a lower number of the user's stays.
+    Sets torch's threads directly; simulators and video encoders read `usable_threads`. Libraries loaded later (pyarrow,
+    scipy's linear algebra, Mesa's software rendering) and child processes read environment variables; lower values set
+    by the user are kept.
     """
     global _bound
     earlier, _bound = _bound, count or None
@@ -79,13 +79,13 @@ def limit_threads(count: int) -> None:
 
 
 def usable_threads() -> int:
-    """Return on how many threads this process may compute: its cores, or fewer where `limit_threads` said so."""
+    """Return the number of threads this process may use: its cores, or fewer after `limit_threads`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if _bound is None else min(cores, _bound)
 
 
 def free_memory(device: "torch.device") -> int | None:
-    """Return the free bytes of a device, None where the system does not say."""
+    """Return the free bytes of a device; None if the system does not report them."""
     if device.type == "cuda":
         import torch
 
@@ -99,7 +99,7 @@ def free_memory(device: "torch.device") -> int | None:
 
 
 def in_bytes(count: int) -> str:
-    """Return a number of bytes in MB or GB."""
+    """Format a number of bytes in MB or GB."""
     if count < GIGABYTE:
         return f"{count / 1e6:.3g} MB"
     return f"{count / GIGABYTE:.2g} GB" if count < 10 * GIGABYTE else f"{count / GIGABYTE:.0f} GB"

@@ -1,4 +1,4 @@
-"""What protocols ask of torch.nn.Module, which is no protocol itself: they name the methods of it that are called."""
+"""Structural types for torch.nn.Module, which is not a protocol itself: the methods that other protocols require."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, Self
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Weights(Protocol):
-    """What has weights to train and to keep: an nn.Module, or a policy or model that is one."""
+    """Object with weights to train and save: an nn.Module, or a policy or model that is one."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """As in nn.Module."""
@@ -19,7 +19,7 @@ class Weights(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """As in nn.Module: all that behaviour depends on, statistics included, so that runs resume exactly."""
+        """As in nn.Module: everything that behaviour depends on, including statistics, so that runs resume exactly."""
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -28,7 +28,7 @@ class Weights(Protocol):
 
 
 class Module(Weights, Protocol):
-    """What has weights, two modes and a device."""
+    """Object with weights, train and eval modes, and a device."""
 
     def to(self, device: torch.device | str) -> Self:
         """As in nn.Module."""

@@ -1,4 +1,4 @@
-"""Where policies and recordings come from: the world that they were made in, as their files say it."""
+"""Provenance of policies and recordings: the world they were made in, as stored in their files."""
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +11,15 @@ from robopolicy.core.ranges import LARGEST
 from robopolicy.core.spec import LATENCY, LONGEST_HISTORY, LONGEST_LATENCY
 
 WORLD = "world"
-"""Where config.json says which world a policy or world model was trained in."""
+"""Key in config.json of the world that a policy or world model was trained in."""
 RENAMED = "renamed"
-"""Where it says which other names the columns and elements of its data had."""
+"""Key in config.json of the renaming of data columns and elements."""
 
 
 @dataclass(frozen=True)
 class WorldOrigin:
-    """The world that a policy was trained in, or episodes recorded in: its name and options, as `make_world` takes
-    them; of imagination, the simulator that the world model imitates.
+    """World in which a policy was trained or episodes were recorded: name and options as for `make_world`; for imagined
+    data, the simulator that the world model imitates.
     """
 
     name: str
@@ -31,7 +31,7 @@ class WorldOrigin:
 
     @staticmethod
     def from_json(data: Any, where: object) -> "WorldOrigin | None":
-        """Rebuild from `to_json`, None from None; raises CheckpointError where the file `where` holds anything else."""
+        """Rebuild from `to_json`, None from None; raises CheckpointError if the file `where` contains anything else."""
         if data is None:
             return None
         try:
@@ -44,27 +44,29 @@ class WorldOrigin:
 
 
 def remember_origin(trained: object, origin: WorldOrigin | None) -> None:
-    """Let every checkpoint that is written of a policy or world model from now on say which world it was trained in.
+    """Record the training world of a policy or world model, to be written to its checkpoints from now on.
 
-    None: it is not known.
+    None: unknown.
     """
     if origin is not None or origin_of(trained) is not None:
         cast(Any, trained).trained_in = origin
 
 
 def origin_of(trained: object) -> WorldOrigin | None:
-    """Return the world that a policy or world model was trained in, None where it is not known (LeRobot's, older)."""
+    """Return the world that a policy or world model was trained in; None if unknown (LeRobot checkpoints, older
+    ones).
+    """
     return getattr(trained, "trained_in", None)
 
 
 def remember_folder(policy: object, folder: object) -> None:
-    """Let errors about a policy say which checkpoint it was loaded from: several may be at work."""
+    """Record the checkpoint folder that a policy was loaded from, so that its error messages name it."""
     cast(Any, policy).loaded_from = str(folder)
 
 
 @contextmanager
 def about(policy: object) -> Generator[None]:
-    """Let what is wrong with a policy begin with its checkpoint, where it was loaded from one."""
+    """Prefix errors about a policy with its checkpoint folder, if it was loaded from one."""
     folder: str | None = getattr(policy, "loaded_from", None)
     try:
         yield
@@ -78,20 +80,22 @@ def about(policy: object) -> Generator[None]:
 
 
 def remember_renaming(trained: object, renamed: Mapping[str, str]) -> None:
-    """Let every checkpoint that is written of a policy or world model from now on say by which other names it read the
-    columns and elements of its data, {the data's: its own}, so that later readings of the same data agree.
+    """Record the renaming {dataset name: policy name} of columns and elements for a policy or world model. It is
+    written to its checkpoints from now on, so that later reads of the same data agree.
     """
     if renamed or renaming_of(trained):
         cast(Any, trained).renamed = dict(renamed)
 
 
 def renaming_of(trained: object) -> Mapping[str, str]:
-    """Return the other names under which a policy or world model read its data, empty where it had none."""
+    """Return the renaming that a policy or world model applied to its data; empty if none."""
     return getattr(trained, RENAMED, {})
 
 
 def remember_described(trained: object, description: Mapping[str, Any], where: object) -> None:
-    """Let what was loaded say what the entries `described_origin` of its description do; CheckpointError as there."""
+    """Restore the entries written by `described_origin` from a description; raises CheckpointError on invalid
+    entries.
+    """
     remember_origin(trained, WorldOrigin.from_json(description.get(WORLD), where))
     renamed: object = description.get(RENAMED) or {}
     if not is_mapping(renamed) or not all(isinstance(name, str) for pair in renamed.items() for name in pair):
@@ -100,9 +104,7 @@ def remember_described(trained: object, description: Mapping[str, Any], where: o
 
 
 def described_origin(trained: object) -> dict[str, Any]:
-    """Return the entries of config.json that say which world it was trained in and under which other names it read its
-    data, none where that is not known.
-    """
+    """Return the config.json entries for the training world and the renaming of data columns; empty if unknown."""
     origin, renamed = origin_of(trained), renaming_of(trained)
     return ({} if origin is None else {WORLD: origin.to_json()}) | ({RENAMED: dict(renamed)} if renamed else {})
 
@@ -117,7 +119,7 @@ _NUMBERS: Mapping[str, tuple[type, float, float]] = {
     "style": (int, 0, 2**31),
     "fps": (float, 1e-3, 1e6),
 }
-"""Options of worlds that are numbers, whichever world has them: type, least and largest value."""
+"""Numeric options common to all worlds: type, minimum and maximum."""
 _LONGEST_TEXT = 500
 _MOST_VALUES = 1000
 _LARGEST_NUMBER = 1e9
@@ -138,13 +140,13 @@ FILES = (
     ".npz",
     ".pt",
 )
-"""Endings of names of files that environments read."""
+"""Extensions of files that environments read."""
 
 
 def check_saved_options(options: Mapping[str, Any], where: object) -> None:
-    """Raise CheckpointError unless a world's options, which the file `where` names, are plain values of usual size.
+    """Raise CheckpointError unless a world's options, stored in the file `where`, are plain values of reasonable size.
 
-    Which names there are is the world's to say. No text may be the path of a file: an environment opens it.
+    Option names are checked by the world. No string may be a file path, because an environment would open it.
     """
     left = [_MOST_VALUES]
     for name, value in options.items():
@@ -157,7 +159,7 @@ def check_saved_options(options: Mapping[str, Any], where: object) -> None:
 
 
 def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str:
-    """Return what an option is that no world takes, "" for nothing; left: how many values there may still be."""
+    """Return the reason why an option value is invalid, "" if it is valid; left: number of values still allowed."""
     left[0] -= 1
     if left[0] < 0 or depth > _DEEPEST:
         return "nested too deeply, or too long"
@@ -177,7 +179,7 @@ def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every text inside nested mappings and lists."""
+    """Yield every string inside nested mappings and lists."""
     if isinstance(value, str):
         yield value
     elif is_mapping(value):

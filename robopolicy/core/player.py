@@ -1,4 +1,5 @@
-"""`Player`: the one loop in which an actor acts in a world; who collects, records, evaluates or serves is its body.
+"""Rollout loop (`Player`): the one loop in which an actor acts in a world, for collecting, recording, evaluating and
+serving.
 
     player = Player(world, actor_of(policy, EpisodeGenerator(seed)))
     player.start(seeds)
@@ -6,7 +7,7 @@
         ...  # keep what is wanted of played.step; where played.chunk_done, rows that ended may go on:
         player.start(more_seeds, rows=np.flatnonzero(played.ended))
 
-Rows that end are left alone unless the body gives them another episode. Axes: B row, C chunk step, A action dimension.
+Ended rows stay idle unless the loop body starts another episode in them. Axes: B row, C chunk step, A action dimension.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,32 +31,33 @@ from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, Step, W
 
 @runtime_checkable
 class Actor[Info](Protocol):
-    """Whatever turns a world's observation into action chunks, and can tell how it came to them."""
+    """Maps a world's observation to action chunks and returns details of the policy call."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget what was remembered about `rows` [R], all of them for None."""
+        """Clear the memory of `rows` [R]; None clears all rows."""
         ...
 
     def choose(self, observation: Observation) -> tuple[Array, Info]:
-        """Return the next chunk of every row, [B, C, A] in the world's units, and what is to be kept of the choice."""
+        """Return the next chunk of every row, [B, C, A] in world units, and details of the policy call."""
         ...
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A policy's decision, and the tensors [B, H, ...] that it saw."""
+    """A policy's decision and the observation tensors [B, H, ...] that it was computed from."""
 
     seen: TensorObservation
     decision: Decision
 
 
 class PolicyActor:
-    """A policy as an actor.
+    """Adapts a policy to `Actor`.
 
-    generator: its noise, on the device where it computes; of an `EpisodeGenerator` every row draws what belongs to its
-    episode, of any other the batch draws together; deterministic: no exploration noise (a denoising policy's initial
-    noise remains); scored: log-probabilities must be finite too. kept: set before a decision, what it goes on from:
-    latents [B, ...] and how many steps of them each row keeps [B], for a policy that `Resumes`.
+    generator: random generator for the policy's noise, on its compute device; with an `EpisodeGenerator` every row
+    draws the numbers of its episode, with any other the batch draws jointly; deterministic: no exploration noise (a
+    denoising policy's initial noise remains); scored: also require finite log-probabilities. kept: set before a
+    decision to resume it from: latents [B, ...] and the number of their steps to keep per row [B], for a policy that
+    `Resumes`.
     """
 
     def __init__(
@@ -66,19 +68,20 @@ class PolicyActor:
         self.kept: tuple[Mapping[str, Tensor], Tensor] | None = None
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the policy forget `rows` [R], all of them for None."""
+        """Clear the policy's memory of `rows` [R]; None clears all rows."""
         self.policy.reset(rows)
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
-        """Let the noise of `rows` [R], all of them for None, be that of episodes with `seeds` [R]."""
+        """Use the noise of episodes with `seeds` [R] in `rows` [R] (None: all)."""
         if isinstance(self.generator, EpisodeGenerator):
             self.generator.begin(seeds, rows)
 
     def choose(self, observation: Observation, rows: Array | None = None) -> tuple[Array, Decided]:
-        """Return the next chunk [B, C, A] float64, and the decision.
+        """Return the next chunk [B, C, A] float64 and the decision.
 
-        rows: whose decision it is, [B] bool or indices; the noise of the others stays at their last one. None: all.
-        Raises SpecError and NonFiniteError on an observation that does not fit, NonFiniteError on a bad decision.
+        rows: rows that make a decision, [B] bool or indices; the noise of the others does not advance. None: all.
+        Raises SpecError and NonFiniteError on an observation that does not match the spec, NonFiniteError on a
+        non-finite decision.
         """
         spec = self.policy.spec
         observation = newest(observation, spec.observation, spec.history)
@@ -98,17 +101,19 @@ class PolicyActor:
 
 
 class ControllerActor:
-    """A controller as an actor: its chunks are one step long. One that draws may have `begin`: see `BeginsEpisodes`."""
+    """Adapts a controller to `Actor`, with chunks of one step. A controller that draws random numbers may define
+    `begin`: see `BeginsEpisodes`.
+    """
 
     def __init__(self, controller: Controller):
         self.controller = controller
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the controller forget `rows` [R], all of them for None."""
+        """Clear the controller's memory of `rows` [R]; None clears all rows."""
         self.controller.reset(rows)
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
-        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        """Pass the seeds [R] of the episodes in `rows` [R] to the controller, if it accepts them."""
         begin_episodes(self.controller, seeds, rows)
 
     def choose(self, observation: Observation) -> tuple[Array, None]:
@@ -119,7 +124,9 @@ class ControllerActor:
 def actor_of(
     actor: Policy | Controller | Actor[None], generator: torch.Generator, *, deterministic: bool = False
 ) -> Actor[Decided] | Actor[None]:
-    """Return a policy or a controller (which draws nothing) as an actor, see `PolicyActor`; an actor as it is."""
+    """Wrap a policy (see `PolicyActor`) or a controller (which ignores the generator) as an actor; actors are returned
+    unchanged.
+    """
     if isinstance(actor, Actor):
         return actor
     if is_policy(actor):
@@ -129,11 +136,11 @@ def actor_of(
 
 @dataclass(frozen=True)
 class PlayedStep[Info]:
-    """One call of the world's `step`.
+    """Result of one call of the world's `step`.
 
-    info: what the actor said of its decision; actions: [B, c, A] as handed to the world; step: what they led to;
-    running: [B] bool, rows that were being played; chunk_done: the chunk is executed, or every row ended;
-    rows may be started now.
+    info: the actor's details of its decision; actions: [B, c, A] as passed to the world; step: result of the actions;
+    running: [B] bool, rows that were running; chunk_done: the chunk is finished, or every row has ended, so rows may be
+    started.
     """
 
     info: Info
@@ -144,16 +151,16 @@ class PlayedStep[Info]:
 
     @property
     def ended(self) -> Array:
-        """[B] bool: rows that were being played and ended in this step."""
+        """[B] bool: rows whose episode ended in this step."""
         return self.running & self.step.ended
 
 
 class Player[Info]:
-    """An actor in a world; iterate over it to play until no row runs, or stop whenever enough is seen.
+    """Runs an actor in a world; iterate over it until no row is running, or stop earlier.
 
-    actor: may be exchanged between two decisions; observation: what rows see that run on from before, None before the
-    first `start`; stepwise: run chunks control step by control step, one `PlayedStep` each, instead of whole.
-    running: [B] bool, rows whose episode is played. Raises SpecError where a policy does not fit the world.
+    actor: may be replaced between two decisions; observation: current observation of rows that are already running,
+    None before the first `start`; stepwise: execute chunks one control step at a time, one `PlayedStep` each, instead
+    of as a whole. running: [B] bool, rows with a running episode. Raises SpecError if a policy does not fit the world.
     """
 
     def __init__(
@@ -173,14 +180,14 @@ class Player[Info]:
 
     @property
     def observation(self) -> Observation:
-        """The newest, key -> [B, H, ...]. Raises SpecError before the first `start`."""
+        """Latest observation, key -> [B, H, ...]. Raises SpecError before the first `start`."""
         if self._observation is None:
             raise SpecError("Nothing is played yet: call start() first.")
         return self._observation
 
     @property
     def started(self) -> bool:
-        """Whether there is an observation."""
+        """Whether there is an observation yet."""
         return self._observation is not None
 
     def start(
@@ -191,9 +198,9 @@ class Player[Info]:
         *,
         count: int | None = None,
     ) -> None:
-        """Reset `rows` [R] (None: all) with `seeds` [R] and play them, or only the first `count` of them.
+        """Reset `rows` [R] (None: all) with `seeds` [R] and run them, or only the first `count` of them.
 
-        At the first reset a world wants every row started, also those that nobody plays. options: as in `World.reset`.
+        The first reset must start every row of a world, including unused ones. options: as in `World.reset`.
         """
         self._observation = self.world.reset(rows=rows, seeds=seeds, options=options)
         self.actor.reset(rows)
@@ -202,12 +209,12 @@ class Player[Info]:
         self.running[(np.arange(self.world.batch_size) if rows is None else np.asarray(rows))[:count]] = True
 
     def start_wave(self, seeds: Array, options: Mapping[str, Any] | None = None) -> None:
-        """Reset every row and play one episode per seed, [n <= B]; spare rows repeat the seeds and are not played."""
+        """Reset every row and run one episode per seed, [n <= B]; spare rows reuse the seeds but do not run."""
         self.running = np.zeros(self.world.batch_size, dtype=bool)
         self.start(np.resize(seeds, self.world.batch_size), options=options, count=len(seeds))
 
     def restore(self, world: Snapshots, snapshot: Snapshot, rows: Array) -> None:
-        """Play `rows` [R] on from `snapshot`; world: the played one, as what can restore rows."""
+        """Resume `rows` [R] from `snapshot`; world: the same world, typed as `Snapshots`."""
         self._observation = world.restore(snapshot, rows)
         self.actor.reset(rows)
         self.running = self.running.copy()
@@ -218,7 +225,7 @@ class Player[Info]:
             yield from self._decide()
 
     def _decide(self) -> Iterator[PlayedStep[Info]]:
-        """Let the actor decide once and execute its chunk, until no row is left that runs."""
+        """Make one decision and execute its chunk, stopping early when no row is running."""
         actions, info = self.actor.choose(self.observation)
         parts = np.split(actions, actions.shape[1], axis=1) if self.stepwise else [actions]
         for place, part in enumerate(parts):
@@ -234,7 +241,7 @@ class Player[Info]:
 
 
 def _require_fit(actor: object, world: World) -> None:
-    """Raise SpecError where a policy reads what the world does not show, or acts otherwise."""
+    """Raise SpecError if a policy reads fields that the world does not provide, or its actions differ."""
     if isinstance(actor, PolicyActor):
         with about(actor.policy):
             require_fit(actor.policy.spec, world.spec)

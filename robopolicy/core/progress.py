@@ -13,16 +13,16 @@ console = Console(stderr=True, emoji=False)
 
 
 class Advance(Protocol):
-    """Call after each piece of work, with a short note such as 'loss 0.12'."""
+    """Callback for each completed piece of work, with a short note such as 'loss 0.12'."""
 
     def __call__(self, steps: int = 1, note: str = "") -> None:
-        """Move the bar on by `steps`."""
+        """Advance the bar by `steps`."""
         ...
 
 
 @contextmanager
 def progress(label: str, total: int) -> Generator[Advance, None, None]:
-    """Show a bar for `total` pieces of work on a terminal; elsewhere (pipes, CI) draw nothing."""
+    """Show a bar for `total` pieces of work on a terminal; draws nothing elsewhere (pipes, CI)."""
     with phase(label, total) as count:
         if not console.is_terminal:
             yield lambda steps=1, note="": count(steps, note)

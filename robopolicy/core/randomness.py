@@ -1,8 +1,8 @@
-"""One seed, named generators: no global randomness, and every generator's state can be saved and restored.
+"""Named random generators derived from one seed: no global randomness, and every generator's state can be saved.
 
-What is measured or recorded draws from an `EpisodeGenerator`, whose random numbers belong to the episode and not to the
-batch. Code that draws for many rows calls `normal`, `uniform` or `integers`, which take it and any torch.Generator.
-Axes: B row, R selected rows, n numbers that a row draws.
+Evaluation and recording draw from an `EpisodeGenerator`, whose random numbers depend on the episode and not on the
+batch. Code that draws for many rows calls `normal`, `uniform` or `integers`, which accept it and any torch.Generator.
+Axes: B row, R selected rows, n random numbers per row.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import RobopolicyWarning, SpecError
 
 NOISE_VERSION = "episode-1"
-"""Changes when equal seeds draw other noise than before: outcomes kept on disk are joined with those of one version."""
+"""Version of the noise, changed when equal seeds give different numbers; stored results are only joined if it
+matches.
+"""
 
 # SplitMix64 (Steele et al. 2014): the increment and the multipliers, for numpy's unsigned and torch's signed integers.
 _GAMMA = 0x9E3779B97F4A7C15
@@ -31,15 +33,15 @@ _MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bflo
 
 
 def derive(seed: int, name: str) -> int:
-    """Return a 63-bit seed for `name` under the root `seed`, the same on every machine and run."""
+    """Return a 63-bit seed for `name` under the root `seed`, identical on every machine and run."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Generators:
-    """Torch generators by name, made on first use from one root seed.
+    """Torch generators by name, created on first use from one root seed.
 
-    Adding a consumer under a new name never changes what the others draw.
+    A new name never changes the numbers of the others.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu"):
@@ -57,7 +59,7 @@ class Generators:
         return {name: generator.get_state() for name, generator in self._generators.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `state`, name -> [n] uint8, was taken; generators it does not name are left alone."""
+        """Continue exactly from `state`, name -> [n] uint8; generators that it does not name are unchanged."""
         for name, value in state.items():
             self[name].set_state(value.to("cpu", torch.uint8))
 
@@ -68,15 +70,16 @@ def numpy_generator(seed: int, name: str) -> np.random.Generator:
 
 
 def episode_seeds(seed: int, name: str, count: int) -> Array:
-    """Return `count` distinct episode seeds [count] int64; equal names and seeds pair two evaluations."""
+    """Return `count` distinct episode seeds [count] int64; equal names and seeds give paired evaluations."""
     start = derive(seed, name) >> 12  # below 2**51, which floats and Arrow hold exactly
     return start + np.arange(count, dtype=np.int64)
 
 
 def uniforms(seeds: Array, count: int) -> Array:
-    """Return uniforms in [0, 1), [R, count] float64: row r is a pure function of seeds[r] (SplitMix64, Steele 2014).
+    """Return uniform numbers in [0, 1), [R, count] float64: row r is a pure function of seeds[r] (SplitMix64, Steele
+    2014).
 
-    Lets a world randomise many rows at once while each episode still depends on its own seed alone.
+    A world can randomise many rows at once while each episode depends only on its own seed.
     """
     with np.errstate(over="ignore"):
         gamma = np.uint64(_GAMMA)
@@ -86,9 +89,9 @@ def uniforms(seeds: Array, count: int) -> Array:
 
 
 def keyed(seed: int, *parts: Array) -> Array:
-    """Return keys [R] int64 that depend on `seed` and on row r of every part, [R] integers each, e.g. episode and step.
+    """Return keys [R] int64 derived from `seed` and from row r of every part, [R] integers each, e.g. episode and step.
 
-    Keys of different parts are as good as independent; `uniforms` takes them as seeds.
+    Keys of different parts are practically independent; `uniforms` accepts them as seeds.
     """
     with np.errstate(over="ignore"):
         key = _mix(np.array(seed % 2**64, dtype=np.uint64).reshape(1) + np.uint64(_GAMMA))
@@ -111,10 +114,10 @@ def normal(
     axis: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Draw standard normal noise of `shape` on the generator's device, then moved to `device` where one is given.
+    """Draw standard normal noise of `shape` on the generator's device and move it to `device` if given.
 
-    axis: the one of rows, of B rows or of m numbers for each of them in turn [B * m]. An ordinary generator draws
-    exactly what torch.randn does, an `EpisodeGenerator` every row's own numbers.
+    axis: the axis of rows, with B rows or m numbers for each of them in turn [B * m]. An ordinary generator draws
+    exactly as torch.randn; with an `EpisodeGenerator` every row draws its own numbers.
     """
     if isinstance(generator, EpisodeGenerator):
         drawn = generator.normal(shape, axis, dtype)
@@ -131,7 +134,9 @@ def uniform(
     axis: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Draw uniforms in [0, 1) of `shape`, otherwise as `normal`; an ordinary generator draws as torch.rand does."""
+    """Draw uniform numbers in [0, 1) of `shape`, otherwise as `normal`; an ordinary generator draws as torch.rand
+    does.
+    """
     if isinstance(generator, EpisodeGenerator):
         drawn = generator.uniform(shape, axis, dtype)
     else:
@@ -142,7 +147,9 @@ def uniform(
 def integers(
     high: int, shape: Sequence[int], generator: torch.Generator, device: torch.device | None = None, *, axis: int = 0
 ) -> Tensor:
-    """Draw integers in [0, high) of `shape`, int64, otherwise as `normal`; an ordinary generator as torch.randint."""
+    """Draw integers in [0, high) of `shape`, int64, otherwise as `normal`; an ordinary generator draws as torch.randint
+    does.
+    """
     if isinstance(generator, EpisodeGenerator):
         drawn = generator.integers(high, shape, axis)
     else:
@@ -151,16 +158,16 @@ def integers(
 
 
 class EpisodeGenerator(torch.Generator):
-    """A generator for the decisions of B rows whose random numbers belong to the episodes that the rows play.
+    """Random generator for the decisions of B rows; its numbers depend on the episodes that the rows are running.
 
-    What a row draws is a pure function of `seed`, its episode's seed, how many decisions it has made in the episode and
-    how many numbers it has drawn in this one: never of its place, its neighbours or the number of rows. Counter-based
-    (SplitMix64), so all rows draw at once. `begin` episodes first, and make every decision inside `decision()`.
-    seed: of the noise; device: where numbers are drawn.
+    A row's numbers are a pure function of `seed`, its episode's seed, the number of its decisions in the episode and
+    the number of values drawn in this decision. They never depend on its index, its neighbours or the number of rows.
+    Counter-based (SplitMix64), so all rows draw at once. Call `begin` for episodes first, and make every decision
+    inside `decision()`. seed: seed of the noise; device: device for drawing.
     """
 
     def __new__(cls, seed: int, device: torch.device | str = "cpu") -> "EpisodeGenerator":
-        """Make one on `device`; torch takes nothing else."""
+        """Create a generator on `device`, the only argument that torch's constructor accepts."""
         return super().__new__(cls, device)  # pyright: ignore
 
     def __init__(self, seed: int, device: torch.device | str = "cpu"):
@@ -173,7 +180,9 @@ class EpisodeGenerator(torch.Generator):
 
     @classmethod
     def of(cls, generator: torch.Generator) -> "EpisodeGenerator":
-        """Return one of the same seed and device, or `generator` itself where it is one."""
+        """Return a generator with the same seed and device; `generator` itself if it is already an
+        `EpisodeGenerator`.
+        """
         return generator if isinstance(generator, cls) else cls(generator.initial_seed(), generator.device)
 
     @property
@@ -182,7 +191,7 @@ class EpisodeGenerator(torch.Generator):
         return len(self._episodes)
 
     def begin(self, seeds: Sequence[int] | Array, rows: Array | Sequence[int] | None = None) -> None:
-        """Let `rows` [R] play new episodes with `seeds` [R]; rows None: there are R of them, all new."""
+        """Start new episodes with `seeds` [R] in `rows` [R]; rows None: start R rows, all new."""
         given = np.asarray(seeds, dtype=np.int64)
         if rows is None:
             self._episodes, self._decisions = given.copy(), np.zeros(len(given), dtype=np.int64)
@@ -191,11 +200,11 @@ class EpisodeGenerator(torch.Generator):
 
     @contextmanager
     def decision(self, rows: Array | None = None) -> Generator[None]:
-        """Make one decision: every row of `rows` (indices or [B] bool, None: all) begins to draw other numbers.
+        """Context of one decision: every row of `rows` (indices or [B] bool, None: all) advances to new random numbers.
 
-        A policy that draws by torch's own functions, from this generator or from the global one, gets its rows' numbers
-        all the same, where the first axis of what it draws is that of rows, or another one has their number. Warns once
-        where it draws what cannot belong to rows. Raises SpecError before the first `begin`.
+        A policy that draws with torch's own functions, from this generator or the global one, also gets per-row numbers
+        if the first axis of the drawn tensor is that of rows, or another axis has their number. Warns once if a draw
+        cannot be assigned to rows. Raises SpecError before the first `begin`.
         """
         if not self.rows:
             raise SpecError("Random numbers of an episode: call begin() with its seed first.")
@@ -216,9 +225,9 @@ class EpisodeGenerator(torch.Generator):
             self._say("drew random numbers by a function of torch that cannot be divided among rows")
 
     def normal(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw standard normal noise [*shape], every row its own; axis: as in `randomness.normal`, None: of no row.
+        """Draw standard normal noise [*shape] per row; axis: as in `randomness.normal`, None: shared by all rows.
 
-        Raises SpecError where the axis is not of this generator's rows.
+        Raises SpecError if the axis does not match this generator's rows.
         """
         keys, each = self._divided(shape, axis)
         words = self._bits(keys, -(-each // 2))  # one for two numbers, by Box and Muller 1958
@@ -228,7 +237,7 @@ class EpisodeGenerator(torch.Generator):
         return _arranged(drawn.to(dtype), shape, axis)
 
     def uniform(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Draw uniforms in [0, 1) of `shape`, otherwise as `normal`."""
+        """Draw uniform numbers in [0, 1) of `shape`, otherwise as `normal`."""
         keys, each = self._divided(shape, axis)
         return _arranged(self._fractions(keys, each, _MANTISSA[dtype]).to(dtype), shape, axis)
 
@@ -238,11 +247,13 @@ class EpisodeGenerator(torch.Generator):
         return _arranged(_shifted(self._bits(keys, each), 1) % high, shape, axis)
 
     def shared_seed(self) -> int:
-        """Draw a seed in [0, 2**62) that all rows share: of the noise's seed and the number of the decision alone."""
+        """Draw a seed in [0, 2**62) shared by all rows; it depends only on the noise seed and the index of the
+        decision.
+        """
         return int(_shifted(self._bits(self._shared, 1), 2))
 
     def axis_of(self, shape: Sequence[int]) -> int | None:
-        """Return which axis of what a policy draws by itself is that of rows, None (said once) where none can be."""
+        """Return the row axis of a shape that a policy draws on its own; None, with one warning, if there is none."""
         fitting = [axis for axis, size in enumerate(shape) if size and size % self.rows == 0]
         if 0 in fitting:
             return 0
@@ -262,7 +273,7 @@ class EpisodeGenerator(torch.Generator):
         self._said = True
 
     def _divided(self, shape: Sequence[int], axis: int | None) -> tuple[Tensor, int]:
-        """Return the keys of those who draw [B or 1] and how many numbers each of them draws."""
+        """Return the drawing keys [B or 1] and the number of values that each draws."""
         if axis is None:
             return self._shared, math.prod(shape)
         if not len(self._keys):
@@ -281,7 +292,7 @@ class EpisodeGenerator(torch.Generator):
         return z.bitwise_xor_(_shifted(z, 31))
 
     def _fractions(self, keys: Tensor, count: int, digits: int) -> Tensor:
-        """Return uniforms in [0, 1) of so many binary digits, [B, count] float64."""
+        """Return uniform numbers in [0, 1) with `digits` binary digits, [B, count] float64."""
         return _shifted(self._bits(keys, count), 64 - digits).double() * 2.0**-digits
 
 
@@ -290,12 +301,12 @@ def _signed(value: int) -> int:
 
 
 def _shifted(z: Tensor, places: int) -> Tensor:
-    """Shift int64 to the right as if it had no sign."""
+    """Logical (unsigned) right shift of int64."""
     return (z >> places).bitwise_and_(2 ** (64 - places) - 1)
 
 
 def _arranged(drawn: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
-    """Arrange what rows drew [B, n] as `shape`, where B rows or m numbers of each in turn [B * m] lie along `axis`."""
+    """Reshape the numbers drawn by rows [B, n] to `shape`, with B rows or m numbers per row [B * m] along `axis`."""
     if axis is None:
         return drawn.reshape(tuple(shape))
     others = [size for place, size in enumerate(shape) if place != axis]
@@ -304,10 +315,10 @@ def _arranged(drawn: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
 
 @contextmanager
 def drawing_from(generator: torch.Generator, device: torch.device) -> Generator[None]:
-    """Let code that draws from torch's global generators, on the CPU or `device`, depend on `generator` alone.
+    """Make code that draws from torch's global generators, on the CPU or `device`, depend only on `generator`.
 
-    Within they are seeded by one number drawn from it, and afterwards they are as they were. From an `EpisodeGenerator`
-    every row draws its own numbers, see `EpisodeGenerator.decision`.
+    Inside the context the global generators are seeded with one number drawn from it; afterwards they are restored.
+    With an `EpisodeGenerator` every row draws its own numbers, see `EpisodeGenerator.decision`.
     """
     by_row = isinstance(generator, EpisodeGenerator)
     seed = generator.shared_seed() if by_row else int(integers(2**62, (1,), generator))
@@ -322,9 +333,9 @@ def drawing_from(generator: torch.Generator, device: torch.device) -> Generator[
 
 
 class _DrawsByRow(TorchFunctionMode):
-    """While it is entered, torch's random functions draw every row's own numbers, from `generator` or from none alike.
+    """Context in which torch's random functions draw per-row numbers, when called with `generator` or with none.
 
-    drew: whether one was called.
+    drew: whether a random function was called.
     """
 
     def __init__(self, generator: EpisodeGenerator):
@@ -338,7 +349,7 @@ class _DrawsByRow(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, or what stands for it here."""
+        """Call a torch function, or its per-row replacement."""
         given = dict(kwargs or {})
         draw = _DRAWS.get(func)
         if draw is None or given.get("generator", self.generator) not in (None, self.generator):
@@ -349,7 +360,7 @@ class _DrawsByRow(TorchFunctionMode):
 
 
 def _filled(generator: EpisodeGenerator, target: Tensor, kind: str) -> Tensor:
-    """Fill a tensor with every row's normal or uniform numbers, in place."""
+    """Fill a tensor in place with per-row normal or uniform numbers."""
     dtype = target.dtype if target.dtype in _MANTISSA else torch.float32
     axis = generator.axis_of(target.shape)
     drawn = getattr(generator, kind)(tuple(target.shape), axis, dtype)
@@ -358,7 +369,7 @@ def _filled(generator: EpisodeGenerator, target: Tensor, kind: str) -> Tensor:
 
 
 def _made(kind: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return what stands for a function that makes a tensor, which `empty` makes without numbers."""
+    """Return the per-row replacement of a factory function; `empty` creates the uninitialised tensor."""
 
     def draw(generator: EpisodeGenerator, *args: Any, requires_grad: bool = False, **given: Any) -> Tensor:
         return _filled(generator, empty(*args, **given), kind).requires_grad_(requires_grad)
@@ -376,7 +387,7 @@ def _uniform_(generator: EpisodeGenerator, target: Tensor, *bounds: float, **nam
 
 
 def _normal(generator: EpisodeGenerator, mean: Any, std: Any = 1.0, size: Any = None, **given: Any) -> Tensor:
-    """As torch.normal, of which mean and std may be tensors [..., ] or numbers."""
+    """As torch.normal; mean and std may be tensors [..., ] or numbers."""
     target = torch.empty_like(mean + std) if size is None else torch.empty(size, **given)
     return _filled(generator, target, "normal").mul_(std).add_(mean)
 
@@ -410,7 +421,9 @@ def _exponential_(generator: EpisodeGenerator, target: Tensor, lambd: float = 1.
 
 
 def _multinomial(generator: EpisodeGenerator, weights: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
-    """As torch.multinomial, of weights [..., V]: by the first of exponential clocks, or by inverting their sums."""
+    """As torch.multinomial with weights [..., V]: by exponential clocks (without replacement) or inverse cumulative
+    sums.
+    """
     if not replacement:
         waits = _exponential_(generator, torch.empty_like(weights, dtype=torch.float64))
         return (waits / weights.double()).topk(num_samples, largest=False).indices
@@ -435,4 +448,4 @@ _DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.multinomial: _multinomial,
     Tensor.multinomial: _multinomial,
 }
-"""What stands for torch's random functions where every row draws its own numbers."""
+"""torch random function -> its per-row replacement."""

@@ -1,6 +1,6 @@
-"""Which values a setting may have, declared in its type: `episodes: Count = 200`; `core.structured` checks them.
+"""Value ranges of settings, declared in their type: `episodes: Count = 200`; checked by `core.structured`.
 
-A number that is declared as int or float alone is only kept from what no number is: NaN, infinity, 64 bits exceeded.
+A setting declared as plain int or float is only checked for NaN, infinity and values beyond 64 bits.
 """
 
 import math
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Annotated
 
 LARGEST = 2**63 - 1
-"""Whole number: what a seed of torch and numpy takes, and an int64 holds."""
+"""Largest integer accepted as a seed by torch and numpy, and by int64."""
 _SHOWN = 10_000
-"""An upper bound from here on only keeps numbers from what no memory holds: it is named where it is exceeded."""
+"""Upper bounds from here on only guard against sizes that exceed memory; the message names them only when exceeded."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, `low` itself only where `including`."""
+    """Numbers from `low` to `high`; `low` itself is allowed only if `including`."""
 
     low: float = -math.inf
     high: float = math.inf
     including: bool = True
 
     def wrong(self, value: float) -> str:
-        """Return what `value` must be, "" where it is that."""
+        """Return the requirement that `value` violates, "" if it is valid."""
         if self.low <= value <= self.high and (self.including or value > self.low):
             return ""
         if self.high < _SHOWN:
@@ -35,19 +35,19 @@ class Range:
 
 @dataclass(frozen=True)
 class Filled:
-    """Lists that have an entry."""
+    """Lists with at least one entry."""
 
     def wrong(self, value: Sized) -> str:
-        """Return what `value` must be, "" where it is that."""
+        """Return the requirement that `value` violates, "" if it is valid."""
         return "" if len(value) else "name at least one, [A,B]"
 
 
 @dataclass(frozen=True)
 class Amount:
-    """Texts of which some are numbers: then of at least 0."""
+    """Strings that may be numbers; a number must be at least 0."""
 
     def wrong(self, value: str) -> str:
-        """Return what `value` must be, "" where it is that, or no number at all."""
+        """Return the requirement that `value` violates, "" if it is valid or not a number."""
         try:
             number = float(value)
         except ValueError:
@@ -56,18 +56,18 @@ class Amount:
 
 
 NoiseLevel = Annotated[str, Amount()]
-"""Of an expert: a name, or the standard deviation as a share of half the range of actions."""
+"""Noise of an expert: a name, or the standard deviation as a fraction of half the action range."""
 Count = Annotated[int, Range(1, 2**31)]
-"""Of things of which there is one at least: episodes, steps, units."""
+"""Number of things of which there is at least one: episodes, steps, units."""
 Natural = Annotated[int, Range(0, 2**31)]
-"""A count of which 0 switches something off, or asks for none."""
+"""A count; 0 disables the feature or requests none."""
 Seed = Annotated[int, Range(0, LARGEST)]
-"""Of a random number generator."""
+"""Seed of a random number generator."""
 Pixels = Annotated[int, Range(1, 4096)]
-"""Along a side of an image."""
+"""Pixels along one side of an image."""
 Positive = Annotated[float, Range(0.0, including=False)]
-"""A rate, a width, a duration."""
+"""Positive number: a rate, a width, a duration."""
 NonNegative = Annotated[float, Range(0.0)]
-"""A weight or an amount, 0 for none."""
+"""Non-negative number: a weight or an amount, 0 for none."""
 Share = Annotated[float, Range(0.0, 1.0)]
-"""A probability, a share, a discount."""
+"""Number from 0 to 1: a probability, a fraction, a discount."""

@@ -1,7 +1,7 @@
-"""Names of what has kinds (worlds, policies, world models, mechanisms): where each is found, imported when used.
+"""Registries of kinds (worlds, policies, world models, mechanisms): name -> import path, imported on use.
 
-A kind is one line, name -> "package.module:Name". Strangers add theirs without a change here: under an entry point of
-their own package, or by writing the dotted path where a name is asked for.
+A kind is one line, name -> "package.module:Name". Other packages add theirs without a change here: through an entry
+point, or by passing an import path in place of a name.
 """
 
 import importlib
@@ -21,27 +21,27 @@ from typing import Any
 from robopolicy.core.errors import CheckpointError, ConfigError, did_you_mean
 
 _asked_for: set[str] = set()
-"""Dotted paths that the user has named in this process; a checkpoint may then bring them up again."""
+"""Import paths that the user has named in this process, which checkpoints may load."""
 
 
 def add_working_folder() -> None:
-    """Let imports find modules in the working folder, as they do under `python -m`."""
+    """Make modules in the working folder importable, as with `python -m`."""
     folder = os.getcwd()  # noqa: PTH109 (sys.path holds text)
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
 
 
 def is_dotted(name: str) -> bool:
-    """Whether `name` is a dotted path, "package.module:Name", not the name of something registered."""
+    """Whether `name` is an import path, "package.module:Name", rather than a registered name."""
     module, colon, attribute = name.partition(":")
     parts = (*module.split("."), *attribute.split("."))
     return bool(colon) and all(part.isidentifier() for part in parts)
 
 
 def load_dotted(path: str, what: str) -> Any:
-    """Return the object at `path`, "package.module:Name"; `what` says in errors what it is for.
+    """Import the object at `path`, "package.module:Name"; `what` describes its purpose in errors.
 
-    Raises ConfigError on a malformed path, a module that cannot be imported, or a name that it lacks.
+    Raises ConfigError on a malformed path, a module that cannot be imported, or a missing name.
     """
     if not is_dotted(path):
         raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:name.")
@@ -56,9 +56,9 @@ def load_dotted(path: str, what: str) -> Any:
 
 
 def import_named(module: str, named: str) -> ModuleType:
-    """Return a module that the user named, installed or in the working folder; `named` begins the errors.
+    """Import a module named by the user, installed or in the working folder; `named` is the prefix of error messages.
 
-    Raises ConfigError where it is missing, needs another one that is, or raises.
+    Raises ConfigError when it is missing, lacks a dependency, or raises on import.
     """
     add_working_folder()
     try:
@@ -75,17 +75,17 @@ def import_named(module: str, named: str) -> ModuleType:
 
 
 def fixed_arguments(make: Callable[..., Any]) -> dict[str, bool]:
-    """Return the arguments of a class or function by name, without *args and **kwargs, and whether each is required."""
+    """Return name -> whether required for the arguments of a class or function, without *args and **kwargs."""
     parameters = inspect.signature(make).parameters.values()
     fixed = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
     return {item.name: item.default is item.empty for item in fixed}
 
 
 def require_types(make: Callable[..., Any], options: Mapping[str, Any], setting: str = "") -> None:
-    """Raise ConfigError on an option whose value is not of the type that the argument of `make` is annotated with.
+    """Raise ConfigError if an option's value does not have the annotated type of the argument of `make`.
 
-    setting: the section of the command line that the options are set in, such as "world.options." Annotations other
-    than truths, numbers, texts, lists of texts and None are not looked at: `make` knows better.
+    setting: command-line section of the options, such as "world.options." Annotations other than bool, number, string,
+    list of strings and None are not checked here but by `make`.
     """
     hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
     for name, value in options.items():
@@ -113,13 +113,13 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     ),
     type(None): ("null", lambda value: value is None),
 }
-"""Types of options: in words, and whether a value is of them."""
+"""Option type -> its description and a check of values."""
 
 
 def ask_for(paths: Iterable[str]) -> None:
-    """Import what the user names, modules or dotted paths; checkpoints that need it can then be loaded.
+    """Import modules or import paths named by the user, so that checkpoints that need them can be loaded.
 
-    Raises ConfigError.
+    Raises ConfigError when an import fails.
     """
     for path in paths:
         load_dotted(path, "Plugin") if ":" in path else load_dotted(f"{path}:__name__", "Plugin")
@@ -127,20 +127,20 @@ def ask_for(paths: Iterable[str]) -> None:
 
 
 def note(path: str) -> None:
-    """Remember that the user has named a module or dotted path, so that a checkpoint may bring it up again."""
+    """Mark a module or import path as trusted because the user named it, so that a checkpoint may load it."""
     _asked_for.add(path)
 
 
 def asked_for(path: str) -> bool:
-    """Whether the user has named this dotted path, or the module that it is in, in this process."""
+    """Whether the user has named this import path, or its module, in this process."""
     return path in _asked_for or path.partition(":")[0] in _asked_for
 
 
 class Registry:
-    """The kinds of one thing.
+    """Registry of the implementations of one concept.
 
-    what: in words for errors, e.g. "world model"; group: the entry points that add to it; known: name ->
-    "package.module:Name" of those that ship with us.
+    what: name for errors, e.g. "world model"; group: entry-point group for extensions; known: name ->
+    "package.module:Name" of the built-in ones.
     """
 
     def __init__(self, what: str, group: str, known: Mapping[str, str]):
@@ -150,23 +150,23 @@ class Registry:
 
     @cached_property
     def _installed(self) -> dict[str, str]:
-        """Return what other installed packages add; a name of ours is never replaced."""
+        """Return the entries of other installed packages; built-in names are never replaced."""
         if not self.group:
             return {}
         found = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
         return {name: path for name, path in found.items() if name not in self._known}
 
     def names(self) -> tuple[str, ...]:
-        """Return every registered name, ours first; nothing is imported."""
+        """Return every registered name, built-in ones first; nothing is imported."""
         return (*self._known, *sorted(self._installed))
 
     @property
     def ours(self) -> tuple[str, ...]:
-        """The names that ship with us."""
+        """Names of the built-in entries."""
         return tuple(self._known)
 
     def paths(self) -> dict[str, str]:
-        """Return name -> dotted path of everything registered."""
+        """Return name -> import path of all entries."""
         return {**self._installed, **self._known}
 
     def __iter__(self) -> Iterator[str]:
@@ -176,7 +176,9 @@ class Registry:
         return name in self._known or name in self._installed
 
     def path(self, name: str) -> str:
-        """Return the dotted path behind `name`; a dotted path is its own. Raises ConfigError with the nearest name."""
+        """Return the import path of `name`; an import path is returned unchanged. Raises ConfigError with the most
+        similar name.
+        """
         found = self._known.get(name) or self._installed.get(name)
         if found is None and not is_dotted(name):
             raise ConfigError(
@@ -186,20 +188,22 @@ class Registry:
         return found or name
 
     def load(self, name: str) -> Any:
-        """Import and return what `name` (or a dotted path) stands for. Raises ConfigError."""
+        """Import and return the object for `name` (or an import path). Raises ConfigError."""
         path = self.path(name)
         found = load_dotted(path, self.what.capitalize())
         note(path)
         return found
 
     def load_saved(self, name: str, where: Any) -> Any:
-        """Return what a checkpoint at `where` names; raises CheckpointError as `require_saved`, and ConfigError."""
+        """Return the object that a checkpoint at `where` names; raises CheckpointError as `require_saved`, and
+        ConfigError.
+        """
         self.require_saved(name, where)
         return self.load(name)
 
     def require_saved(self, name: str, where: Any) -> None:
-        """Raise CheckpointError, saying what is needed, unless `name`, which a checkpoint at `where` says, is ours,
-        installed, or asked for by the user in this process: files do not choose what is imported. Nothing is imported.
+        """Raise CheckpointError unless `name`, read from a checkpoint at `where`, is built in, installed, or was named
+        by the user in this process: files must not choose imports. Nothing is imported.
         """
         if name in self or asked_for(name):
             return
@@ -213,20 +217,20 @@ class Registry:
         )
 
     def name_of(self, kind: type) -> str:
-        """Return the name under which `kind` is found again: a registered one, else its dotted path."""
+        """Return the registered name of `kind`, else its import path."""
         path = f"{kind.__module__}:{kind.__qualname__}"
         return next((name for name, known in self.paths().items() if known == path), path)
 
 
 class Kinds(Registry):
-    """A registry of what is built from a configuration: policies, world models.
+    """Registry of classes that are built from a configuration: policies, world models.
 
-    Registered is the configuration, a dataclass that imports nothing heavy and says in `builds` what it belongs to
-    ("package.module:Class"); a stranger may register the class itself, with its dataclass as `configuration`.
+    Each entry is the configuration, a dataclass without heavy imports whose `builds` is the import path of its class
+    ("package.module:Class"). Other packages may instead register the class, with its dataclass as `configuration`.
     """
 
     def configuration(self, name: str) -> type:
-        """Return the dataclass of what can be set about kind `name`; raises ConfigError where there is none."""
+        """Return the configuration dataclass of kind `name`; raises ConfigError if it has none."""
         found = self.load(name)
         config = found if _is_configuration(found) else getattr(found, "configuration", None)
         if not (isinstance(config, type) and is_dataclass(config)):
@@ -237,15 +241,15 @@ class Kinds(Registry):
         return config
 
     def builds(self, name: str) -> Any:
-        """Return the class that kind `name` is built with, importing all it needs. Raises ConfigError."""
+        """Return the class of kind `name`, importing all it needs. Raises ConfigError."""
         return self._class_of(self.load(name))
 
     def saved(self, name: str, where: Any) -> Any:
-        """Return the class of what a checkpoint at `where` holds; see `load_saved`."""
+        """Return the class needed by a checkpoint at `where`; see `load_saved`."""
         return self._class_of(self.load_saved(name, where))
 
     def name_of(self, kind: type) -> str:
-        """Return the name under which class `kind` is found again: a registered one, else its dotted path."""
+        """Return the registered name of class `kind`, else its import path."""
         path = f"{kind.__module__}:{kind.__qualname__}"
         for name, known in self.paths().items():
             if known == path or (name in self.ours and getattr(self.load(name), "builds", "") == path):

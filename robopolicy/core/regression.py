@@ -1,4 +1,6 @@
-"""What is fitted by regression on recorded episodes, whole or in stages: policies, world models, critics and heads."""
+"""Interfaces for regression on recorded episodes, in one or several stages: policies, world models, critics and
+heads.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +13,7 @@ from robopolicy.core.modules import Module
 
 
 class Regressor(Module, Protocol):
-    """Anything trained by regression: an nn.Module with a loss."""
+    """Model trained by regression: an nn.Module with a loss."""
 
     def loss(self, batch: Any, generator: torch.Generator) -> Mapping[str, Tensor]:
         """Return named losses, one value per row [N] (or [B, T]); the sum of their means is minimised."""
@@ -19,17 +21,19 @@ class Regressor(Module, Protocol):
 
 
 class Regression(Regressor, Protocol):
-    """What is fitted by regression on episodes: a model, or a part of one."""
+    """A model, or part of one, that is trained by regression on episodes."""
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield training batches for ever; `generator` is all the state. Raises DataError on unfit episodes."""
+        """Yield training batches indefinitely; `generator` is the only state. Raises DataError on unsuitable
+        episodes.
+        """
         ...
 
 
 @runtime_checkable
 class Staged(Protocol):
-    """What is fitted in stages."""
+    """A model that is trained in several stages."""
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """Return what is fitted one after the other, each with its share of the training steps."""
+        """Return the stages in training order, each with its fraction of the training steps."""
         ...

@@ -1,4 +1,4 @@
-"""What recorded rewards say: progress, what success is worth, and how much is still to come."""
+"""Returns from recorded rewards: progress, success bonus and returns-to-go."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,14 @@ from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import DataError
 
 SUCCESS = "success"
-"""Name of the reward term that is paid for success."""
+"""Name of the reward term for success."""
 
 PROGRESS = "progress"
-"""Name of the sum of all others."""
+"""Name of the sum of all other reward terms."""
 
 
 def progress_reward(episodes: Episodes) -> Tensor:
-    """Return the reward [N] without the term for success; DataError where the data has none or lacks final frames."""
+    """Return the reward [N] without the success term; DataError when the data has no rewards or lacks final frames."""
     if episodes.rewards is None or episodes.step_success is None:
         absent = {"next.reward": episodes.rewards is None, "next.success": episodes.step_success is None}
         columns = " and ".join(name for name, lacks in absent.items() if lacks)
@@ -26,16 +26,16 @@ def progress_reward(episodes: Episodes) -> Tensor:
 
 
 def success_bonus(episodes: Episodes) -> float:
-    """Return the mean reward for success, 0 where none was paid."""
+    """Return the mean reward for success, 0 if there is none."""
     bonus = (episodes.rewards or {}).get(SUCCESS, torch.zeros(0))
     paid = bonus[bonus != 0]
     return float(paid.mean()) if len(paid) else 0.0
 
 
 def discounted_sums(reward: Tensor, discount: Tensor, goes_on: Tensor) -> Tensor:
-    """Return G_t = R_t + discount_t G_{t+1} where it goes on after t and R_t where it does not, all [B, T].
+    """Return G_t = R_t + discount_t G_{t+1} if the episode continues after t, else R_t; all [B, T].
 
-    Behind the last column nothing is earned.
+    Rewards after the last column count as zero.
     """
     following = torch.zeros_like(reward[:, 0])
     columns: list[Tensor] = []

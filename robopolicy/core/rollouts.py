@@ -1,8 +1,8 @@
-"""`Rollouts`: what a policy did in a world, as the learner sees it.
+"""Rollout container (`Rollouts`): experience of a policy in a world, as used by the learner.
 
-B rows of T decisions, each with K steps that have log-probabilities. Two layouts: in a stream a row goes on over the
-ends of episodes, cut by `terminated`, `truncated` or `horizon_end`; with `whole` every row is one episode from its
-start (or from where it branched off its parent), padded with decisions that are not valid.
+B rows of T decisions (policy calls), each with K steps that have log-probabilities. Two layouts: in the stream layout a
+row continues across episodes, separated by `terminated`, `truncated` or `horizon_end`; with `whole` every row is one
+episode from its start (or from where it branched off its parent), padded with invalid decisions.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,24 +19,23 @@ from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import IMAGE_PREFIX, TASK
 
 ROW_FIELDS = ("episode", "group", "parent", "branch_decision", "branch_sampling_step")
-"""Those with one entry a row, [B]."""
+"""Fields with one entry per row, [B]."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Decisions in order of time.
+    """Decisions in temporal order.
 
-    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; images: what cameras showed,
-    which is in neither of them, None without cameras and where nobody reads it; latents: name -> [B, T, ...]; actions:
-    [B, T, C, A]; logp_behaviour: [B, T, K] fp32 under the policy that acted; mask: [B, T, K] bool, False on padding and
-    on prefixes copied from a parent; rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end,
-    success: [B, T] bool; task, policy_version: [B, T] int64, index of the instruction and number of updates of the
-    policy that acted; extras: what else is known of them (see `Extras`). episode, group, parent, branch_decision: [B]
-    int64.
-    episode: identity of the row; group: episodes with the same start and task, whose outcomes are compared; parent: the
-    episode that this one branched off at decision branch_decision (both -1: none), keeping the first
-    branch_sampling_step of its steps there (None: 0 everywhere). logp_proximal: [B, T, K] under the policy to clip
-    around, None: the behaviour's.
+    observation, next_observation: key -> [B, T, H, ...], next is taken BEFORE any reset; images: camera images of both,
+    None without cameras or if unused; latents: name -> [B, T, ...]; actions: [B, T, C, A]; logp_behaviour: [B, T, K]
+    fp32 under the policy that acted; mask: [B, T, K] bool, False on padding and on prefixes copied from a parent;
+    rewards: name -> [B, T, C]; valid: [B, T, C]; terminated, truncated, horizon_end, success: [B, T] bool; task,
+    policy_version: [B, T] int64, index of the instruction and number of updates of the policy that acted; extras:
+    additional columns (see `Extras`). episode, group, parent, branch_decision: [B] int64. episode: identity of the row;
+    group: episodes with the same initial state and task, whose outcomes are compared; parent: the episode from which
+    this one branched at decision branch_decision (both -1: none), keeping the first branch_sampling_step of its steps
+    there (None: 0 everywhere). logp_proximal: [B, T, K] under the policy used as clipping centre, None: the behaviour
+    policy.
     """
 
     observation: TensorObservation
@@ -73,34 +72,34 @@ class Rollouts:
 
     @property
     def shown(self) -> dict[str, tuple[int, ...]]:
-        """The shape of what a decision was shown, by key, cameras included: (H, *field.shape)."""
+        """Shape of one decision's observation by key, cameras included: (H, *field.shape)."""
         vectors = {key: tuple(tensor_of(self.observation, key).shape[2:]) for key in self.observation}
         return vectors if self.images is None else {**vectors, **self.images.shapes}
 
     @property
     def ended(self) -> Tensor:
-        """[B, T]: the episode did not continue into the next column; cuts advantage chains."""
+        """[B, T]: the episode did not continue into the next column; ends advantage chains."""
         return self.terminated | self.truncated | self.horizon_end
 
     @property
     def duration(self) -> Tensor:
-        """[B, T]: executed control steps of each decision; bootstrapping discounts by gamma ** duration."""
+        """[B, T]: number of executed control steps per decision; bootstrapping discounts by gamma ** duration."""
         return self.valid.sum(-1)
 
     @property
     def alive(self) -> Tensor:
-        """[B, T]: decisions of which at least one control step was executed."""
+        """[B, T]: decisions with at least one executed control step."""
         return self.valid.any(-1)
 
     @property
     def played(self) -> Tensor:
-        """[B, T]: decisions that were taken in this row, not copied from an ancestor; they are what is learned from."""
+        """[B, T]: decisions made in this row rather than copied from an ancestor; only these are trained on."""
         taken = self.mask.any(-1)
         return self.alive & (taken if self.extras.taught is None else taken | self.extras.taught)
 
     @property
     def proximal(self) -> Tensor:
-        """[B, T, K]: log-probabilities under the policy to clip around."""
+        """[B, T, K]: log-probabilities under the policy used as clipping centre."""
         return self.logp_behaviour if self.logp_proximal is None else self.logp_proximal
 
     @property
@@ -120,19 +119,19 @@ class Rollouts:
 
     @property
     def fresh(self) -> "Rollouts":
-        """The rows that were played for this iteration, without those of earlier ones."""
+        """Rows collected in this iteration, without replayed ones."""
         replayed = self.extras.replayed
         return self if replayed is None else self.take((~replayed[:, 0]).nonzero().squeeze(1))
 
     def tree(self) -> dict[str, Any]:
-        """Return what `of` needs, as nested tensors for a checkpoint."""
+        """Return nested tensors for a checkpoint, read by `of`."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
         images = None if self.images is None else self.images.tree()
         return {**found, "extras": dict(self.extras.items()), "images": images}
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "Rollouts":
-        """Return the rollouts that `tree` is of; earlier versions kept images among the observations."""
+        """Restore rollouts from `tree`; earlier versions stored images among the observations."""
         found: dict[str, Any] = {name: value for name, value in tree.items() if name != "final_images"}
         images, seen = found.get("images"), found["observation"]
         found["images"] = Images.of(seen) if images is None else Images.from_tree(images)
@@ -140,7 +139,9 @@ class Rollouts:
         return Rollouts(**found)
 
     def flat(self) -> "Rollouts":
-        """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so decisions can be drawn as minibatches."""
+        """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so that decisions can be drawn as
+        minibatches.
+        """
         rows = {name: getattr(self, name) for name in ROW_FIELDS if getattr(self, name) is not None}
         repeated = {name: value.repeat_interleave(self.shape[1]) for name, value in rows.items()}
         return replace(self._map(lambda tensor: tensor.flatten(0, 1).unsqueeze(1)), **repeated)
@@ -150,18 +151,18 @@ class Rollouts:
         return self._map(lambda tensor: tensor[index], rows=lambda tensor: tensor[index])
 
     def to(self, device: torch.device | str) -> "Rollouts":
-        """Move every tensor."""
+        """Move every tensor to a device."""
         moved = self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
         return replace(moved, images=None if self.images is None else self.images.to(device))
 
     def compact(self) -> "Rollouts":
-        """Drop the images that only rows which are not here any more have seen: for rows that are kept for long."""
+        """Drop images that only removed rows refer to; for rows that are stored for long."""
         return replace(self, images=None if self.images is None else self.images.compact())
 
     def without(self, *, following: bool = False, images: bool = False) -> "Rollouts":
-        """Leave out what is not read any more, so that selecting rows does not copy it.
+        """Drop columns that are no longer read, so that selecting rows does not copy them.
 
-        following: the next observations, with what cameras showed then; images: all that cameras showed.
+        following: drop the next observations and their camera images; images: drop all camera images.
         """
         kept = None if images else self.images
         if not following:
@@ -169,9 +170,10 @@ class Rollouts:
         return replace(self, next_observation={}, images=None if kept is None else replace(kept, after=None))
 
     def ended_by_limits(self) -> "Rollouts":
-        """Take time limits for ends of the task, behind which nothing is worth anything.
+        """Treat time limits as terminations, with zero value afterwards.
 
-        As Pardo et al. 2018 (arXiv:1712.00378) do, whose agents are told the time as well; here nothing observes it.
+        As in Pardo et al. 2018 (arXiv:1712.00378), whose agents also observe the remaining time; here no policy
+        observes it.
         """
         return replace(self, terminated=self.terminated | self.truncated, truncated=torch.zeros_like(self.truncated))
 
@@ -190,10 +192,10 @@ class Rollouts:
 
 
 def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, images: bool = False) -> dict[str, Tensor]:
-    """Return what a critic sees at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index.
+    """Return the critic's inputs at the n decisions `where` [B, T], or after them: key -> [n, ...]; `task` as index.
 
-    images: camera images too, which cost more to gather than all the rest. Raises LookupError where images after a
-    decision are asked for that are not kept (see `Images`).
+    images: include camera images, which are by far the slowest to gather. Raises LookupError when requested images
+    after a decision are not stored (see `Images`).
     """
     source = rollouts.next_observation if following else rollouts.observation
     pick = picker(where)
@@ -205,33 +207,35 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
 
 
 def picker(where: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return what takes the n decisions `where` [B, T] bool out of tensors [B, T, ...], as rows [n, ...].
+    """Return a function that selects the n decisions `where` [B, T] bool from tensors [B, T, ...], as rows [n, ...].
 
-    All of them, as in minibatches of single decisions, are a view: nothing is looked for again with every tensor, which
-    on a GPU is waited for each time.
+    Selecting all decisions, as in minibatches of single decisions, returns a view and avoids a GPU synchronisation per
+    tensor.
     """
     return (lambda value: value.flatten(0, 1)) if bool(where.all()) else (lambda value: value[where])
 
 
 def tensor_of(observation: TensorObservation, key: str) -> Tensor:
-    """Return a field [B, T, H, ...] of an observation; rollouts hold no texts (`Rollouts.task` has their indices)."""
+    """Return a field [B, T, H, ...] of an observation; rollouts contain no strings (`Rollouts.task` has their
+    indices).
+    """
     value = observation[key]
     assert isinstance(value, Tensor)
     return value
 
 
 def sum_of_rewards(rewards: Mapping[str, Tensor], valid: Tensor) -> Tensor:
-    """Return the sum over terms and valid steps, [..., C] each -> [...]."""
+    """Sum over terms and valid steps, [..., C] each -> [...]."""
     total = torch.stack(list(rewards.values())).sum(0)
     return torch.where(valid, total, 0.0).sum(-1)
 
 
 def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts:
-    """Join rows of rollouts of whole episodes, padding time with decisions that are not valid; rows get new numbers.
+    """Concatenate rows of complete-episode rollouts, padding time with invalid decisions; rows are renumbered.
 
-    same_groups: equal group numbers in several parts mean one group, which the parts share; else the groups of each
-    part are apart from those of the others, and those of later parts have larger numbers.
-    Raises ValueError when one has observations, latents, rewards, extras or images that another lacks.
+    same_groups: equal group numbers in several parts denote one shared group; otherwise the groups of each part stay
+    separate, and later parts get larger numbers. Raises ValueError when a part has observations, latents, rewards,
+    extras or images that another lacks.
     """
     if len({part.images is None for part in parts}) > 1:
         raise ValueError("Rollouts that are to be joined differ in whether they keep images.")
@@ -258,7 +262,7 @@ def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts
 # A function inside a function that calls itself is a reference cycle: what it holds, here all of an iteration's
 # tensors, stays until Python's collector comes round, which counts objects and not their memory.
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested tensors, each changed by `function`."""
+    """Apply `function` to all nested tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Extras | Images):
@@ -271,7 +275,7 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _joined(values: list[Any], length: int, per_row: bool) -> Any:
-    """Return one field of several parts, padded to `length` decisions unless it is one `per_row`."""
+    """Concatenate one field of several parts, padded to `length` decisions unless it is `per_row`."""
     first = values[0]
     if isinstance(first, Extras):
         values = [dict(value.items()) for value in values]
@@ -289,7 +293,7 @@ def _joined(values: list[Any], length: int, per_row: bool) -> Any:
 
 
 def _with_own_groups(parts: list[Rollouts]) -> list[Rollouts]:
-    """Move the group numbers of parts up as far as they must not to be those of the parts before."""
+    """Shift the group numbers of parts so that they do not collide with those of earlier parts."""
     moved: list[Rollouts] = []
     first = 0
     for part in parts:

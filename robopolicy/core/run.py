@@ -1,4 +1,4 @@
-"""A run folder that explains itself: `runs/<verb>/<name>/<seed>/{config.yaml, versions.json, metrics.jsonl, ...}`."""
+"""Self-contained run folder: `runs/<verb>/<name>/<seed>/{config.yaml, versions.json, metrics.jsonl, ...}`."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ from robopolicy.core.storage import read_json_lines, read_object, reading, stora
 
 CLOCK = "clock.json"
 GROUNDS = ("threads", "processor", "instructions", "torch", "numpy", "mujoco")
-"""What the last digits of a computation depend on, of what versions.json says."""
+"""Entries of versions.json that affect the last digits of results."""
 
 _PACKAGES = ("robopolicy", "torch", "numpy", "mujoco", "diffusers", "gymnasium", "lerobot", "hydra-core")
 
@@ -34,7 +34,7 @@ class Follower(Protocol):
 
 
 class RunFolder:
-    """The folder of one run. Metrics are appended line by line, so a kill loses at most the line being written."""
+    """Folder of one run. Metrics are appended line by line, so a killed run loses at most the line being written."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -45,18 +45,18 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """Where the policy (or world model) that the run produces lives."""
+        """Path of the checkpoint that the run produces."""
         return self.path / "checkpoint"
 
     @property
     def resume_point(self) -> Path:
-        """Where the trainer keeps what it needs to go on after a kill."""
+        """Path of the trainer's state for resuming."""
         return self.path / "resume"
 
     def describe(self, config_yaml: str, seed: int, threads: int = 0) -> None:
         """Write the composed config, the versions and the command that started the run.
 
-        threads: of torch, 0 for as many as it has now.
+        threads: number of torch threads, 0 for the current number.
         """
         write_atomic(self.path / "config.yaml", config_yaml)
         (self.path / CLOCK).unlink(missing_ok=True)
@@ -64,7 +64,7 @@ class RunFolder:
         write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **found})
 
     def describe_resumption(self, threads: int = 0) -> list[str]:
-        """Return what numbers depend on and has changed since the run began, "name was A, now B", and add it to
+        """Return the changes since the run started that affect results, as "name was A, now B", and record them in
         versions.json; threads: as in `describe`.
         """
         path = self.path / "versions.json"
@@ -80,7 +80,7 @@ class RunFolder:
         return [f"{name} was {before[name]}, now {value}" for name, value in changed.items()]
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one JSON line to metrics.jsonl; every value must be a JSON value."""
+        """Append one JSON line to metrics.jsonl; every value must be JSON-serialisable."""
         line = json.dumps(record, allow_nan=False) + "\n"
         with storage_errors(self.path / "metrics.jsonl"), open(self.path / "metrics.jsonl", "a") as file:
             file.write(line)
@@ -91,12 +91,12 @@ class RunFolder:
             follower(record)
 
     def clock(self) -> "Clock":
-        """Return the clock of this run, which goes on from what a killed process had logged last."""
+        """Return the clock of this run, which continues from the last time logged by an interrupted process."""
         self._clock = self._clock or Clock(self.path / CLOCK)
         return self._clock
 
     def rewind(self, key: str, last: int) -> None:
-        """Drop metric lines whose `key` exceeds `last`: what a killed run logged after its last checkpoint."""
+        """Drop metric lines whose `key` exceeds `last`: those logged by a killed run after its last checkpoint."""
         if not (self.path / "metrics.jsonl").exists():
             return
         kept = [record for record in self.metrics() if record.get(key, last) <= last]
@@ -108,9 +108,9 @@ class RunFolder:
 
 
 class Clock:
-    """How long processes have worked at a run; what a killed one did after it was last kept is not known.
+    """Total working time of all processes of a run; time of a killed process after its last save is lost.
 
-    path: where that is kept.
+    path: file of the saved time.
     """
 
     def __init__(self, path: Path):
@@ -120,19 +120,19 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Of this process and those before it."""
+        """Seconds of this process and the previous ones."""
         return self._before + time.perf_counter() - self._began
 
     def keep(self) -> None:
-        """Write down how long it has been."""
+        """Save the elapsed time."""
         write_json(self.path, {"seconds": self.seconds})
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions, machine and commit that a number depends on.
+    """Return the package versions, machine and commit that results depend on.
 
-    threads: of torch; instructions: the processor's best that torch uses (both round sums in their own way), None where
-    torch is not loaded.
+    threads: number of torch threads; instructions: best CPU instruction set used by torch; None if torch is not loaded.
+    Both affect rounding.
     """
     return {
         "packages": _packages(),
@@ -146,7 +146,7 @@ def versions() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name as the system knows it."""
+    """Return the processor name reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -163,7 +163,7 @@ def _torch() -> dict[str, Any]:
 
 @cache
 def _packages() -> dict[str, str]:
-    """Return the versions of what is installed, by name; they are read from files, for 20 ms."""
+    """Return the versions of installed packages by name; reading them from files takes 20 ms."""
     found: dict[str, str] = {}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,7 @@
-"""Statistics over ragged segments of a flat axis: groups of episodes, episodes of decisions, subtrees.
+"""Statistics of ragged segments of a flat axis: groups of episodes, episodes of decisions, subtrees.
 
-A segment is every entry with the same key, wherever it stands; nothing is ever reshaped to equal group sizes. Entries
-outside `mask` (or not finite, for statistics of rewards) count nowhere. Empty segments give `empty`.
+A segment is the set of all entries with the same key, at any position; group sizes may differ. Entries outside `mask`
+(or non-finite ones, for statistics of rewards) are ignored. Empty segments give `empty`.
 """
 
 import math
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 MOST_OF_TORCH = 2**24
-"""More entries torch.quantile refuses, because it computes ranks in single precision."""
+"""Maximum number of entries of torch.quantile, which computes ranks in single precision."""
 
 
 def quantile(values: Tensor, share: float | Tensor, *, nearest: bool = False) -> Tensor:
-    """Return the quantile [...] of all entries of values [...] at the shares [...] in 0..1, of any number of entries.
+    """Return the quantiles [...] of all entries of values [...] at levels [...] in 0..1, for any number of entries.
 
-    As torch.quantile: interpolated linearly between order statistics, or the nearest one; NaN where an entry is NaN.
+    As torch.quantile: linear interpolation between order statistics, or the nearest one; NaN if any entry is NaN.
     """
     flat = values.flatten()
     if len(flat) <= MOST_OF_TORCH:
@@ -41,7 +41,9 @@ def quantile(values: Tensor, share: float | Tensor, *, nearest: bool = False) ->
 
 
 def distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct rows [S, ...] of [N, ...] in ascending order, and which of them each row is, [N] int64."""
+    """Return the distinct rows [S, ...] of [N, ...] in ascending order, and the index of each row among them, [N]
+    int64.
+    """
     return cast(
         tuple[Tensor, Tensor],
         torch.unique(rows, dim=0, return_inverse=True),  # pyright: ignore[reportUnknownMemberType]
@@ -57,7 +59,7 @@ class Segments:
 
     @staticmethod
     def of(*keys: Tensor) -> "Segments":
-        """Segment by equality of all `keys`, each [N] integers; segments are numbered in the order of their keys."""
+        """Build segments from equality of all `keys`, each [N] integers; segments are numbered in key order."""
         stacked = torch.stack([key.long() for key in keys], -1)
         found, index = distinct(stacked)
         return Segments(index, len(found))
@@ -70,7 +72,7 @@ class Segments:
         return total.index_add_(0, self.index, values)
 
     def size(self, mask: Tensor | None = None) -> Tensor:
-        """Return how many entries count in each segment, [S] int64."""
+        """Return the number of counted entries in each segment, [S] int64."""
         ones = torch.ones_like(self.index) if mask is None else mask.long()
         return self.sum(ones)
 
@@ -112,9 +114,9 @@ class Segments:
         return torch.where(size > 0, found, torch.full_like(found, empty))
 
     def rank(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return each entry's place in its segment in ascending order, [N] from 0; ties keep the order of entries.
+        """Return each entry's rank in its segment in ascending order, [N] from 0; ties keep the order of entries.
 
-        Entries outside `mask` come last.
+        Entries outside `mask` rank last.
         """
         keys = values if mask is None else torch.where(mask, values, torch.full_like(values, torch.inf))
         by_value = keys.argsort(stable=True)

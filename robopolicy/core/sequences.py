@@ -1,4 +1,4 @@
-"""Subsequences of recorded episodes, as models of sequences learn from them and as imagination begins with them."""
+"""Subsequences of recorded episodes, for training sequence models and starting imagined rollouts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from robopolicy.core.returns import progress_reward
 
 @dataclass(frozen=True)
 class Sequences:
-    """M subsequences of T actions, each between two of T + 1 frames.
+    """M subsequences of T actions with T + 1 frames.
 
-    frames: key -> [M, T + 1, *shape]; actions: [M, T, A]; reward: [M, T], without what success is paid; success,
+    frames: key -> [M, T + 1, *shape]; actions: [M, T, A]; reward: [M, T], without the success term; success,
     terminated: [M, T] bool, after the action; valid: [M, T] bool, the action belongs to the episode. Before an episode
-    its first frame repeats and actions are zero; after it its last frame repeats.
+    its first frame is repeated and actions are zero; after it its last frame is repeated.
     """
 
     frames: Mapping[str, Tensor]
@@ -27,16 +27,16 @@ class Sequences:
     valid: Tensor
 
     def to(self, device: torch.device | str) -> "Sequences":
-        """Move every tensor."""
+        """Move every tensor to a device."""
         frames = {key: value.to(device) for key, value in self.frames.items()}
         rest = {name: value.to(device) for name, value in self.__dict__.items() if name != "frames"}
         return Sequences(frames, **rest)
 
 
 class SequenceData:
-    """Cuts subsequences out of `episodes`, of the observation `keys` (None: all).
+    """Extracts subsequences from `episodes` with the observation `keys` (None: all).
 
-    Raises DataError where reward, success or final frames are missing.
+    Raises DataError when reward, success or final frames are missing.
     """
 
     def __init__(self, episodes: Episodes, keys: Sequence[str] | None = None):
@@ -53,10 +53,10 @@ class SequenceData:
         return self.episodes.step_count
 
     def cut(self, steps: Tensor, past: int, future: int) -> Sequences:
-        """Return the subsequences from `past` actions before the actions `steps` [M] to `future` after, T = past +
+        """Return subsequences from `past` actions before the actions `steps` [M] to `future` after them, T = past +
         future.
 
-        The frame at index `past` is the one in which the action `steps` is taken.
+        The frame at index `past` is the observation in which the action `steps` is taken.
         """
         episodes = self.episodes
         episode = episodes.episode_of_step[steps]
@@ -76,7 +76,7 @@ class SequenceData:
         )
 
     def sampler(self, past: int, future: int, batch_size: int, generator: torch.Generator) -> Iterator[Sequences]:
-        """Yield subsequences at random steps for ever; `generator` is all the state."""
+        """Yield subsequences at random steps indefinitely; `generator` is the only state."""
         while True:
             steps = torch.randint(len(self), (batch_size,), generator=generator, device=generator.device)
             yield self.cut(steps.cpu(), past, future)

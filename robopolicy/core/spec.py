@@ -1,8 +1,8 @@
-"""What a world shows and accepts, and what a policy needs: fields with shape, dtype, unit and range.
+"""Specs of worlds and policies: observation and action fields with shape, dtype, unit and range.
 
-Observation keys are LeRobot's: `observation.state` (the robot itself), `observation.environment_state` (objects,
-goals), `observation.images.<camera>` (uint8 RGB, height x width x 3) and `task` (the instruction). Data of others names
-pictures otherwise (`observation.image`): where it enters, `Field.is_image` decides, and `camera_key` gives the name.
+Observation keys follow LeRobot: `observation.state` (robot state), `observation.environment_state` (objects, goals),
+`observation.images.<camera>` (uint8 RGB, height x width x 3) and `task` (instruction). External data may name images
+differently (`observation.image`): on import, `Field.is_image` identifies them and `camera_key` returns the name.
 """
 
 import dataclasses
@@ -31,16 +31,18 @@ if TYPE_CHECKING:
 
 STATE = "observation.state"
 QUEUE = "observation.action_queue"
-"""What is decided and not yet done, [d * A] in the world's units, the next action first; see `core.delayed`."""
+"""Key of the queue of decided but not yet executed actions, [d * A] in world units, next action first; see
+`core.delayed`.
+"""
 LONGEST_LATENCY, LONGEST_HISTORY = 1000, 1000
-"""Control steps of a decision, and frames of history, beyond which a number is a mistake and memory ends."""
+"""Maximum latency in control steps and maximum history in frames; larger numbers are mistakes and exhaust memory."""
 LATENCY, HOLD = "latency_steps", "latency_hold"
-"""Options of every world: how many control steps a decision takes; how robots hold still before the first."""
+"""Options of every world: latency of a policy call in control steps; hold action before the first chunk."""
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.images."
 TASK = "task"
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
-"""A decimal number, as it is written in settings."""
+"""Decimal number as written in settings."""
 
 Observation = dict[str, Array]
 """Key -> array [B, H, *field.shape] (H frames of history, oldest first); `task` -> str array [B]."""
@@ -48,10 +50,10 @@ Observation = dict[str, Array]
 
 @dataclass(frozen=True)
 class Field:
-    """One array of an observation or an action, without its leading axes.
+    """One array of an observation or action, without its leading axes.
 
-    shape: of one frame, e.g. (7,) or (64, 64, 3); dtype: numpy's name; low, high: range, a number or one per element;
-    unit: SI text such as "m, rad"; names: one per element for vectors.
+    shape: shape of one frame, e.g. (7,) or (64, 64, 3); dtype: numpy dtype name; low, high: range, a number or one per
+    element; unit: SI unit text such as "m, rad"; names: one per element of a vector.
     """
 
     shape: tuple[int, ...]
@@ -68,11 +70,11 @@ class Field:
 
     @property
     def is_image(self) -> bool:
-        """Whether it is a picture, whatever its key: uint8, height x width x 3."""
+        """Whether it is an image, whatever its key: uint8, height x width x 3."""
         return self.dtype == "uint8" and len(self.shape) == 3 and self.shape[2] == 3
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; infinite bounds become the texts "inf" and "-inf"."""
+        """Return a JSON-ready dictionary; infinite bounds become the strings "inf" and "-inf"."""
 
         def plain(value: float) -> float | str:
             return float(value) if np.isfinite(value) else str(float(value))
@@ -101,15 +103,15 @@ class Field:
 
 @dataclass(frozen=True)
 class WorldSpec:
-    """Everything a policy, trainer or evaluator may know about a world.
+    """Everything that a policy, trainer or evaluator may know about a world.
 
     observation: fields by LeRobot key (one frame each); action: one control step [A]; fps: control steps per second;
     horizon: control steps until the time limit; history: H frames in every observation; rewards: names of the reward
-    terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set;
-    paraphrases: instruction -> other words for the same, whether or not it ever says them; success: the success
-    criterion in words; terminate_on_success: whether success ends the episode; reports_success:
-    False where nobody says whether an episode has succeeded, so that only returns can be compared; clips_actions:
-    whether actions beyond the bounds are clipped to them, or executed as they are.
+    terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set; paraphrases:
+    instruction -> alternative wordings, whether or not the world uses them; success: description of the success
+    criterion; terminate_on_success: whether success ends the episode; reports_success: False if success is unknown, so
+    that only returns can be compared; clips_actions: whether actions beyond the bounds are clipped to them or executed
+    unchanged.
     """
 
     name: str
@@ -132,21 +134,21 @@ class WorldSpec:
         return cameras_of(self.observation)
 
     def with_cameras(self, sizes: "Mapping[str, Size]") -> "WorldSpec":
-        """Return the spec of the same world when it shows these cameras too, each in its size, (height, width)."""
+        """Return the spec of the same world with these additional cameras, each with its size (height, width)."""
         return dataclasses.replace(self, observation={**self.observation, **image_fields(sizes)})
 
     @property
     def least_return(self) -> float | None:
-        """The return that an episode must have at its end to succeed; None where success is judged otherwise."""
+        """Minimum return of a successful episode; None if success is defined otherwise."""
         return least_return(self.success) if self.reports_success else None
 
     @property
     def goals(self) -> tuple[str, ...]:
-        """What its instructions ask for: each once, in plain words, in the order of the instructions."""
+        """The distinct tasks of its instructions in plain wording, in the order of the instructions."""
         return tuple(dict.fromkeys(map(self.meaning, self.instructions)))
 
     def meaning(self, text: str) -> str:
-        """Return the plain words of an instruction that may be a paraphrase."""
+        """Return the plain wording of an instruction that may be a paraphrase."""
         return next((plain for plain, others in self.paraphrases.items() if text in others), text)
 
     def to_json(self) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class WorldSpec:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "WorldSpec":
-        """Rebuild from `to_json`; raises KeyError or TypeError on what is none."""
+        """Rebuild from `to_json`; raises KeyError or TypeError on invalid data."""
         values: dict[str, Any] = {key: tuple(value) if is_sequence(value) else value for key, value in data.items()}
         values["observation"] = {key: Field.from_json(value) for key, value in data["observation"].items()}
         values["action"] = Field.from_json(data["action"])
@@ -168,13 +170,13 @@ class WorldSpec:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What a policy reads and writes.
+    """Inputs and outputs of a policy.
 
-    observation: the fields it needs, by key; action: one control step; history: H frames; chunk: C control steps it
-    executes per decision; prediction: P >= C control steps it predicts; scored_steps: K steps of a decision that are
-    scored, denoising steps or tokens; fps: control rate it was trained at; categorical: whether they are drawn from
-    categorical distributions (tokens) instead of Gaussians; steps_per_action: how many of them make one control step, 0
-    where they belong to the chunk.
+    observation: the fields it reads, by key; action: one control step; history: H frames; chunk: C control steps
+    executed per decision; prediction: P >= C predicted control steps; scored_steps: K steps of a decision with
+    log-probabilities (denoising steps or tokens); fps: control rate during training; categorical: whether steps are
+    drawn from categorical distributions (tokens) instead of Gaussians; steps_per_action: number of steps per control
+    step, 0 if they belong to the whole chunk.
     """
 
     observation: Mapping[str, Field]
@@ -190,27 +192,27 @@ class PolicySpec:
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Names of the cameras it looks through."""
+        """Names of the cameras it reads."""
         return cameras_of(self.observation)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Keys of what it reads of recorded steps: its observation, and the task where there is more than one."""
+        """Keys of the recorded columns that it reads: its observation, and the task if there is more than one."""
         return (*self.observation, TASK) if len(self.instructions) > 1 else tuple(self.observation)
 
 
 def require_fit(policy: PolicySpec, world: WorldSpec) -> None:
-    """Raise `SpecError` unless `policy` can act in `world`: all it reads is shown, and actions have one shape.
+    """Raise `SpecError` unless `policy` can act in `world`: the world provides all its inputs, and action shapes match.
 
-    Equal shapes alone would let a policy act on other quantities than it learned from, so what both sides declare of a
-    vector is compared too; see `require_alike`.
+    Vectors of equal shape may contain different quantities, so names and units declared on both sides are compared too;
+    see `require_alike`.
     """
     require_fields(policy.observation, policy.action, world, policy.fps)
 
 
 def require_fields(observation: Mapping[str, Field], action: Field, world: WorldSpec, fps: float = 0.0) -> None:
-    """Raise `SpecError` as `require_fit` does, for one that reads `observation` (key -> field) and acts by `action`,
-    `fps` times a second (0: not known).
+    """Raise `SpecError` as `require_fit` does, given `observation` (key -> field), `action` and `fps` (control rate, 0:
+    unknown).
     """
     for key, field in observation.items():
         if key not in world.observation:
@@ -268,12 +270,13 @@ def require_alike(
     renamed: str = RENAMED,
     converted: str = CONVERTED,
 ) -> None:
-    """Compare what two sides declare of the same fields, name -> (one side's, the other's), of equal shapes.
+    """Check that two sides declare the same fields consistently; pairs: name -> (one side's, the other's), of equal
+    shapes.
 
-    Raises `error` where both name an element otherwise or say another unit. Where names are mere numbers (motor_0),
-    bounds differ, or control rates (steps per second, 0: not known), a warning says so. What one side leaves open
-    agrees with everything. sides: "to the policy", "in the world 'push_t'"; renamed: the way out of other names, in
-    which {train.rename} becomes that setting; converted: that of other units.
+    Raises `error` when element names or units differ. Warns when names are mere numbers (motor_0), bounds differ, or
+    control rates differ (steps per second, 0: unknown). What one side leaves undeclared matches anything. sides: "to
+    the policy", "in the world 'push_t'"; renamed: remedy for differing names, in which {train.rename} is replaced by
+    that setting; converted: remedy for differing units.
     """
     for what, (own, other) in pairs.items():
         place = misnamed(own.names, other.names)
@@ -294,10 +297,10 @@ def require_alike(
 
 
 def misnamed(own: Sequence[str], other: Sequence[str]) -> int | None:
-    """Return the first place where two lists of names contradict each other, None where they do not.
+    """Return the first index where two lists of names contradict each other; None if they do not.
 
-    A name that is a mere number (motor_0) says nothing but its place, so it contradicts no other name, unless the same
-    names stand in another order.
+    A name that is a mere number (motor_0) identifies only its position, so it contradicts no other name, unless the
+    same names appear in another order.
     """
     if not own or not other:
         return None
@@ -311,12 +314,12 @@ def misnamed(own: Sequence[str], other: Sequence[str]) -> int | None:
 
 
 def is_number(name: str) -> bool:
-    """Return whether an element's name is nothing but a number behind a word: motor_0, agent_pos[1], joint3, 7."""
+    """Whether an element's name is only a number after a word: motor_0, agent_pos[1], joint3, 7."""
     return not name.strip() or re.fullmatch(r"(.*\D)?\d+[\])]?", name.strip()) is not None
 
 
 def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list[str]:
-    """Return sentences without their full stop on what two fields of one shape do not promise each other."""
+    """Return warning sentences (without full stop) on possible differences between two fields of one shape."""
     found: list[str] = []
     for mine, theirs in zip(own.names, other.names, strict=False):
         if mine != theirs:
@@ -342,7 +345,7 @@ def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list
 
 
 def same_rate(own: float, other: float) -> bool:
-    """Return whether two control rates agree, or one is not known (0); LeRobot rounds them to whole numbers."""
+    """Whether two control rates agree or one is unknown (0); LeRobot rounds them to whole numbers."""
     if not own or not other:
         return True
     rounded = own in (round(other), other) or other == round(own)
@@ -350,9 +353,9 @@ def same_rate(own: float, other: float) -> bool:
 
 
 def same_units(own: Field, other: Field) -> bool:
-    """Return whether two fields declare the same unit, however it is spelled, or one of them none.
+    """Whether two fields declare the same unit in any spelling, or one of them declares none.
 
-    A unit is one text for all elements, or a list of as many units as there are elements, separated by commas.
+    A unit is one string for all elements, or a comma-separated list with one unit per element.
     """
     mine, theirs = _units(own), _units(other)
     if len(mine) == len(theirs):
@@ -361,7 +364,7 @@ def same_units(own: Field, other: Field) -> bool:
 
 
 def _units(field: Field) -> tuple[str, ...]:
-    """Return a field's units in one spelling: one per element where it says so many, or one for all."""
+    """Return a field's units in normalised spelling: one per element if it lists them, else one for all."""
     parts = tuple(_spelled(part) for part in re.split(r"[,;]", field.unit))
     return parts[:1] * field.size if len(set(parts)) == 1 else parts
 
@@ -388,7 +391,7 @@ _SHORT = {word: unit for unit, words in _SPELLINGS.items() for word in words}
 
 
 def _spelled(unit: str) -> str:
-    """Return a unit in one spelling: "radians per second", "rad s^-1" and "rad / s" are rad/s."""
+    """Normalise the spelling of a unit: "radians per second", "rad s^-1" and "rad / s" become rad/s."""
     words = re.sub(r"[a-zA-Z]+|°|^\s*-\s*$", lambda word: _SHORT.get(word[0].strip().lower(), word[0]), unit)
     quotient = re.sub(r"[\s*·]+([a-zA-Z]+)\s*(\^\s*)?(-|⁻)\s*(1|¹)", r"/\1", words)
     return re.sub(r"[\s*·()\[\]]+", "", quotient).replace("²", "^2")
@@ -400,23 +403,25 @@ def _describe(field: Field) -> str:
 
 
 def least_return(success: str) -> float | None:
-    """Return the number of a criterion "return >= NUMBER", None for any other."""
+    """Return NUMBER of a success criterion "return >= NUMBER", None for any other."""
     found = re.fullmatch(rf"\s*return\s*>=\s*({NUMBER})\s*", success)
     return None if found is None else float(found[1])
 
 
 def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the cameras whose images are among observation keys."""
+    """Return the camera names among observation keys."""
     return tuple(key.removeprefix(IMAGE_PREFIX) for key in keys if key.startswith(IMAGE_PREFIX))
 
 
 def camera_key(key: str) -> str:
-    """Return our key of the camera that others call `key`: observation.image -> observation.images.image."""
+    """Return the standard key for a camera that external data calls `key`: observation.image ->
+    observation.images.image.
+    """
     return key if key.startswith(IMAGE_PREFIX) else IMAGE_PREFIX + key.removeprefix("observation.")
 
 
 def require_cameras_named(fields: Mapping[str, Field], whose: str) -> None:
-    """Raise `SpecError` unless exactly the pictures among `fields` are named as cameras; whose: "The world 'slide'"."""
+    """Raise `SpecError` unless exactly the image fields among `fields` have camera keys; whose: "The world 'slide'"."""
     for key, field in fields.items():
         if field.is_image and not key.startswith(IMAGE_PREFIX):
             raise SpecError(
@@ -431,11 +436,11 @@ def require_cameras_named(fields: Mapping[str, Field], whose: str) -> None:
 
 
 LARGE_VECTOR = 2000
-"""Elements from which on a vector is more likely a picture, a depth map or a point cloud."""
+"""Number of elements above which a vector is more likely an image, a depth map or a point cloud."""
 
 
 def note_large_vectors(fields: Mapping[str, Field]) -> None:
-    """Warn where a network is to read a field of so many elements as plain numbers."""
+    """Warn if a network reads a field with very many elements as plain numbers."""
     large = [f"'{key}' ({list(field.shape)})" for key, field in fields.items() if field.size > LARGE_VECTOR]
     if large:
         warnings.warn(
@@ -449,20 +454,20 @@ def note_large_vectors(fields: Mapping[str, Field]) -> None:
 Size = tuple[int, int]
 """(height, width) of an image, in pixels."""
 ImageSize = int | Sequence[int] | Mapping[str, int | Sequence[int]]
-"""What `image_size` of a world may be: one number for height and width, (height, width), or either by camera."""
+"""Allowed values of a world's `image_size`: one number for height and width, (height, width), or either by camera."""
 LARGEST_SIDE = 4096
-"""Pixels that graphics drivers render along a side of an image."""
+"""Maximum pixels per image side supported by graphics drivers."""
 DRAWN: Size = (64, 64)
-"""Size of the image of a camera that can be drawn in any, where nobody says it."""
+"""Default image size of a camera that can be rendered at any size."""
 
 
 def image_sizes(
     cameras: Iterable[str], image_size: ImageSize | None = None, own: Mapping[str, Size] | None = None
 ) -> dict[str, Size]:
-    """Return the size of every camera's image: the one that is asked for, else its `own` (camera -> size), else DRAWN.
+    """Return the image size of every camera: the requested one, else its `own` (camera -> size), else DRAWN.
 
-    image_size: None asks for none; by camera it may leave some out. Raises ConfigError, naming the setting, where it is
-    no size or names another camera.
+    image_size: None requests none; a mapping by camera may omit some. Raises ConfigError, naming the setting, on an
+    invalid size or an unknown camera.
     """
     cameras = tuple(cameras)
     if image_size is not None and not is_mapping(image_size):
@@ -491,19 +496,19 @@ def _size(given: Any) -> Size:
 
 
 def image_fields(sizes: Mapping[str, Size]) -> dict[str, Field]:
-    """Return the observation fields of cameras whose images have these sizes."""
+    """Return the observation fields of cameras with these image sizes."""
     return {IMAGE_PREFIX + camera: Field((*size, 3), "uint8", 0, 255) for camera, size in sizes.items()}
 
 
 def shown_sizes(fields: Mapping[str, Field]) -> dict[str, Size]:
-    """Return camera -> size of the images among `fields`, key -> field."""
+    """Return camera -> image size of the images among `fields`, key -> field."""
     shapes = {camera: fields[IMAGE_PREFIX + camera].shape for camera in cameras_of(fields)}
     return {camera: (shape[0], shape[1]) for camera, shape in shapes.items()}
 
 
 def image_options(sizes: Mapping[str, Size]) -> dict[str, Any]:
-    """Return the options of a world that shows cameras in these sizes: cameras, and image_size as plainly as it can be
-    said, for worlds of others that take one number; {} without cameras.
+    """Return the world options for cameras with these sizes: cameras and image_size, as a single number if possible
+    because external worlds may require one; {} without cameras.
     """
     if not sizes:
         return {}
@@ -513,7 +518,7 @@ def image_options(sizes: Mapping[str, Size]) -> dict[str, Any]:
 
 
 def images_of(fields: Mapping[str, Field]) -> dict[str, Any]:
-    """Return the options of a world that shows the images among `fields`, key -> field: cameras and image_size."""
+    """Return the world options that produce the images among `fields`, key -> field: cameras and image_size."""
     return image_options(shown_sizes(fields))
 
 
@@ -546,7 +551,7 @@ def validate_observation(
 
 
 def all_finite(value: "Array | Tensor") -> bool:
-    """Return whether no element of `value` (numpy or torch) is NaN or infinite."""
+    """Whether `value` (numpy or torch) contains no NaN or infinity."""
     if isinstance(value, np.ndarray):
         return bool(np.isfinite(value).all())
     # A finite sum has finite terms, and is several times as fast to see. Large terms may overflow: then each is asked.
@@ -554,7 +559,7 @@ def all_finite(value: "Array | Tensor") -> bool:
 
 
 def check_finite(name: str, value: "Array | Tensor") -> None:
-    """Raise `NonFiniteError` naming the rows (first axis) where `value` (numpy or torch) is NaN or infinite."""
+    """Raise `NonFiniteError` naming the rows (first axis) in which `value` (numpy or torch) is NaN or infinite."""
     if all_finite(value):
         return
     finite = np.isfinite(value) if isinstance(value, np.ndarray) else value.isfinite()
@@ -564,7 +569,7 @@ def check_finite(name: str, value: "Array | Tensor") -> None:
 
 
 def validate_actions(actions: Array, spec: Field, batch: int) -> None:
-    """Raise unless `actions` is [batch, C >= 1, *spec.shape] and finite: a bad action must never reach a world."""
+    """Raise unless `actions` is [batch, C >= 1, *spec.shape] and finite: an invalid action must never reach a world."""
     if actions.ndim != 2 + len(spec.shape) or actions.shape[0] != batch or actions.shape[2:] != tuple(spec.shape):
         raise SpecError(
             f"Actions have shape {tuple(actions.shape)}, expected [{batch}, C, {', '.join(map(str, spec.shape))}] "

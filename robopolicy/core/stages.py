@@ -1,8 +1,8 @@
-"""Stages of a task and what an episode is charged in each: cost functions of observations, nothing else.
+"""Task stages with constraint costs, defined as functions of observations.
 
-A pick is a reach, then a grasp, then a carry; each has constraints of its own, and what breaks them costs. Episodes are
-ranked by such costs (GRAPE, arXiv:2411.19309), where a language model wrote them from keypoints in the image. Here they
-are written by hand: by a task, or by whoever names a function.
+A pick consists of a reach, a grasp and a carry; each stage has its own constraints, and violations have a cost.
+Episodes are ranked by such costs (GRAPE, arXiv:2411.19309), where a language model wrote them from image keypoints.
+Here they are written by hand, in the task or in a user function.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,17 +13,16 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.errors import ConfigError
 
 Frames = Mapping[str, Array]
-"""Observation key -> [..., *field.shape], vector fields of single frames; `task` -> texts that broadcast to [...]."""
+"""Observation key -> [..., *field.shape], vector fields of single frames; `task` -> strings that broadcast to [...]."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What may be broken during a stage.
+    """Constraint that may be violated during a stage.
 
-    cost: frames [..., *shape] by key -> [...], 0 where nothing is broken, in any unit; threshold: so much of it is
-    free; weight: what the rest is multiplied by, per unit of the cost; over: what the frames of the stage add up to,
-    their mean, their sum (which charges an episode that dawdles) or the last one alone (a goal of the stage). Raises
-    ConfigError for anything else.
+    cost: frames [..., *shape] by key -> [...], 0 if satisfied, in any unit; threshold: cost that is tolerated; weight:
+    multiplies the excess, per unit of the cost; over: aggregation over the frames of the stage: mean, sum (which
+    penalises slow episodes) or last frame (a goal of the stage). Raises ConfigError for any other value.
     """
 
     cost: Callable[[Frames], Array]
@@ -38,7 +37,7 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a task. done: frames [..., *shape] by key -> [...] bool, it is over by this frame."""
+    """One stage of a task. done: frames [..., *shape] by key -> [...] bool, the stage is finished by this frame."""
 
     name: str
     done: Callable[[Frames], Array]
@@ -47,9 +46,9 @@ class Stage:
 
 @runtime_checkable
 class HasStages(Protocol):
-    """A world whose task says what its stages are."""
+    """A world whose task declares its stages."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """In order; none where the task does not say."""
+        """Stages in order; empty if the task declares none."""
         ...

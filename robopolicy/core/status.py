@@ -18,7 +18,11 @@ from typing import Any
 
 from robopolicy.core.errors import RobopolicyError, in_a_sentence, in_one_line, is_interruption
 
-RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = "running", "finished", "failed", "interrupted", "killed"
+RUNNING = "running"
+FINISHED = "finished"
+FAILED = "failed"
+INTERRUPTED = "interrupted"
+KILLED = "killed"
 EVERY = 0.5
 """Seconds between two writes of the file, so that a loop of short steps is not slowed."""
 AT_ONCE = 0.1

@@ -1,7 +1,7 @@
-"""What a policy's scored steps speak of: only policies that speak of the same can score each other's decisions.
+"""Compatibility of generation steps: policies can only evaluate each other's decisions if their steps mean the same.
 
-A denoising chain lives in the normalised actions and under the noise schedule of the policy that drew it, and a token
-is a place in that policy's vocabulary. Another policy takes the same numbers for other actions.
+A denoising chain consists of actions normalised by one policy and follows its noise schedule; a token is an index into
+one policy's vocabulary. For another policy the same numbers denote other actions.
 """
 
 from collections.abc import Mapping
@@ -14,29 +14,30 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.policy import DecidesFromNoise, Policy
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-6
-"""How far numbers may differ that were computed from the same ones, on two devices say."""
+"""Tolerances for numbers computed from the same inputs, e.g. on two devices."""
 ACTIONS_COMPARED, SAME_ACTION = 16, 1e-2
-"""Of stored decisions, and by how much they may be off: files may hold fewer digits."""
+"""Number of stored decisions to compare, and tolerance: files may store fewer digits."""
 
 
 @runtime_checkable
 class DescribesSteps(Protocol):
-    """Optional: a policy that says what its scored steps speak of, so that a teacher of other steps is told from it."""
+    """Optional interface: a policy that describes its generation steps, so that an incompatible teacher is detected."""
 
     def describe_steps(self) -> Mapping[str, Any]:
-        """Return what must be equal in both, by a name to be read: texts, numbers, None, or tensors [...].
+        """Return the properties that must be equal in both policies, by readable name: strings, numbers, None, or
+        tensors [...].
 
-        Under "kind" what they are in a few words. The rest is all that latents mean: how noisy each is and how the next
-        follows from it, the vocabulary, which actions they stand for. Weights and what is observed are no part of it.
-        Empty where a policy inside does not say it.
+        "kind" is a short description. The other entries define the meaning of latents: noise levels, transitions,
+        vocabulary, and action normalisation. Weights and observations are not included. Empty if a wrapped policy does
+        not describe its steps.
         """
         ...
 
 
 def difference_of_steps(policy: Policy, other: Policy) -> str:
-    """Return in which way the scored steps of `other` are not those of `policy`, "" where they are the same.
+    """Return the difference between the generation steps of `other` and `policy`, "" if they are compatible.
 
-    Of two that do not describe them, as policies of your own need not, number and kind alone are compared.
+    If neither policy describes its steps, as custom policies need not, only their number and kind are compared.
     """
     own, its = _described(policy), _described(other)
     if (len(own) > 2) != (len(its) > 2):
@@ -50,10 +51,11 @@ def difference_of_steps(policy: Policy, other: Policy) -> str:
 
 
 def require_own_actions(policy: Policy, ends: Tensor, actions: Tensor, valid: Tensor) -> None:
-    """Raise DataError where stored actions are not what `policy` makes of the ends of their denoising chains.
+    """Raise DataError if stored actions differ from those that `policy` computes from the ends of their denoising
+    chains.
 
-    ends: clean latents [D, P, A] of stored decisions; actions: [D, C, A] as they were stored, and which of them were
-    executed: valid [D, C]. Of policies that do not decide from noise nothing is known.
+    ends: clean latents [D, P, A] of stored decisions; actions: stored actions [D, C, A]; valid: [D, C] mask of executed
+    steps. Policies without `DecidesFromNoise` are not checked.
     """
     if not isinstance(policy, DecidesFromNoise) or not len(ends):
         return
@@ -82,7 +84,7 @@ def _same(one: Any, another: Any) -> bool:
 
 
 def _shown(value: Any, beside: Any) -> str:
-    """Return what to print of a value: of a tensor the element that differs most from that of the one beside it."""
+    """Return the printed form of a value; of a tensor, the element that differs most from the other value."""
     if not isinstance(value, Tensor):
         return "none" if value is None else str(value)
     if not isinstance(beside, Tensor) or value.shape != beside.shape:

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes of files and folders; and where the shipped files are."""
+"""Atomic file and folder writes (complete or absent), and paths of packaged files."""
 
 import errno
 import json
@@ -18,19 +18,19 @@ from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError, in_one_line
 
 LARGEST_TEXT = 2**24
-"""Bytes of a JSON or YAML file that is parsed: what it describes takes a hundred times as much memory."""
+"""Maximum bytes of a parsed JSON or YAML file; its content takes a hundred times as much memory."""
 _TEMPORARY = re.compile(r"\.(.+)\.robopolicy-[a-z0-9_]{8}\.tmp")
-"""Names of what is being written; nobody else gives such names, so they may be removed."""
+"""Name pattern of temporary files; unique to this module, so matching files may be removed."""
 _OLD = re.compile(r"\.(.+)\.robopolicy-old")
-"""Names of folders that were put aside until another one is in their place."""
+"""Name pattern of folders moved aside until their replacement is in place."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LONGEST_NAME = 200
-"""Characters of a file's name that its temporary file repeats: systems allow 255 in all."""
+"""Maximum characters of a file name repeated in its temporary name: systems allow 255 in total."""
 
 
 @contextmanager
 def storage_errors(path: Path) -> Generator[None, None, None]:
-    """Turn operating-system write failures under `path` into a `StorageError` that names the way out."""
+    """Convert operating-system write failures under `path` into a `StorageError` that names the remedy."""
     try:
         yield
     except SafetensorError as error:
@@ -42,7 +42,7 @@ def storage_errors(path: Path) -> Generator[None, None, None]:
 
 
 def unwritten(path: object, error: OSError) -> str:
-    """Return in a sentence why `path` could not be written, and the way out."""
+    """Return the reason why `path` could not be written and the remedy, in one sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"No space left while writing {path}. Free some and run it again."
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
@@ -58,7 +58,9 @@ def unwritten(path: object, error: OSError) -> str:
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write `data` to `path` through a temporary file in the same folder: a crash leaves the old or the new one."""
+    """Write `data` to `path` through a temporary file in the same folder, so that a crash leaves the old or the new
+    file.
+    """
     path = Path(path)
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,12 +78,14 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def _temporary(name: str) -> tuple[str, str]:
-    """Return suffix and prefix of what is to be called `name`."""
+    """Return suffix and prefix of the temporary file for `name`."""
     return ".tmp", f".{name[:_LONGEST_NAME]}.robopolicy-"
 
 
 def require_writable(path: Path) -> None:
-    """Raise StorageError unless `write_atomic` could write `path`: asked before work whose results go there."""
+    """Raise StorageError unless `write_atomic` could write `path`; call it before work whose results are saved
+    there.
+    """
     path = Path(path)
     if os.path.lexists(path) and not path.is_file():
         raise StorageError(f"{path} is no file that could be replaced: choose another path.")
@@ -97,10 +101,11 @@ def require_writable(path: Path) -> None:
 
 
 def sweep(folder: Path, name: str = "") -> None:
-    """Remove what a killed `write_atomic` or `write_folder_atomic` left in `folder`; nobody else may write there.
+    """Remove leftovers of a killed `write_atomic` or `write_folder_atomic` from `folder`; no other process may write
+    there.
 
-    A folder that `write_folder_atomic` put aside goes where its successor is in place, and back where it is not.
-    name: of the only file or folder whose remains are removed.
+    A folder moved aside by `write_folder_atomic` is removed if its replacement exists and restored otherwise. name:
+    restricts the cleanup to this file or folder.
     """
     for item in sorted(folder.iterdir()):
         old, temporary = _OLD.fullmatch(item.name), _TEMPORARY.fullmatch(item.name)
@@ -112,7 +117,7 @@ def sweep(folder: Path, name: str = "") -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link or a folder that may be there."""
+    """Remove a file, link or folder if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -120,14 +125,14 @@ def _remove(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically; NaN and infinity are refused (they are not JSON)."""
+    """Write `value` as indented JSON atomically; NaN and infinity are rejected because they are not JSON."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limit: int | None = LARGEST_TEXT) -> str:
-    """Return the text of a regular file of at most `limit` bytes (None: any), or raise `failure` naming it.
+    """Read the text of a regular file of at most `limit` bytes (None: any size), or raise `failure` naming it.
 
-    Pipes and devices are refused, for reading them may never end.
+    Pipes and devices are rejected, because reading them may never end.
     """
     path = Path(path)
     try:
@@ -172,9 +177,9 @@ def read_object(path: Path, failure: type[RobopolicyError] = CheckpointError) ->
 def reading(
     path: Path, way_out: str = "Restore it from a copy", failure: type[RobopolicyError] = DataError
 ) -> Generator[None, None, None]:
-    """Let what fails while `path` is read, or made into something, be a `failure` that says so, in one line.
+    """Convert any error while reading or parsing `path` into a one-line `failure`.
 
-    It comes from outside: a file may hold whatever a constructor or a library stumbles over.
+    The file is untrusted input and may trigger errors in any constructor or library.
     """
     try:
         yield
@@ -187,9 +192,9 @@ def reading(
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object a line, none of a file that is not there; raises DataError for a line that is none.
+    """Read one JSON object per line; empty for a missing file. Raises DataError on an invalid line.
 
-    A last one that is not was half written when its process was killed, and is left out.
+    An invalid last line was half written by a killed process and is ignored.
     """
     if not path.exists():
         return []
@@ -209,9 +214,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write a temporary sibling, then swap it in: a crash leaves the old folder or the new one.
+    """Let `fill` write a temporary sibling, then swap it in, so that a crash leaves the old or the new folder.
 
-    A crash between the two renames leaves it aside; `recover_folder` (called by the readers) puts it back.
+    A crash between the two renames leaves the old folder moved aside; `recover_folder` (called by the readers) restores
+    it.
     """
     folder = Path(folder)
     with storage_errors(folder):
@@ -227,7 +233,7 @@ def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def replace_folder(new: Path, folder: Path) -> None:
-    """Put the folder `new` in the place of `folder`, which may exist; a crash may leave the latter put aside."""
+    """Replace `folder`, which may exist, by the folder `new`; a crash may leave the old one moved aside."""
     old = _aside(folder)
     if folder.exists():
         _remove(old)
@@ -237,10 +243,10 @@ def replace_folder(new: Path, folder: Path) -> None:
 
 
 def recover_folder(folder: Path) -> Path:
-    """Return `folder`, first putting back the copy that a crash in `write_folder_atomic` may have left beside it.
+    """Return `folder`, after restoring a copy that a crash in `write_folder_atomic` may have left next to it.
 
-    Earlier versions called that copy NAME.old, as users call their backups: it is put back only where the folder
-    .NAME.XXXXXXXX is beside it, which such a crash left as well.
+    Earlier versions named that copy NAME.old, as users name backups. It is restored only if the folder .NAME.XXXXXXXX,
+    left by the same crash, is next to it.
     """
     folder = Path(folder)
     if os.path.lexists(folder):
@@ -260,9 +266,9 @@ def _aside(folder: Path) -> Path:
 
 
 def resource(kind: str, name: str = "") -> Path:
-    """Return the path of a shipped file or folder; kind is "assets" or "configs".
+    """Return the path of a packaged file or folder; kind is "assets" or "configs".
 
-    Raises FileNotFoundError where the installation lacks the folder of that kind; the file itself is not looked for.
+    Raises FileNotFoundError if the installation lacks the folder of that kind; the file itself is not checked.
     """
     for root in (_PACKAGE.parent / kind, _PACKAGE / "resources" / kind):
         if root.is_dir():

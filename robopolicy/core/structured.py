@@ -1,4 +1,4 @@
-"""Configurations are frozen dataclasses: turn one into plain values, and plain values strictly back into one."""
+"""Convert frozen configuration dataclasses to plain values and strictly back."""
 
 import ast
 import inspect
@@ -23,14 +23,14 @@ SINCE = "0.2.0"
 """Version of ours in which the settings of `fixed` became constants."""
 
 REGISTRY = "registry"
-"""Metadata of a field that holds a name: dotted path of the `Registry` whose names the help page lists beside it."""
+"""Metadata key of a field that contains a name: import path of the `Registry` whose names the help lists."""
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """A section that holds one of several kinds: `kind` names it in `kinds`, `config` is that kind's configuration.
+    """Section with one of several kinds: `kind` is a key of `kinds`, `config` is the configuration of that kind.
 
-    beside: whether the kind's keys stand beside `kind` in the section, not inside `config`.
+    beside: whether the kind's keys are at the same level as `kind` instead of inside `config`.
     """
 
     kinds: ClassVar[Kinds]
@@ -41,7 +41,7 @@ class Tagged:
 
 
 def to_plain(value: Any) -> Any:
-    """Return `value` with dataclasses as dictionaries, enums and paths as text, tuples as lists: JSON ready."""
+    """Return `value` JSON-ready: dataclasses as dictionaries, enums and paths as strings, tuples as lists."""
     if isinstance(value, Tagged) and value.beside:
         return {"kind": value.kind, **to_plain(value.config)}
     if is_dataclass(value) and not isinstance(value, type):
@@ -56,8 +56,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(kind: type[Structure], data: object, where: str = "") -> Structure:
-    """Build the dataclass `kind` from plain values; missing keys take the defaults, also inside a section whose
-    defaults its owner has changed.
+    """Build the dataclass `kind` from plain values; missing keys take the defaults, including defaults that the
+    enclosing section overrides.
 
     Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type or outside
     of the range that its type declares (`core.ranges`), naming the full path of the key. What was a setting once and is
@@ -88,7 +88,7 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
 
 
 def narrowed(kind: type[Structure], value: Any) -> Structure:
-    """Return the `kind` part of `value`, an instance of one of its subclasses with more fields."""
+    """Convert `value`, an instance of a subclass with more fields, to its base class `kind`."""
     return kind(**{item.name: getattr(value, item.name) for item in fields(cast(Any, kind)) if item.init})
 
 
@@ -115,9 +115,9 @@ def without_fixed(kind: type, data: Mapping[str, Any], where: str = "") -> dict[
 
 
 def explanations(kind: type) -> dict[str, str]:
-    """Return what is written below the fields of a dataclass, by name; inherited fields are included.
+    """Return the docstrings of a dataclass's fields by name, including inherited fields.
 
-    A string right below a field is its text, as documentation tools read it.
+    A string directly below a field is its docstring, as in documentation tools.
     """
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
@@ -129,7 +129,7 @@ def explanations(kind: type) -> dict[str, str]:
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """Return what a field of this type can be set to, if that is a few names."""
+    """Return the allowed values of a field of this type if they are a few names, else ()."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return tuple(str(item.value) for item in kind)
     if typing.get_origin(kind) is typing.Literal:
@@ -140,9 +140,7 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def _over_default(item: Field[Any], value: Any) -> Any:
-    """Return the plain value of a field that is a section, where keys are missing filled up from the field's
-    default.
-    """
+    """Return the plain value of a section, with missing keys filled in from the field's default."""
     default = item.default_factory() if item.default_factory is not MISSING else item.default
     if not is_dataclass(default) or isinstance(default, Tagged) or not is_mapping(value):
         return value
@@ -160,7 +158,7 @@ def _sections_over(default: Any, value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the plain values of a tagged section with `config` as the chosen kind's dataclass."""
+    """Return the plain values of a tagged section, with `config` as the dataclass of the chosen kind."""
     name = str(data.get("kind", section.kind))
     kind, path = section.kinds.configuration(name), where if section.beside else _join(where, "config")
     beside = {key: value for key, value in data.items() if key != "kind"}
@@ -218,7 +216,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _within(ranges: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return `value`; raises ConfigError where it lies outside of one of `ranges`."""
+    """Return `value`; raises ConfigError if it lies outside one of `ranges`."""
     for each in ranges:
         if wrong := each.wrong(value):
             shown = f"{value:g}" if isinstance(value, float) else to_plain(value)

@@ -1,4 +1,4 @@
-"""Nested tensors as files: safetensors for the numbers, JSON for the rest (no pickles)."""
+"""Save nested tensors: safetensors for numbers, JSON for the rest (no pickles)."""
 
 import hashlib
 import math
@@ -18,11 +18,11 @@ from robopolicy.core.storage import read_object, reading, storage_errors, write_
 Tree = Mapping[str, Any]
 """Nested mappings with string keys whose leaves are tensors or JSON values."""
 _HASH = "__sha256__"
-"""Key of the JSON file of a tree: the hash of the tensors beside it."""
+"""Key, in the JSON file of a tree, of the hash of its tensor file."""
 
 
 def save_tree(folder: Path, name: str, tree: Tree) -> None:
-    """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`, which holds the hash of the former."""
+    """Write `tree` into `folder` as `<name>.safetensors` and `<name>.json`, which stores the hash of the former."""
     tensors: dict[str, Tensor] = {}
     skeleton = _split(tree, "", tensors)
     with storage_errors(folder):
@@ -32,7 +32,7 @@ def save_tree(folder: Path, name: str, tree: Tree) -> None:
 
 
 def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read what `save_tree` wrote, or raise `CheckpointError` naming the file that is missing or corrupt."""
+    """Read a tree written by `save_tree`; raises `CheckpointError` naming a missing or corrupt file."""
     path, described = Path(folder) / f"{name}.safetensors", Path(folder) / f"{name}.json"
     skeleton = read_object(described)
     require_hash(path, skeleton.get(_HASH), described.name)
@@ -45,7 +45,7 @@ def load_tree(folder: Path, name: str, device: torch.device | str = "cpu") -> di
 # Not inside what calls them: a local function that calls itself is a reference cycle, which keeps a whole checkpoint's
 # tensors until Python's collector comes round.
 def _split(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Move the tensors of a tree to `tensors`, by their paths, and return the rest."""
+    """Move the tensors of a tree to `tensors`, keyed by path, and return the rest."""
     if isinstance(node, Tensor):
         tensors[path] = node.detach().cpu().contiguous().clone()
         return {"__tensor__": path}
@@ -56,7 +56,7 @@ def _split(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Path) -> Any:
-    """Put tensors back where `_split` took them from."""
+    """Insert tensors where `_split` removed them."""
     if is_mapping(node):
         if set(node) == {"__tensor__"}:
             if node["__tensor__"] not in tensors:
@@ -67,7 +67,7 @@ def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Pat
 
 
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Read a safetensors file, name -> tensor [...] as it was saved, or raise `CheckpointError` naming it."""
+    """Read a safetensors file as name -> tensor [...] with saved dtypes; raises `CheckpointError` naming it."""
     if not Path(path).is_file():
         raise CheckpointError(f"{path} does not exist. A checkpoint folder holds config.json and safetensors files.")
     try:
@@ -77,7 +77,7 @@ def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
 
 
 def tensor_elements(path: Path) -> int:
-    """Return how many numbers a safetensors file holds, from its beginning alone; raises as `load_tensors` does."""
+    """Return the number of elements in a safetensors file, read from its header; raises as `load_tensors` does."""
     try:
         with cast(Callable[..., Any], safe_open)(path, "pt") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in list[str](file.keys()))
@@ -86,7 +86,9 @@ def tensor_elements(path: Path) -> int:
 
 
 def tensor_dtypes(path: Path) -> dict[str, torch.dtype]:
-    """Return name -> dtype of the tensors in a safetensors file, from its beginning; raises as `load_tensors` does."""
+    """Return name -> dtype of the tensors in a safetensors file, read from its header; raises as `load_tensors`
+    does.
+    """
     try:
         with cast(Callable[..., Any], safe_open)(path, "pt") as file:
             return {name: _DTYPES[file.get_slice(name).get_dtype()] for name in list[str](file.keys())}
@@ -101,19 +103,19 @@ _DTYPES = {
     **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BF16": torch.bfloat16,
 }
-"""What safetensors calls dtypes."""
+"""safetensors dtype names -> torch dtypes."""
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; reading is nearly all the work (0.07 s for 100 MB)."""
+    """Return the SHA-256 of a file as hexadecimal; reading dominates the time (0.07 s for 100 MB)."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def require_hash(path: Path, expected: object, where: str) -> None:
-    """Raise CheckpointError, naming the file, where its hash is not the expected one, which stands in file `where`.
+    """Raise CheckpointError, naming the file, if its hash differs from the expected one stored in file `where`.
 
-    None is expected where a file was written before there were hashes; a missing file is for its reader to name.
+    Expected is None for files older than the hashes. A missing file is reported by the function that reads it.
     """
     if expected is None or not Path(path).is_file():
         return

@@ -1,4 +1,6 @@
-"""`Transitions`: steps or whole action chunks, recorded or imagined, from which models and critics learn."""
+"""Transitions (`Transitions`) of single steps or action chunks, recorded or imagined, for training models and
+critics.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,13 +16,13 @@ from robopolicy.core.spec import check_finite
 class Transitions:
     """N steps, or N decisions of several steps each.
 
-    state, next_state: [N, S], a `StateVector`; action: [N, A], in the world's units or an agent's; reward: [N];
-    terminated: [N] bool, the task ended with this step: a time limit or the end of imagination is no end, its next
-    state has a value. Where known, success: [N] bool, the episode has succeeded by the end of this step; episode: [N]
-    int64, the episode it is of. Of decisions that take more than one step: decay: [N], what a reward that follows is
-    worth now, discount ** duration; reward is then the discounted sum within. next_action: [N, A], what was done next;
-    it means nothing after the end, and where `next_known` [N] bool is False. outcome: [N], the discounted return from
-    here to the end of the episode, minus infinity where a time limit hid the rest.
+    state, next_state: [N, S], a `StateVector`; action: [N, A], in world units or an agent's; reward: [N]; terminated:
+    [N] bool, the task ended with this step (a time limit or the end of an imagined rollout does not count; its next
+    state has a value). If known, success: [N] bool, the episode has succeeded by the end of this step; episode: [N]
+    int64, index of its episode. For decisions of more than one step: decay: [N], discount of subsequent rewards,
+    discount ** duration; reward is then the discounted sum within the decision. next_action: [N, A], the next action;
+    undefined after the end and where `next_known` [N] bool is False. outcome: [N], discounted return to the end of the
+    episode, minus infinity if a time limit truncated it.
     """
 
     state: Tensor
@@ -40,21 +42,21 @@ class Transitions:
 
     @property
     def won(self) -> Tensor:
-        """`success` [N] bool; raises DataError where it is not known."""
+        """`success` [N] bool; raises DataError if unknown."""
         if self.success is None:
             raise DataError("These transitions do not say which of them succeeded.")
         return self.success
 
     def backup(self, following: Tensor, discount: float) -> Tensor:
-        """Return reward + decay * following [N], the reward alone where the task ended.
+        """Return reward + decay * following [N], only the reward at terminations.
 
-        following: [N], what the next state is worth; discount: of a step, for transitions without `decay`.
+        following: [N], value of the next state; discount: per step, for transitions without `decay`.
         """
         decay = discount if self.decay is None else self.decay
         return self.reward + decay * torch.where(self.terminated, 0.0, following)
 
     def check(self) -> "Transitions":
-        """Raise NonFiniteError naming what is not finite."""
+        """Raise NonFiniteError naming the non-finite columns."""
         for name in ("state", "action", "reward", "next_state"):
             check_finite(f"transitions: {name}", getattr(self, name))
         return self
@@ -70,12 +72,12 @@ class Transitions:
 
     @staticmethod
     def join(parts: Sequence["Transitions"]) -> "Transitions":
-        """Return the transitions of all parts; what one of them does not know is None in the whole."""
+        """Concatenate transitions; a column that one part lacks is None in the result."""
         known = [part._known() for part in parts]
         shared = [item.name for item in fields(Transitions) if all(item.name in columns for columns in known)]
         return Transitions(**{name: torch.cat([columns[name] for columns in known]) for name in shared})
 
     def _known(self) -> dict[str, Tensor]:
-        """Return the columns that are known, by name."""
+        """Return the columns that are not None, by name."""
         columns = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: value for name, value in columns.items() if value is not None}

@@ -1,8 +1,8 @@
-"""Angles that go round, and toggles: elements of an action between which no straight line leads.
+"""Periodic angles and on/off elements of an action, which must not be interpolated linearly.
 
-Halfway between a yaw of -3.1 and one of 3.1 rad lies 3.14, not 0, and halfway between an open and a closed gripper lies
-neither. Names, units and bounds say which elements these are; differences of angles are then taken the short way round.
-numpy arrays and torch tensors alike. Axes: A action element.
+Halfway between a yaw of -3.1 and 3.1 rad is 3.14, not 0; halfway between an open and a closed gripper is no valid
+command. Names, units and bounds identify such elements; angle differences are taken along the shorter arc. Works on
+numpy arrays and torch tensors. Axes: A action element.
 """
 
 import math
@@ -25,25 +25,25 @@ _GOES_ROUND = re.compile(
     r"|(^|[._])(eef?|tcp|tool|end_?effector|flange)([._]\w+)*[._](roll|rx|rz)$",
     re.IGNORECASE,
 )
-"""Names of angles without ends. A joint's, such as wrist_roll, has some unless its bounds are a whole turn."""
+"""Names of unbounded angles. A joint angle such as wrist_roll is bounded unless its bounds span a full turn."""
 
 _SWITCHES = re.compile(r"suction|vacuum|pump|valve|magnet|solenoid", re.IGNORECASE)
-"""Names of tools that are on or off."""
+"""Names of tools that are either on or off."""
 
 _ANGLE = re.compile(r"yaw|heading|azimuth|bearing|compass|theta|angle|roll|pitch|rotation|orientation", re.IGNORECASE)
 
 _QUATERNION = re.compile(r"quat|(^|[._])q[wxyz]$", re.IGNORECASE)
-"""q and -q are one rotation, and what lies between them is none."""
+"""q and -q are the same rotation, and values between them are not rotations."""
 
 _DEGREES, _RADIANS = re.compile(r"(?i:deg|degrees?|°)"), re.compile(r"(?i:rad|radians?)")
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How the elements of an action go round, all [A]; `like` makes tensors of them, for tensors.
+    """Periodicity of the elements of an action, all [A]; `like` converts to tensors.
 
-    period: one turn, 0 for elements that have none; bounded, low: the same of those alone whose bounds say where a turn
-    begins, and where; at_once: bool, whether an element switches.
+    period: length of one turn, 0 for non-periodic elements; bounded, low: period and lower bound of elements whose
+    bounds define where a turn starts, else 0; at_once: bool, whether an element switches between discrete values.
     """
 
     period: Any
@@ -52,26 +52,26 @@ class Turns:
     at_once: Any
 
     def like(self, tensor: "Tensor") -> "Turns":
-        """Return the same as tensors, on the device and in the dtype of `tensor`."""
+        """Return the same values as tensors, with the device and dtype of `tensor`."""
         return Turns(
             *(tensor.new_tensor(each.tolist()) for each in (self.period, self.bounded, self.low, self.at_once))
         )
 
     def shortest(self, difference: Any) -> Any:
-        """Return differences [..., A] of two actions, the short way round."""
+        """Wrap differences [..., A] of two actions to the shorter arc."""
         return difference - self.period * ((difference / (self.period + (self.period == 0)) + 0.5) // 1)
 
     def within(self, values: Any) -> Any:
-        """Return values [..., A] whose angles lie beyond their turn, [low, low + period], brought back into it."""
+        """Wrap values [..., A] of periodic elements with bounds into [low, low + period]."""
         over = (values - self.low) / (self.bounded + (self.bounded == 0))
         return values - self.bounded * ((over < 0) | (over > 1)) * (over // 1)
 
 
 def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: Sequence[str] = ()) -> Turns:
-    """Return how the elements of an action go round, by their names, units and bounds.
+    """Infer the periodicity of the elements of an action from their names, units and bounds.
 
-    turns: name -> its period, 0 for an element that neither goes round nor switches; switches: names of those that
-    change at once. Raises ConfigError where these name no element.
+    turns: name -> its period, 0 for an element that is neither periodic nor switches; switches: names of elements that
+    switch. Raises ConfigError on an unknown element.
     """
     said = dict(turns or {})
     for setting, names in (("turns", said), ("switches", switches)):
@@ -92,7 +92,7 @@ def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: 
 
 
 def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
-    """Return an element's period, 0 for none, and whether it changes at once."""
+    """Return an element's period (0 for none) and whether it switches."""
     kind = kind_of(name, unit)
     if kind is Kind.RATE:
         return 0.0, False

@@ -1,7 +1,7 @@
-"""`StateVector`: the vector fields of an observation as one vector, in one order everywhere.
+"""State vector (`StateVector`): the vector fields of an observation concatenated in a fixed order.
 
-Worlds list their fields in any order, models and agents read one vector. The order of that vector is fixed here:
-`observation.state`, then `observation.environment_state`, then every other field but images as the spec lists them.
+Worlds list their fields in any order; models and agents read one vector. Its order is fixed here: `observation.state`,
+then `observation.environment_state`, then all other non-image fields in the order of the spec.
 """
 
 from collections.abc import Mapping
@@ -28,16 +28,16 @@ from robopolicy.core.spec import (
 
 @dataclass(frozen=True)
 class StateVector:
-    """Which fields make up a vector of S elements, in its order; make one with `of`.
+    """Fields that make up a vector of S elements, in order; create it with `of`.
 
-    fields: key -> field of one frame, images left out.
+    fields: key -> field of one frame, without images.
     """
 
     fields: Mapping[str, Field]
 
     @staticmethod
     def of(described: "WorldSpec | PolicySpec | Mapping[str, Field]") -> "StateVector":
-        """Return the vector of a spec, or of fields by key; it has no elements where there are only images."""
+        """Return the vector of a spec, or of fields by key; it is empty if there are only images."""
         given = described if isinstance(described, Mapping) else described.observation
         vectors = {key: field for key, field in given.items() if not key.startswith(IMAGE_PREFIX)}
         first = [key for key in (STATE, ENVIRONMENT_STATE) if key in vectors]
@@ -45,7 +45,7 @@ class StateVector:
 
     @staticmethod
     def learned(described: "WorldSpec | PolicySpec | Mapping[str, Field]") -> "StateVector":
-        """Return the vector of `of` for a network that learns from it; warns where a field has very many elements."""
+        """As `of`, for the input of a trained network: warns if a field has very many elements."""
         vector = StateVector.of(described)
         note_large_vectors(vector.fields)
         return vector
@@ -67,13 +67,13 @@ class StateVector:
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Return key -> where the field's elements are in the vector."""
+        """Return key -> slice of the field's elements in the vector."""
         ends = np.cumsum([0, *self.sizes]).tolist()
         return {key: slice(ends[place], ends[place + 1]) for place, key in enumerate(self.fields)}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of every element [S]; empty where a field does not name its elements."""
+        """Name of every element [S]; empty if a field has no element names."""
         return tuple(name for field in self.fields.values() for name in (field.names or ("",) * field.size))
 
     @overload
@@ -83,10 +83,11 @@ class StateVector:
     def pack(self, observation: Mapping[str, Tensor] | Mapping[str, Tensor | list[str]]) -> Tensor: ...
 
     def pack(self, observation: Mapping[str, Any]) -> Array | Tensor:
-        """Return the vectors [..., S], float32, of an observation, key -> [..., *shape]; numpy or torch, as given.
+        """Concatenate an observation, key -> [..., *shape], into float32 vectors [..., S]; numpy or torch, like the
+        input.
 
-        The leading axes (batch, history, time) are those of the fields and are kept. Keys beyond the vector's fields
-        are ignored. Raises SpecError where a field is missing or has another shape.
+        The leading axes (batch, history, time) are preserved. Keys beyond the vector's fields are ignored. Raises
+        SpecError when a field is missing or has another shape.
         """
         parts = [_flat(observation, key, field) for key, field in self.fields.items()]
         if not parts:
@@ -103,9 +104,9 @@ class StateVector:
     def unpack(self, vector: Tensor) -> dict[str, Tensor]: ...
 
     def unpack(self, vector: Array | Tensor) -> Mapping[str, Array | Tensor]:
-        """Return the fields of vectors [..., S], key -> [..., *shape]: views of `vector` where that is possible.
+        """Split vectors [..., S] into fields, key -> [..., *shape]: views of `vector` if possible.
 
-        Raises SpecError where the vectors have another number of elements.
+        Raises SpecError if the vectors have a different number of elements.
         """
         if vector.shape[-1] != self.size:
             raise SpecError(f"Vectors of {', '.join(self.keys)} have {self.size} elements, not {vector.shape[-1]}.")
@@ -116,7 +117,7 @@ class StateVector:
 
 
 def _flat(observation: Mapping[str, Any], key: str, field: Field) -> Array | Tensor:
-    """Return a field of an observation with its own axes made one, [..., size]."""
+    """Flatten the field's own axes to [..., size]."""
     if key not in observation:
         raise SpecError(
             f"The observation has no '{key}'; it has: {', '.join(observation)}.{did_you_mean(key, observation)}"
@@ -129,7 +130,7 @@ def _flat(observation: Mapping[str, Any], key: str, field: Field) -> Array | Ten
 
 
 def _empty(observation: Mapping[str, Any]) -> Array | Tensor:
-    """Return vectors without elements [..., 0], with the leading axes of the images [..., height, width, channels]."""
+    """Return empty vectors [..., 0] with the leading axes of the images [..., height, width, channels]."""
     image = next((value for key, value in observation.items() if key.startswith(IMAGE_PREFIX)), None)
     if image is None:
         raise SpecError(f"The observation has neither vectors nor images: {', '.join(observation) or 'nothing'}.")

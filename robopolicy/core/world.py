@@ -1,6 +1,6 @@
-"""The `World` protocol: a batch of B episodes, physical or imagined, that a policy acts in.
+"""World interface (`World`): a batch of B episodes, simulated or imagined, in which a policy acts.
 
-A world speaks numpy. The caller cannot tell a simulator from a learned model. Axes: B row, C chunk step, A action
+Worlds use numpy arrays. Callers do not distinguish a simulator from a world model. Axes: B row, C chunk step, A action
 dimension, H history frame, R selected rows.
 """
 
@@ -22,14 +22,14 @@ Rows = Array | Sequence[int] | None
 
 @dataclass(frozen=True)
 class Step:
-    """What one action chunk led to, before any reset.
+    """Result of one action chunk, before any reset.
 
     observation: at the end of the chunk, or at the step where the row ended (so a time limit can bootstrap from it);
-    trace: the non-image observation fields after every control step, key -> [B, C, *shape] (no history axis);
-    rewards: name -> [B, C], zero where not valid; valid: [B, C], False after a row has ended;
-    terminated: [B] the task ended (no bootstrap); truncated: [B] a time limit (bootstrap); success: [B] the episode
-    has succeeded so far. A row that had ended before the call keeps its flags and its observation, with no valid step.
-    Imagination adds horizon_end [B] (the model's rollout was cut: bootstrap, never a real end) and uncertainty [B, C].
+    trace: the non-image observation fields after every control step, key -> [B, C, *shape] (no history axis); rewards:
+    name -> [B, C], zero where not valid; valid: [B, C], False after a row has ended; terminated: [B] the task ended (no
+    bootstrap); truncated: [B] a time limit (bootstrap); success: [B] the episode has succeeded so far. A row that ended
+    before the call keeps its flags and observation, with no valid step. World models add horizon_end [B] (the imagined
+    rollout was cut off: bootstrap, never a real end) and uncertainty [B, C].
     """
 
     observation: Observation
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def ended(self) -> Array:
-        """Rows [B] that need a reset before they can go on."""
+        """Rows [B] that need a reset before they can continue."""
         ended = self.terminated | self.truncated
         return ended if self.horizon_end is None else ended | self.horizon_end
 
@@ -56,11 +56,11 @@ class Step:
 
 @runtime_checkable
 class World(Protocol):
-    """A batch of episodes. `step` never resets; `reset(rows)` touches only those rows."""
+    """A batch of episodes. `step` never resets automatically; `reset(rows)` affects only those rows."""
 
     @property
     def spec(self) -> WorldSpec:
-        """Fields, ranges, rates and texts; constant for the life of the world."""
+        """Fields, ranges, rates and texts; constant for the lifetime of the world."""
         ...
 
     @property
@@ -73,26 +73,29 @@ class World(Protocol):
     ) -> Observation:
         """Start new episodes in `rows` and return the observation of ALL rows, [B, H, ...].
 
-        seeds: one per row, [R]; an episode's start depends on its seed alone, not on its row or batch. None: the world
-        draws fresh ones from its own generator. options: world-specific start conditions, documented by the world.
+        seeds: one per row, [R]; the initial state depends only on the episode's seed, not on its row or batch. None:
+        the world draws new seeds from its own generator. options: world-specific initial conditions, documented by the
+        world.
         """
         ...
 
     def step(self, actions: Array) -> Step:
-        """Run a chunk [B, C, A] in the spec's units (values outside the range are clipped where spec.clips_actions).
+        """Execute a chunk [B, C, A] in the spec's units (values outside the range are clipped if spec.clips_actions).
 
         Raises SpecError on a wrong shape and NonFiniteError on NaN or infinity.
         """
         ...
 
     def close(self) -> None:
-        """Free threads, processes and render contexts."""
+        """Release threads, processes and render contexts."""
         ...
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The full state of R rows: arrays [R, ...] by name. Restoring it and acting alike repeats the future bitwise."""
+    """Complete state of R rows: arrays [R, ...] by name. Restoring it and repeating the actions reproduces the future
+    bitwise.
+    """
 
     arrays: Mapping[str, Array]
 
@@ -100,7 +103,7 @@ class Snapshot:
         return len(next(iter(self.arrays.values())))
 
     def take(self, index: Sequence[int] | Array) -> "Snapshot":
-        """Select or repeat rows; branching a tree is `snapshot.take([0, 0, 0])`."""
+        """Select or repeat rows; `snapshot.take([0, 0, 0])` branches a tree."""
         return Snapshot({name: array[np.asarray(index)] for name, array in self.arrays.items()})
 
 
@@ -109,7 +112,7 @@ class Snapshots(Protocol):
     """A world whose rows can be saved and restored, into the same or other rows."""
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
-        """Copy the state of `rows` [R], all of them for None: arrays [R, ...]."""
+        """Copy the state of `rows` [R] (None: all): arrays [R, ...]."""
         ...
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
@@ -119,7 +122,7 @@ class Snapshots(Protocol):
 
 @runtime_checkable
 class Renders(Protocol):
-    """A world that can be looked at."""
+    """A world that can be rendered."""
 
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
         """Return uint8 images [R, height, width, 3]; camera None is the world's default view."""
@@ -127,7 +130,7 @@ class Renders(Protocol):
 
 
 def can_render(world: object) -> "TypeIs[Renders]":
-    """Whether `world` can be looked at: it is a `Renders`, and does not say `draws = False` of itself."""
+    """Whether `world` can be rendered: it is a `Renders` and does not declare `draws = False`."""
     return isinstance(world, Renders) and getattr(world, "draws", True)
 
 
@@ -136,24 +139,24 @@ class Controller(Protocol):
     """A scripted expert or any other hand-written policy, vectorised over rows."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget what was remembered about `rows` [R], all of them for None."""
+        """Clear the memory of `rows` [R]; None clears all rows."""
         ...
 
     def act(self, observation: Observation) -> Array:
-        """Return one control step for every row, [B, A], in the world's units."""
+        """Return one control step for every row, [B, A], in world units."""
         ...
 
 
 @runtime_checkable
 class BeginsEpisodes(Protocol):
-    """A controller or another actor that draws random numbers, which belong to the episodes whose seeds it is given."""
+    """A controller or other actor that draws random numbers from the seeds of its episodes."""
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
-        """Act in new episodes with `seeds` [R] in `rows` [R], all of them for None; called after `reset`."""
+        """Start new episodes with `seeds` [R] in `rows` [R] (None: all); called after `reset`."""
         ...
 
 
 def begin_episodes(actor: object, seeds: Array, rows: Rows = None) -> None:
-    """Give `actor` the seeds [R] of the episodes that begin in `rows` [R], if it wants them: it `BeginsEpisodes`."""
+    """Pass the seeds [R] of new episodes in `rows` [R] to `actor` if it implements `BeginsEpisodes`."""
     if isinstance(actor, BeginsEpisodes):
         actor.begin(seeds, rows)

@@ -1,8 +1,8 @@
-"""How a denoising policy came to the decisions that were recorded: their chains, beside the episodes.
+"""Denoising chains of recorded decisions, stored with the episodes.
 
-With them another policy can be judged by how likely it would have been to do the same (`evaluation.importance`). In a
-dataset they are columns of every step, zeros where no decision begins. Axes: N step, D decision, K scored step, P
-predicted step, A action dimension.
+They allow evaluating another policy by its likelihood of the same decisions (`evaluation.importance`). In a dataset
+they are columns of every step, zero where no decision starts. Axes: N step, D decision, K denoising step, P predicted
+step, A action dimension.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,19 @@ from robopolicy.core.policy import Decision
 from robopolicy.data.lerobot_reading import read_columns, read_information
 
 BEGINS = "chain.begins"
-"""Column, bool [N]."""
+"""Column, bool [N]: a decision starts at this step."""
 CHAIN = "chain.latents"
-"""Column, [N, (K+1) * P * A]."""
+"""Column of denoising chains, [N, (K+1) * P * A]."""
 DENSITY = "chain.log_density"
-"""Column, [N, K]."""
+"""Column of log-densities, [N, K]."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """step: [D] int64, the recorded step at which each decision begins, in order of time; chain: [D, K+1, P, A].
+    """step: [D] int64, index of the recorded step at which each decision starts, in temporal order; chain: [D, K+1, P,
+    A].
 
-    log_density: [D, K], of every scored step under the policy that acted; None before it is known.
+    log_density: [D, K], of every denoising step under the policy that acted; None until computed.
     """
 
     step: Tensor
@@ -37,12 +38,12 @@ class Chains:
     log_density: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Chains":
-        """Move every tensor."""
+        """Move every tensor to a device."""
         density = None if self.log_density is None else self.log_density.to(device)
         return Chains(self.step.to(device), self.chain.to(device), density)
 
     def columns(self, steps: int) -> dict[str, Tensor]:
-        """Return the columns of a dataset of so many steps; raises DataError without log-densities."""
+        """Return the dataset columns for N steps; raises DataError without log-densities."""
         if self.log_density is None:
             raise DataError("Chains are of no use without their log-densities under the policy that acted.")
         begins = torch.zeros(steps, dtype=torch.bool)
@@ -55,7 +56,9 @@ class Chains:
 
 
 def chain_of(decision: Decision, row: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chain [K+1, P, A] of a row of a decision and which steps were choices [K]; ConfigError without any."""
+    """Return the chain [K+1, P, A] of one row of a decision and the mask [K] of sampled steps; ConfigError if it has no
+    chain.
+    """
     chain = decision.latents.get("chain")
     if chain is None or not bool(decision.mask[row].any()):
         raise ConfigError("This policy's decisions hold no chain of denoising steps with noise: none can be recorded.")
@@ -63,9 +66,9 @@ def chain_of(decision: Decision, row: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_chains(folders: Sequence[Path], predicted: int, size: int) -> Chains:
-    """Return the chains of datasets, one after the other, of policies that predict `predicted` steps of `size` numbers.
+    """Read and concatenate the chains of datasets, for policies that predict `predicted` steps of `size` elements.
 
-    Raises DataError where a dataset records none, or of other policies.
+    Raises DataError when a dataset has no chains, or those of incompatible policies.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     before = 0

@@ -9,16 +9,16 @@ from robopolicy.core.ranges import Natural, Positive
 
 @dataclass(frozen=True)
 class CorrectConfig:
-    """When an operator takes over from a policy, and what is done first."""
+    """When the expert takes over from a policy, and how many actions are undone first."""
 
     patience: Natural = 0
-    """Control steps without a new best sum of rewards after which the expert takes over; 0 for never."""
+    """Control steps without a new maximum of the cumulative reward after which the expert takes over, 0 for never."""
     budget: Natural = 0
-    """Control steps of an episode after which it takes over in any case; 0 for never."""
+    """Control steps of an episode after which the expert takes over in any case, 0 for never."""
     rewind: Natural = 0
-    """Control steps of the policy that are undone first (RaC's recovery), the last one first: the actions' elements
-    mirrored in the middle of their range, grippers as they were. Right where actions are velocities or steps; 0
-    corrects at once, which taught more on push_cube (rl/offline/README.md).
+    """Number of the policy's control steps that are undone first (RaC's recovery), starting with the last. Actions are
+    mirrored about the middle of their range; grippers stay. Suited to actions that are velocities or steps. 0 corrects
+    at once, which gave better policies on push_cube (rl/offline/README.md).
     """
 
     def __post_init__(self) -> None:
@@ -27,7 +27,7 @@ class CorrectConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody ever takes over."""
+        """Whether the expert can take over at all."""
         return bool(self.patience or self.budget)
 
 
@@ -36,24 +36,25 @@ class ConvertConfig:
     """Which columns and episodes of another format a LeRobotDataset is made of."""
 
     map: dict[str, Any] = field(default_factory=dict)
-    """Names in the LeRobotDataset for keys of the source, {obs/eef_pos: observation.state, action: action}; the others
-    are guessed. Several keys of one name are concatenated in this order, "KEY[0:2]" is a slice, null leaves a key out.
+    """Mapping from source keys to names in the LeRobotDataset, {obs/eef_pos: observation.state, action: action}; the
+    others are guessed. Several keys with one name are concatenated in this order, "KEY[0:2]" is a slice, null drops a
+    key.
     """
     fps: Positive | None = None
-    """Control steps per second (default: what the source says)."""
+    """Control frequency in Hz (default: the source's)."""
     task: str = ""
-    """Instruction of every episode (default: what the source says)."""
+    """Instruction of every episode (default: the source's)."""
     episodes: Natural | tuple[Natural, ...] = 0
-    """Episodes to keep: their numbers, or how many from the first on; 0 for all. Counted through all sources."""
+    """Episodes to keep: a list of indices, or the number of first episodes; 0 for all. Counted over all sources."""
     without: tuple[Natural, ...] = ()
-    """Episodes to leave out, by number."""
+    """Indices of episodes to exclude."""
     trim_start: Natural = 0
     """Steps to cut from the start of every episode."""
     trim_end: Natural = 0
     """Steps to cut from the end of every episode."""
     flip: tuple[str, ...] = ()
-    """Cameras whose pictures are stored upside down, by their names in the LeRobotDataset."""
+    """Cameras whose images are stored upside down, by their names in the LeRobotDataset."""
     bgr: tuple[str, ...] = ()
-    """Cameras whose pictures are stored in the order blue, green, red."""
+    """Cameras whose images are stored in BGR order."""
     images: Literal["video", "png"] = "video"
-    """How pictures are stored: video (H.264, small) or png (exact)."""
+    """Image storage format: video (H.264, small) or png (exact)."""

@@ -1,8 +1,8 @@
-"""An operator beside a policy: takes over where it gets nowhere, goes back, does it right, and the episode ends.
+"""Scripted interventions: an expert takes over when the policy is stuck, recovers, corrects, and the episode ends.
 
-The protocol is RaC's (Hu et al. 2025, arXiv:2509.07953): recover to where the policy knows its way, then correct, then
-end the episode; control never goes back to the policy. A scripted expert stands in for the person: it sees that rewards
-stop coming, undoes the last actions, and finishes the task. Axes: B row, A action dimension.
+Follows the RaC protocol (Hu et al. 2025, arXiv:2509.07953): recover to familiar states, then correct, then end the
+episode; control never returns to the policy. A scripted expert replaces the human: it detects missing progress in
+reward, undoes the last actions, and finishes the task. Axes: B row, A action dimension.
 """
 
 from dataclasses import dataclass
@@ -22,22 +22,23 @@ from robopolicy.core.world import Controller, Rows, begin_episodes
 from robopolicy.data.configuration import CorrectConfig
 
 PROGRESS = 1e-3
-"""By how much the sum of rewards must exceed its best so far to count as progress."""
+"""Minimum increase of the summed reward over its best so far that counts as progress."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Who chose the actions of every row, and in what kind of segment: [B] int64 each."""
+    """Actor and kind of segment of every row's action: [B] int64 each."""
 
     actor: Array
     segment: Array
 
 
 class Operator:
-    """A policy that a controller corrects, as an actor of single control steps; `watch` tells it what came of them.
+    """A policy corrected by a controller, as an actor with single control steps; `watch` reports the rewards to it.
 
-    policy: executes its chunks as alone; expert: corrects, forgetting what was before; generator: the policy's noise.
-    Raises ConfigError where actions to be undone have no finite range, SpecError where policy and world do not fit.
+    policy: executes its chunks as usual; expert: corrects, starting with cleared memory; generator: random generator of
+    the policy's noise. Raises ConfigError if actions to be undone have no finite range, SpecError if policy and world
+    do not fit.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Operator:
         self._earned, self._best = np.zeros(rows), np.zeros(rows)
 
     def reset(self, rows: Rows = None) -> None:
-        """Begin new episodes in `rows` [R], all of them for None: the policy acts."""
+        """Start new episodes in `rows` [R] (None: all), with the policy in control."""
         index = np.arange(len(self._time)) if rows is None else np.asarray(rows)
         for values in (self._time, self._undone, self._idle, self._earned, self._best):
             values[index] = 0
@@ -71,13 +72,13 @@ class Operator:
         self.expert.reset(rows)
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
-        """Give policy and expert the seeds [R] of the episodes in `rows` [R], None for all."""
+        """Pass the seeds [R] of the episodes in `rows` [R] (None: all) to policy and expert."""
         self._seeds[slice(None) if rows is None else np.asarray(rows)] = seeds
         self.policy.begin(seeds, rows)
         begin_episodes(self.expert, seeds, rows)
 
     def choose(self, observation: Observation) -> tuple[Array, Turn]:
-        """Return the next control step of every row, [B, 1, A], and whose it is."""
+        """Return the next control step of every row, [B, 1, A], and its actor and segment."""
         config, every = self.config, np.arange(len(self._time))
         stuck = np.zeros(len(every), bool)
         if config.patience:
@@ -111,7 +112,7 @@ class Operator:
         return actions[:, None], Turn(np.where(taken, Acted.SCRIPT, Acted.POLICY), segment)
 
     def watch(self, played: PlayedStep[Any]) -> None:
-        """Note what the rows earned by the control step that was chosen last."""
+        """Record the rewards of the last control step."""
         self._earned += np.where(played.running, played.step.reward[:, 0], 0.0)
         better = self._earned > self._best + PROGRESS
         self._best = np.where(better, self._earned, self._best)
@@ -119,7 +120,7 @@ class Operator:
 
 
 def _undoing(action: Field, rewind: int) -> tuple[Array, Array]:
-    """Return the middle of the actions' range [A] and which elements are kept as they were [A] bool: grippers."""
+    """Return the midpoint of the action range [A] and the mask [A] bool of elements that are repeated (grippers)."""
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.shape) for bound in (action.low, action.high))
     middle = (low + high) / 2
     if rewind and not np.isfinite(middle).all():

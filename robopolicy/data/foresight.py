@@ -1,10 +1,10 @@
-"""What a controller would do for several steps from where somebody else has got to: it plays on in another world.
+"""Chunk labels from a single-step controller, by continuing it in a copy of the world.
 
-A controller says one control step, and a policy learns chunks. Where the policy itself or noise leads, what the
-controller says in four steps that follow one another is no plan: each was said somewhere else. So it plays on from a
-snapshot, undisturbed, and what it does there is the chunk. Where decisions take time (`core.delayed`), what is decided
-already is played first: the controller sees the moment at which its decision counts, and need not know of the delay.
-Axes: B row, C step, A action dimension, d steps that a decision takes.
+A controller returns one control step, but a policy learns chunks. In states visited by the policy or noise, the
+controller's outputs of successive steps do not form a plan, since each belongs to another state. Therefore the
+controller continues from a snapshot without disturbance, and its actions there form the chunk. With latency
+(`core.delayed`) the queued actions are executed first, so the controller observes the state at execution time and need
+not handle the delay. Axes: B row, C step, A action dimension, d steps of latency.
 """
 
 import copy
@@ -19,11 +19,12 @@ from robopolicy.core.world import Controller, Rows, Snapshot, Snapshots, World, 
 
 
 class Foresight:
-    """A `core.player.Actor`: says whole chunks of a controller, in the state that `world` is in; and a `Controller`.
+    """A `core.player.Actor` that returns whole chunks of a controller from the current state of `world`; also a
+    `Controller`.
 
-    ahead: a world like `world`, which needs no cameras and whose decisions take no time, of as many rows; steps: C, of
-    a chunk; before_end: how many steps of the last chunk come before the row's episode would end, [B]. Raises
-    ConfigError where a world has no snapshots, or the controller cannot be copied.
+    ahead: a world like `world` with as many rows, without latency; it needs no cameras; steps: C steps per chunk;
+    before_end: [B], number of steps of the last chunk before the row's episode would end. Raises ConfigError if a world
+    has no snapshots, or the controller cannot be copied.
     """
 
     def __init__(self, controller: Controller, world: World, ahead: World, steps: int):
@@ -46,18 +47,18 @@ class Foresight:
         self._known = tuple(ahead.snapshot().arrays)
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the controller forget `rows` [R], all of them for None."""
+        """Reset the controller for `rows` [R], or for all when None."""
         self.controller.reset(rows)
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
-        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        """Pass the seeds [R] of the episodes in `rows` [R] to the controller, if it accepts them."""
         begin_episodes(self.controller, seeds, rows)
 
     def choose(self, observation: Observation) -> tuple[Array, None]:
-        """Return what the controller would do from here, [B, C, A] float64; in rows that ended it means nothing.
+        """Return the controller's next actions from the current state, [B, C, A] float64; undefined in ended rows.
 
-        It sees `observation` itself (with a delay: what will be seen d steps from now), so that it remembers what
-        really happened; a copy of it plays on.
+        The controller itself reads only `observation` (with latency: the predicted one d steps later), so that its
+        memory contains real events; a copy of it continues.
         """
         snapshot = self._now()
         self._restore(Snapshot({name: snapshot.arrays[name] for name in self._known}))
@@ -77,11 +78,11 @@ class Foresight:
         return np.stack(actions, 1), None
 
     def act(self, observation: Observation) -> Array:
-        """Return the first step of what `choose` returns, [B, A]."""
+        """Return the first step of the chunk from `choose`, [B, A]."""
         return self.choose(observation)[0][:, 0]
 
     def close(self) -> None:
-        """Close the world in which it plays on."""
+        """Close the internal world `ahead`."""
         self.ahead.close()
 
     @staticmethod

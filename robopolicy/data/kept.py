@@ -1,4 +1,4 @@
-"""Episodes of a recording, kept on disk as they end, so that a recording that is broken off loses none of them.
+"""Save recorded episodes to disk as they end, so that an interrupted recording loses none of them.
 
 Axes: T control step, D decision.
 """
@@ -18,12 +18,16 @@ from robopolicy.core.errors import DataError
 from robopolicy.core.storage import sweep, write_atomic
 
 SECONDS = 10.0
-"""How long what has ended waits in memory: a killed process loses no more, one that is interrupted nothing."""
+"""Seconds that finished episodes may wait in memory: a killed process loses at most this much, an interrupted one
+nothing.
+"""
 
 
 @dataclass
 class Recording:
-    """One episode while it runs; lists of arrays along time. position: of its seed among those of the recording."""
+    """One episode while it is being recorded; lists of arrays along time. position: index of its seed in the
+    recording.
+    """
 
     position: int
     task: str
@@ -40,9 +44,9 @@ class Recording:
 
 
 class Kept:
-    """What has ended of one recording, in a folder of its own.
+    """Finished episodes of one recording, in a separate folder.
 
-    known: position -> episode, of processes before and of this one; seconds: see SECONDS. Raises DataError where a file
+    known: position -> episode, including those of earlier processes; seconds: see SECONDS. Raises DataError if a file
     cannot be read.
     """
 
@@ -57,11 +61,11 @@ class Kept:
         self._written = time.monotonic()
 
     def left(self, count: int) -> list[int]:
-        """Return which of `count` episodes have yet to be played, in their order."""
+        """Return the indices of the `count` episodes that are still to be recorded, in order."""
         return [position for position in range(count) if position not in self.known]
 
     def add(self, ended: Iterable[Recording]) -> None:
-        """Keep episodes; they are written in time."""
+        """Add finished episodes; they are written at intervals."""
         for item in ended:
             self.known[item.position] = item
             self._waiting.append(item)
@@ -69,7 +73,7 @@ class Kept:
             self.write()
 
     def write(self) -> None:
-        """Write what waits, if anything does. Raises StorageError where there is no room."""
+        """Write pending episodes, if any. Raises StorageError if the disk is full."""
         self._written = time.monotonic()
         if not self._waiting:
             return
@@ -81,7 +85,7 @@ class Kept:
 
 
 def _arrays(item: Recording) -> dict[str, Array]:
-    """Return a recording as arrays by name; what it has nothing of is left out."""
+    """Return a recording as arrays by name, without empty ones."""
     found: dict[str, Array] = {
         "task": np.array(item.task),
         "terminated": np.array(item.terminated),
@@ -102,7 +106,7 @@ def _arrays(item: Recording) -> dict[str, Array]:
 
 
 def _read(file: Path) -> dict[int, Recording]:
-    """Return the recordings of a file by their positions. Raises DataError where it is not one of ours."""
+    """Return the recordings in a file by position. Raises DataError if the file is invalid."""
     by_position: dict[int, dict[str, Array]] = {}
     try:
         with np.load(file, allow_pickle=False) as arrays:

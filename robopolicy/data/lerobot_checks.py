@@ -1,6 +1,6 @@
-"""What a LeRobotDataset promises and must keep, checked before it is used: nothing shifts, nothing reaches outside.
+"""Validate LeRobotDataset files before use: no missing or duplicate frames, no paths outside the folder.
 
-A frame that is missing or stands twice moves states against images, which no loss shows. Each check names the place.
+A missing or duplicate frame shifts states against images, which no loss reveals. Each check names the location.
 """
 
 import math
@@ -18,11 +18,11 @@ from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.spec import camera_key
 
 TIMESTAMP_SLACK = 0.1
-"""Share of a frame's duration by which a timestamp may miss step / fps."""
+"""Tolerance of timestamps against step / fps, as a fraction of a frame's duration."""
 
 
 def check_information(information: Any, path: Path) -> None:
-    """Raise DataError unless `meta/info.json` at `path` holds a frame rate, totals and well-formed features."""
+    """Raise DataError unless `meta/info.json` at `path` contains a frame rate, totals and well-formed features."""
     if not isinstance(information, dict):
         raise DataError(f"{path} holds {type(information).__name__}, not a dictionary: restore it from a copy.")
     fps = information.get("fps")
@@ -45,10 +45,10 @@ def check_information(information: Any, path: Path) -> None:
 
 
 def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Return the columns of pictures by their cameras' keys, whatever they are called under `observation.`.
+    """Return camera key -> image column, whatever the columns are called under `observation.`.
 
-    A picture is a column of images or videos, or of uint8 with three axes, one of them the channels. Depth is none.
-    Raises DataError where two columns of `meta/info.json`, at `path`, would be one camera.
+    An image column is of type image or video, or uint8 with three axes, one of them channels; depth is excluded. Raises
+    DataError if two columns of `meta/info.json`, at `path`, would be the same camera.
     """
     found: dict[str, str] = {}
     for name, feature in features.items():
@@ -63,7 +63,7 @@ def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def is_picture(feature: Mapping[str, Any]) -> bool:
-    """Whether a column holds pictures: by its type, not by its name."""
+    """Whether a column contains images, by its type and not by its name."""
     shape = feature["shape"]
     return feature["dtype"] in ("image", "video") or (
         feature["dtype"] == "uint8" and len(shape) == 3 and (shape[-1] in (1, 3, 4) or shape[0] in (1, 3))
@@ -71,22 +71,22 @@ def is_picture(feature: Mapping[str, Any]) -> bool:
 
 
 def is_depth(feature: Mapping[str, Any]) -> bool:
-    """Whether a column of pictures holds distances, as LeRobot marks them."""
+    """Whether an image column contains depth, as marked by LeRobot."""
     notes = [feature.get(name) for name in ("info", "video_info")]
     marks = ("is_depth_map", "video.is_depth_map")
     return any(isinstance(note, Mapping) and note.get(mark) for note in notes for mark in marks)
 
 
 def kind_in_words(feature: Mapping[str, Any]) -> str:
-    """Return what a column holds: "float32 [8]", "pictures [256, 256, 3]", "depth [48, 64, 1]"."""
+    """Describe the content of a column: "float32 [8]", "pictures [256, 256, 3]", "depth [48, 64, 1]"."""
     kind = "depth" if is_depth(feature) else "pictures" if is_picture(feature) else feature["dtype"]
     return f"{kind} {list(feature['shape'])}"
 
 
 def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.ndarray, fps: float) -> None:
-    """Raise DataError unless every episode's frames are numbered 0, 1, ... and lie 1 / fps apart.
+    """Raise DataError unless every episode's frames are numbered 0, 1, ... and are 1 / fps apart.
 
-    columns: in order of episode and frame number, [N]; lengths: [E].
+    columns: sorted by episode and frame number, [N]; lengths: [E].
     """
     step = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     episode = columns["episode_index"]
@@ -118,8 +118,8 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
 def file_within(folder: Path, path: str, what: str) -> Path:
     """Return the regular file at `path`, relative to the dataset's `folder`.
 
-    Raises DataError where it lies outside (a dataset must not read the rest of the disk), or is no regular file (a pipe
-    would never end).
+    Raises DataError if it lies outside the folder (a dataset must not read the rest of the disk) or is not a regular
+    file (a pipe would never end).
     """
     try:
         found = (folder / path).resolve()
@@ -139,7 +139,7 @@ def file_within(folder: Path, path: str, what: str) -> Path:
 
 
 def require_room(folder: Path, what: str, needed: int) -> None:
-    """Raise DataError where `needed` bytes are more than the free memory."""
+    """Raise DataError if `needed` bytes exceed the free memory."""
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise DataError(
@@ -149,10 +149,10 @@ def require_room(folder: Path, what: str, needed: int) -> None:
 
 
 def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | None = None) -> Any:
-    """Return columns of a parquet file inside of `folder` as a table of pyarrow's; None: all.
+    """Read columns of a parquet file inside `folder` as a pyarrow table; None: all columns.
 
-    Raises DataError where it is damaged, or has more than `most` rows or more in them than one number or a short text,
-    before much of it is read: equal values are stored once, so that a small file may hold any number.
+    Raises DataError if it is damaged, has more than `most` rows, or has rows larger than one number or a short text.
+    The check runs before much is read: parquet stores equal values once, so a small file may expand to any size.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -187,18 +187,18 @@ def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | N
 
 
 LARGEST_TABLE, LARGEST_BATCH = 2**26, 2**16
-"""Bytes of what is read from a table of episodes or tasks, and rows that are read of it at once."""
+"""Maximum bytes read from a table of episodes or tasks, and number of rows read at once."""
 NUMBERS = ("BOOLEAN", "INT32", "INT64", "FLOAT", "DOUBLE")
-"""Parquet's types of numbers; a float16 is two bytes of a fixed length."""
+"""Numeric parquet types; float16 is stored as two bytes of fixed length."""
 LARGEST_PIXEL, LARGEST_HEAD = 8, 2**16
-"""Bytes that an encoded image takes at most: a pixel of four colours in 16 bits, and what stands before the pixels."""
+"""Maximum bytes of an encoded image: per pixel (four 16-bit channels), and for the header."""
 
 
 def check_columns(file: Any, path: Path, wanted: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise DataError unless a parquet file holds no more in its columns than the features promise for its rows.
+    """Raise DataError if the columns of a parquet file contain more data than the features declare for its rows.
 
-    file: of pyarrow's, of which the description alone is read: equal values are stored once, so that a small file may
-    hold any number; wanted: features by name.
+    file: pyarrow file of which only metadata is read, because parquet stores equal values once and a small file may
+    expand to any size; wanted: features by name.
     """
     metadata = file.metadata
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
@@ -226,7 +226,9 @@ def check_columns(file: Any, path: Path, wanted: Mapping[str, Mapping[str, Any]]
 
 
 def one_task_each(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return lengths [E] of episodes with one task each, of tasks [N] step by step and the lengths as recorded."""
+    """Split episodes so that each has one task: return lengths [E], given tasks [N] per step and the recorded
+    lengths.
+    """
     starts, recorded = np.zeros(len(task), dtype=bool), np.cumsum(lengths) - lengths
     starts[recorded] = True
     changes = np.flatnonzero(np.diff(task, prepend=task[:1]).astype(bool) & ~starts)

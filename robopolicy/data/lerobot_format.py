@@ -1,14 +1,14 @@
-"""Writing episodes as LeRobotDataset v3, so that every LeRobot tool reads them, all episodes at once.
+"""Write episodes as LeRobotDataset v3, readable by every LeRobot tool, all episodes at once.
 
-The files equal those of LeRobot's own writer feature by feature (the tests compare them), without importing it: that
-writer takes 50 ms and more an episode, one table and its statistics take less than 1 ms.
+The files equal those of LeRobot's own writer feature by feature (the tests compare them), without importing it.
+LeRobot's writer takes 50 ms and more per episode; one table and its statistics take less than 1 ms.
 
-Columns beside the observations and `action`: `next.reward` and one `next.reward.<term>` per term, `next.success`,
-`next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit),
-`episode_seed` and, of episodes that say who acted, `correction.actor`, `correction.segment` and LeRobot's
-`intervention`, of those that say what a teacher would have done `label.action`. LeRobot stores no observation after the
-last action: those frames, and what a `Field` says beyond a shape, lie in `meta/robopolicy/`, which LeRobot ignores.
-`lerobot_reading` holds the way back.
+Additional columns besides the observations and `action`: `next.reward` and one `next.reward.<term>` per term,
+`next.success`, `next.done` (last step of the episode), `next.terminated` (the task ended there; False at a time limit),
+`episode_seed`; for episodes that record who acted `correction.actor`, `correction.segment` and LeRobot's
+`intervention`; for episodes with teacher labels `label.action`. LeRobot stores no observation after the last action:
+those frames, and the metadata of a `Field` beyond its shape, are in `meta/robopolicy/`, which LeRobot ignores.
+`lerobot_reading` is the inverse.
 """
 
 import os
@@ -43,10 +43,10 @@ from robopolicy.data.lerobot_tables import write_tables
 __all__ = ["read_dataset", "recorded_origin", "write_dataset", "write_parts"]
 
 ORIGIN = f"{SIDECAR}/world.json"
-"""File inside a dataset that says which world its episodes were recorded in."""
+"""File inside a dataset that names the world in which its episodes were recorded."""
 APART = "Write them into a dataset of their own."
 QUALITY = f"{SIDECAR}/quality.json"
-"""File inside a dataset of graded quality that says how its episodes were made."""
+"""File inside a dataset of a quality level that describes how its episodes were generated."""
 
 
 def write_dataset(
@@ -59,16 +59,15 @@ def write_dataset(
     columns: Mapping[str, Tensor] | None = None,
     quality: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `episodes` to `folder` as LeRobotDataset v3; a crash leaves the old folder or the new one.
+    """Write `episodes` to `folder` as LeRobotDataset v3; a crash leaves the old or the new folder.
 
-    images: "video" (H.264 4:4:4, mean error about 1 of 255 at 64 px, where LeRobot's default of AV1 with halved colour
-    loses 3.5) or "png" (exact, about twice as large); existing: what to do with a dataset that is already there.
-    origin: the world that they were recorded in, None where it is not known or not the same for all. columns: further
-    numbers of every step by name, each [N] or [N, n], which `lerobot_reading.read_columns` reads. quality: how the
-    episodes were made (`robopolicy.data.quality`), which nobody can say any more once others are appended.
-    LeRobot keeps whole numbers of frames per second: a fractional rate is rounded there and exact in the side table.
-    Raises DataError (folder taken, other columns or another world than the existing dataset's) and StorageError (disk
-    full, not writable).
+    images: "video" (H.264 4:4:4, mean error about 1 of 255 at 64 px, compared with 3.5 for LeRobot's default of AV1
+    with halved colour) or "png" (exact, about twice as large); existing: how to treat an existing dataset. origin: the
+    world they were recorded in, None if unknown or not the same for all. columns: further per-step numbers by name,
+    each [N] or [N, n], read by `lerobot_reading.read_columns`. quality: description of how the episodes were generated
+    (`robopolicy.data.quality`), which is lost once others are appended. LeRobot stores integer frame rates: a
+    fractional rate is rounded there and exact in the side table. Raises DataError (folder exists, other columns or
+    another world than the existing dataset's) and StorageError (disk full, not writable).
     """
     folder = Path(folder)
     if not len(episodes):
@@ -151,7 +150,7 @@ def _store_sidecar(target: Path, tree: Mapping[str, Any]) -> None:
 
 
 def recorded_origin(folder: Path) -> WorldOrigin | None:
-    """Return the world that a dataset says it was recorded in, None where it says nothing; DataError if damaged."""
+    """Return the world that a dataset was recorded in, None if not stored; DataError if damaged."""
     path = recover_folder(Path(folder)) / ORIGIN
     if not os.path.lexists(path):
         return None
@@ -246,7 +245,7 @@ def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -
 
 
 def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None:
-    """Store the observation after the last action of each episode, and the fields."""
+    """Store the fields, and the observation after the last action of each episode."""
     final = episodes.frame_starts + episodes.lengths
     known = episodes.final_known
     tree: dict[str, Any] = {

@@ -1,8 +1,8 @@
 """Images and videos of a LeRobotDataset v3: those that a dataset brings are opened with care, ours are written exactly.
 
-The bytes of a stranger's file choose nothing: PIL and FFmpeg know formats that start other programs (PostScript) or
-read other files (playlists), and a file of a few kilobytes may decode to gigabytes. So an image is a PNG or a JPEG, a
-video an MP4 with one of `CODECS`, and its size is compared with meta/info.json before it is decoded.
+Files of unknown origin must not choose the decoder: PIL and FFmpeg support formats that start other programs
+(PostScript) or read other files (playlists), and a few kilobytes may decode to gigabytes. Therefore an image must be
+PNG or JPEG, a video an MP4 with one of `CODECS`, and its size is compared with meta/info.json before decoding.
 
 Written are exact PNGs, and one H.264 video a camera through all episodes. LeRobot encodes one video an episode and
 joins them, which copies all earlier episodes each time. Here a camera's episodes run through one encoder, with a key
@@ -26,17 +26,17 @@ from robopolicy.core.machine import usable_threads
 from robopolicy.data.lerobot_checks import file_within, require_room, table_within
 
 IMAGE_FORMATS = ("PNG", "JPEG")
-"""PIL's names of the formats that LeRobot and `write_dataset` store images in."""
+"""PIL names of the image formats used by LeRobot and `write_dataset`."""
 CODECS = ("h264", "hevc", "av1", "vp9")
-"""FFmpeg's names of the codecs that LeRobot and `write_dataset` store videos in."""
+"""FFmpeg names of the video codecs used by LeRobot and `write_dataset`."""
 _DECODERS = ("h264", "hevc", "libdav1d", "av1", "libaom-av1", "vp9", "libvpx-vp9")
 PLACE = ("chunk_index", "file_index", "from_timestamp")
-"""What meta/episodes says of where an episode lies in the videos of a camera."""
+"""Columns of meta/episodes with an episode's location in a camera's videos."""
 _AT_ONCE, _MOST_ROWS = 2**28, 256
-"""Bytes and rows of encoded images that are held at once."""
+"""Maximum bytes and rows of encoded images in memory."""
 _COLOURS = ((1,), (2,), (3,), (4,))
 _PADDING = 128
-"""Pixels by which codecs round a frame's sides up."""
+"""Maximum pixels by which codecs pad a frame's sides."""
 
 _DEEP = (
     "has grey pixels of more than 8 bits, as depth has, which no colours hold. To leave this column out, add to its "
@@ -44,13 +44,13 @@ _DEEP = (
 )
 
 Sizes = Collection[tuple[int, int]]
-"""Heights and widths that a feature's shape promises."""
+"""Height and width declared by a feature's shape."""
 
 
 def promised_sizes(folder: Path, key: str, feature: Mapping[str, Any]) -> Sizes:
-    """Return the (height, width) that the shape of an image or video feature promises, colours first or last.
+    """Return the (height, width) declared by the shape of an image or video feature, channels first or last.
 
-    Raises DataError where it is no image's shape.
+    Raises DataError if it is not the shape of an image.
     """
     shape = tuple(feature["shape"])
     sizes: set[tuple[int, int]] = {shape[:2]} if len(shape) == 2 or shape[2:] in _COLOURS else set()
@@ -69,11 +69,11 @@ def read_images(
     positions: np.ndarray,
     columns: Mapping[str, np.ndarray],
 ) -> np.ndarray:
-    """Decode the images of a column, uint8 [N, height, width, 3]; files are read inside of `folder` alone.
+    """Decode the images of a column, uint8 [N, height, width, 3]; only files inside `folder` are read.
 
-    paths: the data files in their order, all their rows [R] counted through; positions: [R], where the image of a row
-    belongs in the result, -1 for nowhere; columns: the frame_index and episode_index [N] of the result. Raises
-    DataError where one is damaged, of another format, or of another size than promised.
+    paths: the data files in order, containing R rows in total; positions: [R], index in the result of each row's image,
+    -1 to skip it; columns: the frame_index and episode_index [N] of the result. Raises DataError if an image is
+    damaged, of another format, or of another size than declared.
     """
     import pyarrow.parquet as pq
 
@@ -103,7 +103,9 @@ def read_images(
 
 
 def _rows_at_once(folder: Path, file: Any, key: str) -> int:
-    """Return of how many rows images are held encoded: equal ones are stored once, and stand in memory once a row."""
+    """Return the number of rows of encoded images to read at once; parquet stores equal images once, but memory holds
+    one per row.
+    """
     groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
     sizes = [
         group.column(index).total_uncompressed_size
@@ -117,7 +119,7 @@ def _rows_at_once(folder: Path, file: Any, key: str) -> int:
 
 
 def _decoded(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndarray:
-    """Return an image as LeRobot stores it, bytes or a path, as uint8 [height, width, 3]."""
+    """Decode an image as stored by LeRobot (bytes or a path) to uint8 [height, width, 3]."""
     from PIL import Image
 
     known: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
@@ -142,9 +144,10 @@ def _decoded(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndarray:
 def read_videos(
     folder: Path, information: Mapping[str, Any], key: str, chosen: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """Decode the frames of the chosen episodes, uint8 [n, height, width, 3], each video file once from its start.
+    """Decode the frames of the chosen episodes, uint8 [n, height, width, 3], reading each video file once from its
+    start.
 
-    chosen, lengths: [E], numbers and lengths of the episodes. Raises DataError as `read_images`.
+    chosen, lengths: [E], indices and lengths of the episodes. Raises DataError as `read_images`.
     """
     sizes = promised_sizes(folder, key, information["features"][key])
     wanted: dict[Path, list[tuple[int, int, int]]] = {}
@@ -176,7 +179,7 @@ def read_videos(
 def _places(
     folder: Path, information: Mapping[str, Any], key: str, chosen: np.ndarray
 ) -> dict[int, tuple[Path, float]]:
-    """Return the file of each chosen episode, and where in it the episode begins, s."""
+    """Return the file of each chosen episode and its start time in the file, in seconds."""
     names = [f"videos/{key}/{name}" for name in PLACE]
     rows: list[dict[str, Any]] = []
     try:
@@ -206,9 +209,10 @@ def _is_time(value: object) -> bool:
 
 
 def filled_in(folder: Path, template: object, **given: str | int) -> str:
-    """Return the path that the template of a dataset's meta/info.json gives: texts as they are, numbers 0-padded.
+    """Fill a path template from a dataset's meta/info.json: strings unchanged, numbers zero-padded.
 
-    Raises DataError on every other field: format strings reach attributes, and a width asks for any memory.
+    Raises DataError on any other format field: format strings can access attributes, and a width can request any amount
+    of memory.
     """
     try:
         for _, name, form, conversion in string.Formatter().parse(str(template)):
@@ -225,7 +229,7 @@ def filled_in(folder: Path, template: object, **given: str | int) -> str:
 
 
 def decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[np.ndarray]:
-    """Yield the frames of a video, uint8 [height, width, 3], from the first to number `last`."""
+    """Yield the frames of a video, uint8 [height, width, 3], from the first to index `last`."""
     import av
     from av.error import FFmpegError
 
@@ -275,11 +279,13 @@ VIDEO_INFORMATION = {
     "video.extra_options": {},
     "is_depth_map": False,
 }
-"""What `meta/info.json` says of every video written here, beside its height, width and frames per second."""
+"""Entries of `meta/info.json` common to every video written here, in addition to height, width and frames per
+second.
+"""
 
 
 def encode_png(frame: np.ndarray) -> bytes:
-    """Return `frame`, uint8 [height, width, 3], as a PNG file."""
+    """Encode `frame`, uint8 [height, width, 3], as a PNG file."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -295,10 +301,10 @@ def write_videos(
     limit: float,
     finished: Callable[[], None],
 ) -> list[tuple[int, float]]:
-    """Encode all episodes of one camera; return for each the number of its file and where in it it begins, seconds.
+    """Encode all episodes of one camera; return the file number of each and its start time in that file in seconds.
 
-    lengths: [E], frames of each; frames: episode -> uint8 [L, height, width, 3]; path: number from 0 -> file; limit:
-    bytes from which on the next episode begins another file; finished: called after each episode.
+    lengths: [E], number of frames; frames: episode -> uint8 [L, height, width, 3]; path: number from 0 -> file; limit:
+    bytes after which the next episode starts a new file; finished: called after each episode.
     """
     places: list[tuple[int, float]] = []
     number, episode = 0, 0
@@ -327,9 +333,9 @@ def video_information(shape: tuple[int, ...], fps: int) -> dict[str, Any]:
 
 @contextmanager
 def _encoder(path: Path, height: int, width: int, fps: int) -> Iterator[Callable[[np.ndarray, int, bool], int]]:
-    """Open an H.264 file; yield a function that adds a frame and returns how many bytes the encoder has let go of.
+    """Open an H.264 file; yield a function that adds a frame and returns the number of bytes written by the encoder.
 
-    Its arguments: uint8 [height, width, 3], the frame's number in the file, whether it is to be a key frame.
+    Its arguments: uint8 [height, width, 3], frame number in the file, whether it must be a key frame.
     """
     import av
     from av.video.frame import PictureType
@@ -359,7 +365,7 @@ def _encoder(path: Path, height: int, width: int, fps: int) -> Iterator[Callable
 
 @contextmanager
 def quiet_encoder() -> Iterator[None]:
-    """Keep the encoder's banner (several lines a video) off the terminal."""
+    """Suppress the encoder's banner (several lines per video) on the terminal."""
     from av import logging as av_logging
 
     av_logging.set_libav_level(av_logging.ERROR)

@@ -1,9 +1,10 @@
-"""Reading LeRobotDataset v3 folders into memory, straight from parquet and mp4: no import of lerobot, no row loop.
+"""Read LeRobotDataset v3 folders into memory directly from parquet and mp4, without importing lerobot and without row
+loops.
 
-Reads what `lerobot_format.write_dataset` wrote and what others recorded with LeRobot: success, reward, seed and the
-final observation may be missing (None, or `final_known` False). Only `observation.*` columns of numbers and images,
-`action` and who acted are read; images come back as uint8, height x width x 3. A column of images is a camera whatever
-it is called: `observation.image` is read as `observation.images.image`.
+Reads datasets of `lerobot_format.write_dataset` and of LeRobot itself: success, reward, seed and the final observation
+may be missing (None, or `final_known` False). Only numeric and image columns `observation.*`, `action` and the actor
+columns are read; images are returned as uint8, height x width x 3. Every image column is a camera: `observation.image`
+is read as `observation.images.image`.
 
 A dataset that somebody else recorded may call its columns `image`, `state` and `actions`, and its elements `motor_0`;
 policies read `observation.*` and `action`. Other names, given as {its name: our name}, change where columns are read,
@@ -53,9 +54,9 @@ _BOOKKEEPING = ("timestamp", "frame_index", "episode_index", "index", "task_inde
 def renamed_features(
     features: Mapping[str, Mapping[str, Any]], rename: Mapping[str, str], folder: Path
 ) -> dict[str, dict[str, Any]]:
-    """Return the features of meta/info.json under their new names; names that they do not have are not asked for.
+    """Return the features of meta/info.json under their new names; names without a feature are ignored.
 
-    Raises DataError where two columns would have one name.
+    Raises DataError if two columns would get the same name.
     """
     found: dict[str, dict[str, Any]] = {}
     for column, feature in features.items():
@@ -77,7 +78,7 @@ def _renamed_names(names: Any, rename: Mapping[str, str]) -> Any:
 
 
 def with_names(episodes: Episodes, rename: Mapping[str, str]) -> Episodes:
-    """Return `episodes` whose elements are called as `rename` says."""
+    """Return `episodes` with elements renamed according to `rename`."""
     if not rename:
         return episodes
 
@@ -92,7 +93,7 @@ def with_names(episodes: Episodes, rename: Mapping[str, str]) -> Episodes:
 
 
 def names_in(features: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Return the names of columns and of their elements."""
+    """Return the names of the columns and their elements."""
     return {*features, *(name for feature in features.values() for name in _texts(feature.get("names")))}
 
 
@@ -105,9 +106,9 @@ def _texts(names: Any) -> Iterable[str]:
 
 
 def advice(features: Mapping[str, Mapping[str, Any]], stored: Mapping[str, str] | None = None) -> str:
-    """Return the setting that gives columns the names under which policies read, " rename={...}", "" for none.
+    """Return the setting that gives columns the names that policies read, " rename={...}", "" if none is needed.
 
-    stored: what the files call a column of another name.
+    stored: name in the files of a renamed column.
     """
     found: dict[str, str] = {}
     for name, feature in features.items():
@@ -128,7 +129,7 @@ def advice(features: Mapping[str, Mapping[str, Any]], stored: Mapping[str, str] 
 
 NO_OTHER_NAMES: Mapping[str, str] = {}
 SIDECAR = "meta/robopolicy"
-"""Folder inside a dataset with what LeRobot's format has no place for."""
+"""Folder inside a dataset for data that LeRobot's format cannot store."""
 
 
 def read_dataset(
@@ -139,9 +140,9 @@ def read_dataset(
 ) -> Episodes:
     """Read `folder` into memory: the chosen `episodes` (None: all) and `cameras` (None: all, (): no images).
 
-    rename: other names for columns and elements, {the dataset's: ours}; see `renaming`. Raises DataError: folder
-    missing, not a dataset, written by an older LeRobot, never finalised, episode or camera absent, damaged file. An
-    episode that changes its task on the way is read as several, each told its own.
+    rename: new names for columns and elements, {dataset name: robopolicy name}; see `renaming`. Raises DataError:
+    folder missing, not a dataset, written by an older LeRobot, never finalised, episode or camera absent, damaged file.
+    An episode whose task changes is split into several, each with its own task.
     """
     folder = recover_folder(Path(folder))
     with reading(folder):
@@ -185,9 +186,9 @@ def _read(
 
 
 def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return further numeric columns by name, each [N] or [N, n], in the order of `read_dataset`'s steps.
+    """Return additional numeric columns by name, each [N] or [N, n], in the order of `read_dataset`'s steps.
 
-    Raises DataError as `read_dataset`, and where a column is absent.
+    Raises DataError as `read_dataset`, and when a column is absent.
     """
     folder = recover_folder(Path(folder))
     information = read_information(folder)
@@ -203,7 +204,7 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
 
 
 def require_known(rename: Mapping[str, str], folders: Sequence[Path]) -> None:
-    """Raise DataError where a name that is to be changed is that of no column or element in any of the datasets."""
+    """Raise DataError if a name to be changed is not a column or element of any of the datasets."""
     if not rename:
         return
     known = set[str]().union(*(names_in(read_information(folder)["features"]) for folder in folders))
@@ -214,7 +215,7 @@ def require_known(rename: Mapping[str, str], folders: Sequence[Path]) -> None:
 
 
 def is_dataset(folder: Path) -> bool:
-    """Whether a LeRobotDataset lies in `folder`, intact or not."""
+    """Whether `folder` contains a LeRobotDataset, intact or not."""
     return (Path(folder) / "meta" / "info.json").is_file()
 
 
@@ -245,7 +246,7 @@ OTHER_FORMATS = (
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """Return the data files in their order, all inside of `folder`."""
+    """Return the data files in order, all inside `folder`."""
     paths = sorted((folder / "data").glob("*/*.parquet"))
     return [file_within(folder, str(path.relative_to(folder)), "A data file") for path in paths]
 
@@ -258,9 +259,9 @@ def _read_table(
     stored: Mapping[str, str],
     further: Sequence[str] = (),
 ) -> dict[str, np.ndarray]:
-    """Read every data file's numeric columns [N, *shape], `further` ones too; `shown` are those of pictures.
+    """Read the numeric columns [N, *shape] of every data file, including `further` ones; `shown` are the image columns.
 
-    stored: what the files call a column of another name.
+    stored: name in the files of a renamed column.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -306,18 +307,18 @@ def _read_table(
 
 
 _SPARE_TASKS = 10_000
-"""How many more tasks than frames a dataset may name, as one does that was cut out of another."""
+"""Number by which tasks may exceed frames, as in a dataset extracted from another."""
 _UNSIGNED = ("uint16", "uint32", "uint64")
 _NUMERIC = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", *_UNSIGNED, "bool")
 ACTOR, SEGMENT = "correction.actor", "correction.segment"
-"""Columns that say who acted and in what kind of segment, as `core.interventions` counts."""
+"""Columns of who acted and of the kind of segment, encoded as in `core.interventions`."""
 INTERVENTIONS = ("intervention", "complementary_info.is_intervention")
-"""Columns of LeRobot's that are true where a person acted in a policy's place: its rollouts' and its learners'."""
+"""LeRobot columns that are True when a human acted in place of the policy, in rollouts and in learners."""
 WHO_ACTED = (ACTOR, SEGMENT, *INTERVENTIONS)
 LABELS = "label.action"
-"""Column that says what a teacher would have done in a step and in those after it: actions, one behind the other."""
+"""Column of a teacher's actions for a step and the following ones, concatenated."""
 LABEL_STEPS = "label.steps"
-"""Column that says how many of these actions come before the end of the teacher's episode; all where it is missing."""
+"""Column with the number of these actions before the end of the teacher's episode; all if missing."""
 _OWN = ("episode_index", "frame_index", "timestamp", "task_index", "episode_seed")
 _KNOWN = (*_OWN, "index", "action")
 
@@ -357,9 +358,9 @@ def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Se
 def _chosen_cameras(
     information: Mapping[str, Any], cameras: Sequence[str] | None, folder: Path, stored: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the columns of the chosen cameras, by our keys; stored: what the files call a column of another name.
+    """Return the columns of the chosen cameras by robopolicy's key; stored: name in the files of a renamed column.
 
-    Raises DataError where there is nothing to observe.
+    Raises DataError if no observation is left.
     """
     features = information["features"]
     columns = camera_columns(features, folder / "meta" / "info.json")
@@ -384,8 +385,8 @@ def _chosen_cameras(
 
 
 def _colours(pixels: np.ndarray) -> np.ndarray:
-    """Return pictures uint8 [N, h, w, C] or [N, C, h, w], of 1, 3 or 4 channels, as [N, h, w, 3]: grey is repeated,
-    opacity left out.
+    """Convert images uint8 [N, h, w, C] or [N, C, h, w] with 1, 3 or 4 channels to [N, h, w, 3]: grey is repeated,
+    alpha dropped.
     """
     last = pixels if pixels.shape[-1] in (1, 3, 4) else np.moveaxis(pixels, 1, -1)
     return np.array(np.broadcast_to(last[..., :3], (*last.shape[:3], 3)))
@@ -393,7 +394,7 @@ def _colours(pixels: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Sidecar:
-    """What the side table says of the chosen episodes [E]; final: key -> [E, *shape], their last observations."""
+    """Side table of the chosen episodes [E]; final: key -> [E, *shape], their last observations."""
 
     final: Mapping[str, Tensor]
     known: Tensor
@@ -410,9 +411,9 @@ def _read_sidecar(
     shapes: Mapping[str, tuple[int, ...]],
     rename: Mapping[str, str],
 ) -> _Sidecar | None:
-    """Return what the side table of `folder` says of the selected ones of `total` episodes, None without one.
+    """Return the side table of `folder` for the selected ones of `total` episodes, None if there is none.
 
-    shapes: of one frame of each observation and of an action. Raises DataError where it says something else.
+    shapes: of one frame of each observation and of an action. Raises DataError if the side table contradicts them.
     """
     if not os.path.lexists(folder / SIDECAR / "episodes.json"):
         return None
@@ -507,7 +508,7 @@ def _assemble(
 
 
 def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:
-    """Return what a teacher would have done [N, L, A], None where nothing says so."""
+    """Return the teacher's actions [N, L, A], None if there are none."""
     if LABELS not in columns:
         return None
     labels, size = torch.from_numpy(np.ascontiguousarray(columns[LABELS])).float(), columns["action"].shape[1]
@@ -517,7 +518,7 @@ def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:
 
 
 def _success(folder: Path, columns: Mapping[str, np.ndarray]) -> Tensor | None:
-    """Return in which steps the task was done, [N] bool; None where nothing says so in truths."""
+    """Return the mask [N] bool of steps in which the task was done; None if no boolean column records it."""
     if "next.success" not in columns:
         return None
     said = _flat(columns["next.success"])
@@ -534,7 +535,9 @@ def _success(folder: Path, columns: Mapping[str, np.ndarray]) -> Tensor | None:
 
 
 def _terminated(columns: Mapping[str, np.ndarray], ends: np.ndarray) -> Tensor | None:
-    """Return which episodes ended the task [E] bool: said, or done and not truncated; None where nothing says so."""
+    """Return the mask [E] bool of episodes that ended the task: recorded, or done and not truncated; None if not
+    recorded.
+    """
     if "next.terminated" in columns:
         return _flat(columns["next.terminated"])[ends - 1].bool()
     if "next.done" in columns and "next.truncated" in columns:
@@ -543,7 +546,9 @@ def _terminated(columns: Mapping[str, np.ndarray], ends: np.ndarray) -> Tensor |
 
 
 def _who_acted(columns: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Return `actor` and `segment` [N] where columns say; LeRobot's flags do not tell recoveries from corrections."""
+    """Return `actor` and `segment` [N] from the columns, if present; LeRobot's flags do not distinguish recoveries from
+    corrections.
+    """
     if ACTOR in columns and SEGMENT in columns:
         return {"actor": _flat(columns[ACTOR]).long(), "segment": _flat(columns[SEGMENT]).long()}
     for name in INTERVENTIONS:
@@ -557,7 +562,7 @@ def _who_acted(columns: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _interleave(values: Tensor, ending: Tensor, lengths: Tensor) -> Tensor:
-    """Put row e of `ending` [E, ...] behind episode e of `values` [N, ...]."""
+    """Insert row e of `ending` [E, ...] after episode e of `values` [N, ...]."""
     frames = torch.empty((len(values) + len(lengths), *values.shape[1:]), dtype=values.dtype)
     episode = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     frames[torch.arange(len(values)) + episode] = values
@@ -596,7 +601,7 @@ def _field(folder: Path, key: str, feature: Mapping[str, Any], image_shape: tupl
 
 
 def _tasks(folder: Path, index: np.ndarray, most: int) -> tuple[str, ...]:
-    """Return the instructions of task numbers [E], of at most so many in the table."""
+    """Return the instructions for task numbers [E], with a limit on the size of the table."""
     path = folder / "meta" / "tasks.parquet"
     if not path.is_file():
         raise DataError(f"{path} is missing: the copy of the dataset is incomplete.")

@@ -1,10 +1,10 @@
-"""Statistics of a LeRobotDataset v3, all episodes at once: the numbers that LeRobot's own writer stores.
+"""Statistics of a LeRobotDataset v3, all episodes at once, identical to those of LeRobot's own writer.
 
-LeRobot keeps min, max, mean, std, count and five quantiles of every feature of every episode, and pools them for the
+LeRobot stores min, max, mean, std, count and five quantiles of every feature of every episode, and pools them for the
 dataset. Its quantiles come from a histogram of 5,000 bins over the episode's own range, interpolated inside a bin. Here
-the bin of a quantile is found from the sorted values, so that no histogram is filled. Sums are taken in the precision
-and order in which LeRobot takes them, because its std is a difference of two of them and carries their rounding.
-Axes: N frame, E episode, L frames of one episode, D element of a vector, G episodes of one length.
+the bin of a quantile is found from the sorted values, without filling a histogram. Sums use LeRobot's precision and
+order, because its std is a difference of two of them and contains their rounding. Axes: N frame, E episode, L frames of
+one episode, D element of a vector, G episodes of one length.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,9 +28,9 @@ def vector_statistics(
 ) -> Statistics:
     """Return the statistics of each episode of a numeric column.
 
-    values: [N, ..., D], episodes one after the other; lengths: [E] int64, their frames; column, elements: names for
-    errors. Results are [E, D], taken over the frames and all axes between; integers and booleans are averaged as
-    floats. Raises DataError on NaN and infinity, of which there are no statistics.
+    values: [N, ..., D], episodes concatenated; lengths: [E] int64, their frames; column, elements: names for errors.
+    Results are [E, D], computed over the frames and all axes between; integers and booleans are averaged as floats.
+    Raises DataError on NaN and infinity.
     """
     _require_finite(values, lengths, column, elements)
     values = values.astype(np.result_type(values.dtype, np.float32), copy=False)
@@ -46,10 +46,10 @@ def vector_statistics(
 
 
 def image_statistics(frames: np.ndarray) -> Statistics:
-    """Return the statistics of one episode of a camera, scaled to 0..1, each [1, 3, 1, 1].
+    """Return the statistics of one camera in one episode, scaled to 0..1, each [1, 3, 1, 1].
 
-    frames: uint8 [L, height, width, 3]. As LeRobot does, at most a sample of the frames is looked at, and large images
-    are thinned out.
+    frames: uint8 [L, height, width, 3]. As in LeRobot, only a sample of the frames is used, and large images are
+    subsampled.
     """
     chosen = frames[_sampled(len(frames))]
     height, width = chosen.shape[1:3]
@@ -76,9 +76,9 @@ def image_statistics(frames: np.ndarray) -> Statistics:
 
 
 def pooled(parts: Sequence[Mapping[str, np.ndarray]]) -> Statistics:
-    """Return the statistics of all episodes of `parts` together (each [E_i, ...]), without the episode axis.
+    """Pool the statistics of all episodes of `parts` (each [E_i, ...]), without the episode axis.
 
-    Means and variances are exact; quantiles are LeRobot's, the average of the episodes' own, weighted by frames.
+    Means and variances are exact; quantiles follow LeRobot, the frame-weighted average of the episodes' quantiles.
     """
     counts = np.concatenate([part["count"] for part in parts]).astype(np.float64)
     total = counts.sum(0)
@@ -114,7 +114,7 @@ def _require_finite(values: np.ndarray, lengths: np.ndarray, column: str, elemen
 
 
 def _sampled(length: int) -> np.ndarray:
-    """Return the frames LeRobot looks at: all up to 100, then length^0.75 of them, evenly spread."""
+    """Return the frames that LeRobot samples: all up to 100, then length^0.75 of them, evenly spaced."""
     count = max(min(100, length), min(int(length**0.75), 10_000))
     return np.round(np.linspace(0, length - 1, count)).astype(int)
 
@@ -149,8 +149,8 @@ def _quantiles(
 ) -> np.ndarray:
     """Return LeRobot's quantiles [Q, ...] float64: `values` [Q, ...] are the order statistics that reach `targets`.
 
-    low, high [...]: the range that the histogram spans; targets: rank of each quantile; total: number of values; below:
-    edges [Q, ...] -> how many values lie under each.
+    low, high [...]: range of the histogram; targets: rank of each quantile; total: number of values; below: edges [Q,
+    ...] -> number of values below each.
     """
     # The constants stay Python floats: in float32 they vanish beside |low| > 0.001, as they do for LeRobot.
     start, stop = low - 1e-10, high + 1e-10
@@ -170,9 +170,9 @@ def _edge(index: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
 
 
 def _bin_of(value: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-    """Return the bin of `value`, the last whose left edge does not exceed it, by bisection.
+    """Return the bin of `value`: the last one whose left edge does not exceed it, by bisection.
 
-    Bisection instead of a division, because edges of a narrow range coincide after rounding.
+    Bisection rather than division, because edges of a narrow range coincide after rounding.
     """
     lowest, highest = np.zeros(value.shape, np.int64), np.full(value.shape, _BINS - 1)
     while bool((lowest < highest).any()):

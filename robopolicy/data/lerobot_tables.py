@@ -1,7 +1,8 @@
-"""The files of a LeRobotDataset v3: data parquet, videos, `meta/episodes`, `meta/tasks`, `meta/stats`, `meta/info`.
+"""Write the files of a LeRobotDataset v3: data parquet, videos, `meta/episodes`, `meta/tasks`, `meta/stats`,
+`meta/info`.
 
-`write_tables` adds episodes to a folder that is new or holds a dataset already. Every column is made for all episodes
-at once; parquet keeps one row group an episode, as LeRobot's readers expect. Axes: N frame, E episode.
+`write_tables` adds episodes to a new folder or an existing dataset. Every column is computed for all episodes at once;
+parquet has one row group per episode, as LeRobot's readers expect. Axes: N frame, E episode.
 """
 
 import json
@@ -42,12 +43,12 @@ _OWN_FEATURES = {
     "index": {"dtype": "int64", "shape": (1,), "names": None},
     "task_index": {"dtype": "int64", "shape": (1,), "names": None},
 }
-"""What LeRobot adds to every dataset by itself."""
+"""Features that LeRobot adds to every dataset."""
 
 
 @dataclass(frozen=True)
 class _Existing:
-    """What the folder holds before: its info (empty: nothing), task texts by index, and pooled statistics."""
+    """Existing content of the folder: its info (empty: none), task texts by index, and pooled statistics."""
 
     information: Mapping[str, Any]
     tasks: tuple[str, ...]
@@ -62,7 +63,7 @@ def write_tables(
     further: Mapping[str, torch.Tensor] | None = None,
     advance: Advance | None = None,
 ) -> None:
-    """Write `episodes` into `folder`, after those it holds if `existing`.
+    """Write `episodes` into `folder`, after the existing ones if `existing`.
 
     features: LeRobot's description (dtype, shape, names) of each observation, of `action` and of what else is stored; a
     dataset that exists keeps its own. further: columns that are no part of Episodes, name -> [N, ...]; advance: called
@@ -120,7 +121,7 @@ def _read_existing(folder: Path) -> _Existing:
 def _columns(
     episodes: Episodes, features: Mapping[str, Any], further: Mapping[str, torch.Tensor]
 ) -> dict[str, np.ndarray]:
-    """Return the numeric columns but LeRobot's own, each [N, *shape] of the feature's dtype."""
+    """Return the numeric columns except LeRobot's own, each [N, *shape] with the feature's dtype."""
     lengths = episodes.lengths
     episode = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     frames = torch.arange(len(episode)) + episode  # every episode has one frame more than actions
@@ -146,7 +147,7 @@ def _columns(
 
 
 def _own_columns(episodes: Episodes, fps: int, before: _Existing, tasks: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Return LeRobot's own columns, each [N, 1]; timestamp in float64, of which LeRobot takes the statistics."""
+    """Return LeRobot's own columns, each [N, 1]; timestamp is float64, from which LeRobot computes the statistics."""
     lengths = episodes.lengths.cpu().numpy()
     frames, count = before.information.get("total_frames", 0), before.information.get("total_episodes", 0)
     numbers = {text: index for index, text in enumerate(tasks)}
@@ -163,7 +164,7 @@ def _own_columns(episodes: Episodes, fps: int, before: _Existing, tasks: tuple[s
 
 
 def _frames(episodes: Episodes, key: str, episode: int) -> np.ndarray:
-    """Return the images of one episode without its last observation, uint8 [L, height, width, 3]."""
+    """Return the images of one episode without its final observation, uint8 [L, height, width, 3]."""
     first = int(episodes.frame_starts[episode])
     return episodes.observation[key][first : first + int(episodes.lengths[episode])].cpu().numpy()
 
@@ -181,7 +182,7 @@ def _write_data(
     pool: ThreadPoolExecutor,
     advance: Advance,
 ) -> np.ndarray:
-    """Write the data files; return the number of the file of each episode [E]."""
+    """Write the data files; return the file number of each episode [E]."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -223,7 +224,7 @@ def _write_data(
 
 
 def _arrow(values: np.ndarray, feature: Mapping[str, Any]) -> Any:
-    """Return a column [N, *shape] as the arrow array that LeRobot stores: scalars, fixed lists or nested arrays."""
+    """Convert a column [N, *shape] to the arrow array that LeRobot stores: scalars, fixed lists or nested arrays."""
     import pyarrow as pa
 
     if tuple(feature["shape"]) == (1,):
@@ -237,7 +238,7 @@ def _arrow(values: np.ndarray, feature: Mapping[str, Any]) -> Any:
 
 
 def _descriptions(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the `datasets` package notes in a parquet file about its columns."""
+    """Return the column descriptions that the `datasets` package stores in a parquet file."""
     noted: dict[str, Any] = {}
     for key, feature in features.items():
         shape, value = tuple(feature["shape"]), {"dtype": feature["dtype"], "_type": "Value"}
@@ -253,7 +254,7 @@ def _descriptions(features: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write_camera(folder: Path, episodes: Episodes, key: str, fps: int, advance: Advance) -> dict[str, np.ndarray]:
-    """Encode the episodes of one camera; return where each lies, as columns of `meta/episodes` [E]."""
+    """Encode the episodes of one camera; return their locations as columns of `meta/episodes` [E]."""
     first, lengths = _next_file(folder, f"videos/{key}"), episodes.lengths.cpu().numpy()
     places = write_videos(
         lengths,
@@ -323,7 +324,7 @@ _ORDER = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99
 
 
 def _nested(values: np.ndarray) -> Any:
-    """Return `values` [E, ...] as nested lists, whole numbers for counts and doubles otherwise."""
+    """Return `values` [E, ...] as nested lists, integers for counts and doubles otherwise."""
     import pyarrow as pa
 
     kind = np.int64 if values.dtype.kind == "i" else np.float64

@@ -1,11 +1,11 @@
-"""Datasets of graded quality: whose actions are recorded, how much they are disturbed, and where in the dataset.
+"""Dataset quality levels (D4RL style): add noise to an expert's actions, by episode and step.
 
-An action is clip(expert + gaussian * half the action range * N(0, 1)), or with chance `random` a uniform one. Both grow
-along one path, `level` in [0, 1]: gaussian = level, random = level ** 2, from the undisturbed expert (0) to uniform
-actions alone (1), so that "medium" is one number, found by bisection of measured success. As D4RL does it (Fu et al.
-2020) with half-trained agents, but from any controller or policy. All chance of an episode comes from one seed of its
-own: a recording does not depend on how many rows are played side by side, and trials at two levels share their draws.
-Axes: E episode, T control step (up to the horizon), B row, R selected rows, C chunk step, A action dimension.
+An action is clip(expert + gaussian * half the action range * N(0, 1)), or with probability `random` a uniform one. Both
+follow one path, `level` in [0, 1]: gaussian = level, random = level ** 2, from the pure expert (0) to uniform actions
+(1), so "medium" is one number, found by bisection of measured success. Similar to D4RL (Fu et al. 2020) with
+half-trained agents, but from any controller or policy. All randomness of an episode comes from its own seed: a
+recording does not depend on the number of parallel rows, and trials at two levels share their draws. Axes: E episode, T
+control step (up to the horizon), B row, R selected rows, C chunk step, A action dimension.
 """
 
 import hashlib
@@ -41,41 +41,45 @@ NEEDED: Mapping[Quality, tuple[str, ...]] = {
     "mixed": ("expert", "medium"),
     "play": ("expert",),
 }
-"""Which levels of disturbance must be found before a dataset is recorded."""
+"""Disturbance levels to calibrate before recording, by quality."""
 
 VERSION = "gen-v1"
-"""Of the generator: datasets of other versions are other datasets."""
+"""Generator version; datasets of different versions are not comparable."""
 
 EXPERT_SUCCESS = 0.95
-"""What a dataset of experts reaches."""
+"""Minimum success of an expert dataset."""
 MEDIUM_SUCCESS = (0.3, 0.5)
-"""Between which a medium dataset lies; the middle is aimed at."""
+"""Success band of a medium dataset; the middle is the target."""
 
 EXPERT_LEVELS = (0.1, 0.05)
-"""Little noise for experts, the more the better: states beside the narrow path are seen too. None where it costs."""
+"""Noise levels for experts, largest first; noise also covers states near the expert's path. None is used if it reduces
+success.
+"""
 _CLOSE = 0.02
-"""A trial this near to the success aimed at ends the bisection."""
+"""Tolerance around the target success that ends the bisection."""
 _SEGMENT = (5, 25)
-"""Shortest and longest segment of play, in control steps."""
+"""Minimum and maximum length of a play segment, in control steps."""
 _EXPERT_SHARE = _HELD_SHARE = 1 / 3
-"""Of the segments of play; the rest are uniform actions. Of four mixtures tried on four tasks this one covers most."""
+"""Fraction of expert segments in play data; the rest are uniform actions. Of four mixtures evaluated on four tasks this
+one has the best coverage.
+"""
 
 SEGMENTS = ("expert", "uniform", "held")
-"""What chose an action, by the number in the column behaviour.segment: the expert with gaussian noise, a uniform draw
-of this step, a uniform draw kept for a whole segment.
+"""Source of an action, by code in the column behaviour.segment: expert with gaussian noise, a uniform draw at this
+step, a uniform draw held for a segment.
 """
 GAUSSIAN = "behaviour.gaussian"
 RANDOM = "behaviour.random"
 SEGMENT = "behaviour.segment"
 TRUNCATED = "next.truncated"
 COLUMNS = (GAUSSIAN, RANDOM, SEGMENT, TRUNCATED)
-"""Columns that a dataset of graded quality has beside the usual ones."""
+"""Additional columns of a dataset with a quality level."""
 
 
 @dataclass(frozen=True)
 class Disturbance:
-    """gaussian: standard deviation of noise on every action, as a share of half its range; random: share of control
-    steps whose action is uniform instead.
+    """gaussian: standard deviation of noise on every action, as a fraction of half its range; random: fraction of
+    control steps with a uniform action instead.
     """
 
     gaussian: float
@@ -83,7 +87,7 @@ class Disturbance:
 
     @staticmethod
     def at(level: float) -> "Disturbance":
-        """Return the disturbance at `level` of the path from the expert (0) to uniform actions (1).
+        """Return the disturbance at `level`, from the pure expert (0) to uniform actions (1).
 
         Raises ConfigError outside of [0, 1].
         """
@@ -93,13 +97,13 @@ class Disturbance:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Human-readable description."""
         return f"sigma {self.gaussian:.3f}, random share {self.random:.3f}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Success that was measured at a level."""
+    """Measured success at one level."""
 
     level: float
     success: float
@@ -107,10 +111,10 @@ class Trial:
 
 
 def expert_level(trial: Callable[[float], Trial], undisturbed: float) -> float:
-    """Return the largest of EXPERT_LEVELS at which success stays, 0 where each costs some.
+    """Return the largest of EXPERT_LEVELS that does not reduce success, 0 if all do.
 
-    undisturbed: the expert's success without noise; a level is taken that keeps two points above EXPERT_SUCCESS (so
-    that a recording on other seeds stays above it), or all of the expert's success.
+    undisturbed: the expert's success without noise. A level qualifies if its success is at least two points above
+    EXPERT_SUCCESS (so that a recording on other seeds stays above it), or equal to the expert's.
     """
     enough = min(EXPERT_SUCCESS + 0.02, undisturbed)
     if undisturbed < EXPERT_SUCCESS:
@@ -119,11 +123,11 @@ def expert_level(trial: Callable[[float], Trial], undisturbed: float) -> float:
 
 
 def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: float, most: int = 12) -> float:
-    """Return the level whose measured success is nearest to the middle of MEDIUM_SUCCESS, by bisection.
+    """Find the level whose measured success is closest to the middle of MEDIUM_SUCCESS, by bisection.
 
-    trial: level -> what was measured there; undisturbed, uniform: success at the levels 0 and 1; most: trials. Nothing
-    is assumed but that success at the ends lies on either side: of several crossings one is found. Raises DataError
-    where they do not, and where success jumps over the band, naming what was measured.
+    trial: level -> measured success; undisturbed, uniform: success at levels 0 and 1; most: maximum number of trials.
+    Only assumes that the end points lie on either side of the target; of several crossings one is found. Raises
+    DataError, naming the measurements, when they do not, or when success jumps across the band.
     """
     low, high = MEDIUM_SUCCESS
     aim = (low + high) / 2
@@ -154,10 +158,10 @@ def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: f
 
 @dataclass(frozen=True)
 class Schedule:
-    """What disturbs every control step of E episodes.
+    """Disturbance of every control step of E episodes.
 
-    gaussian, random: [E, T] float32, see Disturbance; source: [E, T] int64, the step whose uniform draw is used, an
-    earlier one where a random action is held; seeds: [E] int64, of the episodes' own draws.
+    gaussian, random: [E, T] float32, see Disturbance; source: [E, T] int64, the step whose uniform draw is used (an
+    earlier one if a random action is held); seeds: [E] int64, seeds of the episodes' draws.
     """
 
     gaussian: Array
@@ -174,12 +178,12 @@ class Schedule:
         return self.gaussian.shape[1]
 
     def select(self, episodes: Sequence[int]) -> "Schedule":
-        """Return the schedule of some of the episodes, by index."""
+        """Return the schedule of the selected episodes, by index."""
         index = np.asarray(episodes, dtype=np.int64)
         return Schedule(*(each[index] for each in (self.gaussian, self.random, self.source, self.seeds)))
 
     def segments(self) -> Array:
-        """Return what chooses the action of every step, [E, T] int64, as SEGMENTS counts."""
+        """Return the source of every step's action, [E, T] int64, encoded as in SEGMENTS."""
         uniform = _chances(self.seeds, self.horizon) < self.random
         held = self.source != np.arange(self.horizon)
         first = np.roll(held, -1, axis=1)  # the step that a held draw is of begins its segment
@@ -190,12 +194,12 @@ class Schedule:
 def schedule(
     quality: Quality, seeds: Array, horizon: int, *, expert: float | None = None, medium: float | None = None
 ) -> Schedule:
-    """Return how the episodes of a dataset are disturbed.
+    """Return the disturbance schedule for the episodes of a dataset.
 
-    seeds: [E] int64, one an episode; horizon: T; expert, medium: the levels found, where `quality` needs them. "replay"
-    anneals from uniform actions to medium over the episodes, "mixed" takes experts and mediums in turn, "play" draws
-    segments of 5 to 25 steps: a third of them the expert's, a third uniform, a third one uniform action held. Raises
-    DataError where a level is missing.
+    seeds: [E] int64, one per episode; horizon: T; expert, medium: calibrated levels, if `quality` needs them. "replay"
+    anneals from uniform actions to medium over the episodes, "mixed" alternates expert and medium, "play" draws
+    segments of 5 to 25 steps: one third expert, one third uniform, one third one uniform action held. Raises DataError
+    when a level is missing.
     """
     needed = {"expert": expert, "medium": medium}
     absent = [name for name in NEEDED[quality] if needed[name] is None]
@@ -217,7 +221,7 @@ def schedule(
 
 
 def fixed(levels: Array, seeds: Array, horizon: int) -> Schedule:
-    """Return a schedule of one level for each episode, levels [E] in [0, 1] and seeds [E], over `horizon` steps T."""
+    """Return a schedule with one level per episode, levels [E] in [0, 1] and seeds [E], over `horizon` steps T."""
     found = [Disturbance.at(float(level)) for level in levels]
     shape = (len(seeds), horizon)
 
@@ -233,7 +237,7 @@ def fixed(levels: Array, seeds: Array, horizon: int) -> Schedule:
 
 
 def _played(base: Schedule) -> Schedule:
-    """Return `base`, cut into segments, two thirds of which uniform actions replace."""
+    """Split `base` into segments and replace two thirds of them by uniform actions."""
     shortest, longest = _SEGMENT
     most = base.horizon // shortest + 1
     draws = uniforms(_of_kind(base.seeds, 1), 2 * most)
@@ -252,7 +256,7 @@ def _played(base: Schedule) -> Schedule:
 
 
 def _of_kind(seeds: Array, kind: int) -> Array:
-    """Return other seeds [E] for another kind of draw."""
+    """Derive different seeds [E] for another kind of draw."""
     return seeds ^ np.int64(kind << 54)
 
 
@@ -261,10 +265,10 @@ def _chances(seeds: Array, horizon: int) -> Array:
 
 
 class Disturbances:
-    """Disturbs the actions of rows that play the episodes of a schedule.
+    """Applies the disturbances of a schedule to the actions of parallel rows.
 
-    Whoever plays starts episodes in the order of their seeds (`record`, and `evaluate_policy` on ascending seeds), so
-    rows take the next ones at every reset; batch_size: B. Raises ConfigError where an action has no finite bounds.
+    Episodes must start in the order of their seeds (as in `record`, and `evaluate_policy` with ascending seeds),
+    because rows take the next ones at every reset; batch_size: B. Raises ConfigError if an action has no finite bounds.
     """
 
     def __init__(self, plan: Schedule, batch_size: int, action: Field):
@@ -281,7 +285,7 @@ class Disturbances:
         self._chance = np.zeros((batch_size, horizon))
 
     def start(self, rows: Rows = None) -> None:
-        """Let `rows` [R], all of them for None, play the next episodes. Raises DataError where none is left."""
+        """Assign the next episodes to `rows` [R] (None: all). Raises DataError if none is left."""
         from scipy.special import ndtri  # who disturbs actions, pays for its import
 
         given = np.arange(len(self._episode)) if rows is None else np.asarray(rows)
@@ -298,7 +302,7 @@ class Disturbances:
         self._noise[index] = ndtri(np.maximum(drawn, 2.0**-54))
 
     def apply(self, actions: Array) -> Array:
-        """Return the next chunk of actions [B, C, A] disturbed within their range, float64."""
+        """Disturb the next chunk of actions [B, C, A] within their range; returns float64."""
         rows = np.arange(len(actions))[:, None]
         step = np.minimum(self._time[:, None] + np.arange(actions.shape[1]), self._plan.horizon - 1)
         episode = self._episode[:, None]
@@ -315,27 +319,27 @@ class Disturbances:
 
 
 class DisturbedController:
-    """A controller whose actions are disturbed as a schedule says."""
+    """A controller whose actions are disturbed according to a schedule."""
 
     def __init__(self, controller: Controller, disturbances: Disturbances):
         self._controller, self._disturbances = controller, disturbances
 
     def reset(self, rows: Rows = None) -> None:
-        """Let `rows` [R] play the next episodes of the schedule, all of them for None."""
+        """Assign the next episodes of the schedule to `rows` [R] (None: all)."""
         self._controller.reset(rows)
         self._disturbances.start(rows)
 
     def begin(self, seeds: Array, rows: Rows = None) -> None:
-        """Give the controller the seeds [R] of the episodes in `rows` [R], if it wants them."""
+        """Pass the seeds [R] of the episodes in `rows` [R] to the controller, if it accepts them."""
         begin_episodes(self._controller, seeds, rows)
 
     def act(self, observation: Observation) -> Array:
-        """Return disturbed actions [B, A] for an observation [B, H, ...]; the controller sees every step."""
+        """Return disturbed actions [B, A] for an observation [B, H, ...]; the controller reads every step."""
         return self._disturbances.apply(np.asarray(self._controller.act(observation), np.float64)[:, None])[:, 0]
 
 
 class DisturbedPolicy:
-    """A policy whose action chunks are disturbed as a schedule says; its decisions have no log-probabilities."""
+    """A policy whose action chunks are disturbed according to a schedule; its decisions have no log-probabilities."""
 
     def __init__(self, policy: Policy, disturbances: Disturbances):
         self._policy, self._disturbances = policy, disturbances
@@ -346,27 +350,27 @@ class DisturbedPolicy:
         return self._policy.spec
 
     def reset(self, rows: Rows = None) -> None:
-        """Let `rows` [R] play the next episodes of the schedule, all of them for None."""
+        """Assign the next episodes of the schedule to `rows` [R] (None: all)."""
         self._policy.reset(rows)
         self._disturbances.start(rows)
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return the policy's chunk [B, C, A], disturbed; see `Policy.act`."""
+        """Return the policy's chunk [B, C, A] with disturbances; see `Policy.act`."""
         actions = self._policy.act(observation, generator, deterministic=deterministic).actions
         disturbed = self._disturbances.apply(actions.detach().cpu().double().numpy())
         return Decision(torch.from_numpy(disturbed).to(actions))
 
 
 class Idle:
-    """A controller that does nothing, under actions that are all uniform; action: of the world, [A]."""
+    """A controller that returns zeros, used when all actions are uniform; action: the world's action field, [A]."""
 
     def __init__(self, action: Field):
         self._size = action.size
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget nothing of `rows` [R]."""
+        """No memory to clear for `rows` [R]."""
 
     def act(self, observation: Observation) -> Array:
         """Return zeros [B, A] for an observation [B, H, ...]."""
@@ -374,9 +378,9 @@ class Idle:
 
 
 def columns(episodes: Episodes, plan: Schedule) -> dict[str, Tensor]:
-    """Return COLUMNS for the steps of `episodes`, each [N], which were all recorded under `plan` in its order.
+    """Return COLUMNS for the steps of `episodes`, each [N], all recorded under `plan` in its order.
 
-    Raises DataError where their number differs, or the episodes do not say how they ended.
+    Raises DataError if their number differs, or the episodes do not record how they ended.
     """
     if len(episodes) != len(plan) or episodes.terminated is None:
         raise DataError(f"{len(episodes)} episodes do not pair with a schedule of {len(plan)}, or lack `terminated`.")
@@ -394,20 +398,20 @@ def columns(episodes: Episodes, plan: Schedule) -> dict[str, Tensor]:
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
-    """Return the hash of a generator's settings, 16 hexadecimal digits: equal settings, equal datasets."""
+    """Return the hash of a generator's settings, 16 hexadecimal digits: equal settings give equal datasets."""
     text = json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def dataset_name(world: str, quality: str) -> str:
-    """Return the name of a dataset, "gen-v1/push_t-medium"."""
+    """Return the dataset name, such as "gen-v1/push_t-medium"."""
     return f"{VERSION}/{world.replace('/', '-').replace(':', '-')}-{quality}"
 
 
 def read_quality(folder: Path) -> dict[str, Any]:
-    """Return what a dataset says of how it was made: name, quality, generator, hash, anchors, measured.
+    """Return a dataset's description of its generation: name, quality, generator, hash, anchors, measured.
 
-    Raises DataError where it says nothing, or is damaged.
+    Raises DataError if it is missing or damaged.
     """
     path = recover_folder(Path(folder)) / QUALITY
     if not os.path.lexists(path):
@@ -422,5 +426,5 @@ def read_quality(folder: Path) -> dict[str, Any]:
 
 
 def read_behaviour(folder: Path) -> dict[str, Tensor]:
-    """Return COLUMNS of a dataset, each [N], in the order of `read_dataset`'s steps; DataError where it lacks them."""
+    """Return COLUMNS of a dataset, each [N], in the order of `read_dataset`'s steps; DataError if they are missing."""
     return read_columns(folder, COLUMNS)

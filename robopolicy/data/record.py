@@ -1,4 +1,4 @@
-"""Recording demonstrations and rollouts: play a controller or a policy in a world, one seed per episode."""
+"""Record demonstrations and rollouts: run a controller or a policy in a world, one seed per episode."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -38,16 +38,15 @@ def record(
     teacher: Controller | Policy | Actor[None] | None = None,
     kept: Kept | None = None,
 ) -> Episodes:
-    """Play the episodes of `seeds` and return them in that order, failures included unless `successes_only`.
+    """Run the episodes of `seeds` and return them in that order, including failures unless `successes_only`.
 
-    episodes: stop after this many (kept) episodes. generator: its seed and device are those of a policy's noise, which
-    belongs to the episodes (`EpisodeGenerator`): the same episodes come out whatever the world's batch size;
-    deterministic: a policy without exploration noise; teacher: says in every step what it would do from there, without
-    exploration noise (`Episodes.labels`); kept: where episodes are kept as they end: those that are there already are
-    not played again. Actions are stored as executed: clipped to the world's range where it clips; how many were beyond
-    it is warned of. A policy's chunks run step by step where in-chunk images, success times or labels are wanted.
-    Raises DataError (seeds used up, nothing kept), SpecError (actor, teacher and world do not fit) and ConfigError
-    (successes only, of a world that reports none).
+    episodes: stop after this many (kept) episodes. generator: provides seed and device of a policy's noise, which
+    depends on the episode (`EpisodeGenerator`), so the same episodes result for any batch size of the world;
+    deterministic: no exploration noise; teacher: labels every step with its own action, without exploration noise
+    (`Episodes.labels`); kept: storage for finished episodes; stored ones are not run again. Actions are stored as
+    executed, i.e. clipped if the world clips; a warning reports out-of-bounds actions. A policy's chunks run step by
+    step if in-chunk images, success times or labels are needed. Raises DataError (seeds used up, nothing kept),
+    SpecError (actor, teacher and world do not fit) and ConfigError (successes only, but the world reports none).
     """
     draws = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
     own = EpisodeGenerator(derive(draws.initial_seed(), "teacher"), draws.device)
@@ -64,10 +63,10 @@ def record_chains(
     generator: torch.Generator,
     kept: Kept | None = None,
 ) -> tuple[Episodes, Chains]:
-    """`record` the episodes of a policy that denoises, with exploration noise, and how it came to each decision.
+    """`record` the episodes of a denoising policy, with exploration noise, and the denoising chain of each decision.
 
-    Raises ConfigError where its decisions hold no chain, or where which steps are noisy is drawn, beside what `record`
-    raises.
+    Raises ConfigError when its decisions contain no chain or only randomly chosen steps are noisy, in addition to the
+    errors of `record`.
     """
     takes = _play(world, policy, seeds, None, False, generator, False, chains=True, kept=kept)
     every = [takes.done[position] for position in sorted(takes.done)]
@@ -91,9 +90,9 @@ def record_corrected(
     generator: torch.Generator,
     kept: Kept | None = None,
 ) -> Episodes:
-    """`record` the episodes of a policy, with exploration noise, that `expert` corrects; they say who acted.
+    """`record` the episodes of a policy, with exploration noise, that `expert` corrects; they include who acted.
 
-    Raises ConfigError where what is undone has no range, beside what `record` raises.
+    Raises ConfigError when actions to be undone have no range, in addition to the errors of `record`.
     """
     noise = EpisodeGenerator.of(generator)
     operator = Operator(world.spec, world.batch_size, policy, expert, config, noise)
@@ -114,7 +113,7 @@ def _play(
     teacher: Actor[Any] | None = None,
     kept: Kept | None = None,
 ) -> "_Takes":
-    """Play as `record` says, which see; chains: whether every decision's is noted; teacher: labels every step."""
+    """Run episodes as described in `record`; chains: store the chain of every decision; teacher: labels every step."""
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
     wanted = len(seeds) if episodes is None else episodes
@@ -161,7 +160,7 @@ def _play(
 
 @contextmanager
 def _written(kept: Kept | None) -> Generator[None]:
-    """Write what waits to be kept at the end, however that comes."""
+    """Context that writes pending episodes at the end, including after errors."""
     try:
         yield
     finally:
@@ -170,7 +169,7 @@ def _written(kept: Kept | None) -> Generator[None]:
 
 
 def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
-    """Return the whole episodes of `play`, called with turn after turn, until they have so many control steps."""
+    """Return the episodes of `play`, called with the round index, until they have at least `steps` control steps."""
     parts = [play(0)]
     while sum(part.step_count for part in parts) < steps:
         parts.append(play(len(parts)))
@@ -178,13 +177,13 @@ def record_until(steps: float, play: Callable[[int], Episodes]) -> Episodes:
 
 
 def of_one_world(parts: Sequence[Episodes]) -> Episodes:
-    """Join recordings of one world, each with the bounds of actions that it went to."""
+    """Join recordings of one world, with action bounds widened to contain all of them."""
     action = hull(*(part.action_field for part in parts))
     return Episodes.concatenate([replace(part, action_field=action) for part in parts])
 
 
 class _Takes:
-    """Which episode runs in which row of a player's world, and what was recorded so far."""
+    """Assignment of episodes to a player's rows, and the data recorded so far."""
 
     def __init__(
         self,
@@ -211,7 +210,7 @@ class _Takes:
             self._open(np.arange(len(first)))
 
     def add(self, played: PlayedStep[Any]) -> None:
-        """Store what happened in the rows that were played."""
+        """Store the results of the rows that were running."""
         spec = self.player.world.spec
         done = executed(spec, played.actions)
         self.outside.add(played.actions, played.step.valid & played.running[:, None])
@@ -231,12 +230,12 @@ class _Takes:
         self.decided = played.chunk_done
 
     def label(self) -> None:
-        """Ask the teacher, if there is one, what it would do in the steps that come next."""
+        """Query the teacher, if any, for its actions in the next steps."""
         if self.teacher is not None and self.player.running.any():
             self.labels = self.teacher.choose(self.player.observation)[0]
 
     def collect(self) -> list[Recording]:
-        """Take out the episodes that ended since the last call."""
+        """Remove and return the episodes that ended since the last call."""
         ended: list[Recording] = []
         for row, recording in enumerate(self.current):
             if recording is not None and not self.player.running[row]:
@@ -248,7 +247,7 @@ class _Takes:
         return ended
 
     def start_next(self) -> None:
-        """Give the next seeds, in order, to the rows that are free."""
+        """Assign the next seeds, in order, to the free rows."""
         free = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
         rows = free[: len(self.waiting)]
         if len(rows):
@@ -281,7 +280,7 @@ def _append(recording: Recording, step: Step, actions: np.ndarray, row: int, spe
 
 
 def _all_actions(kept: Sequence[Recording]) -> list[np.ndarray]:
-    """Return all that was done and all that a teacher would have done, [N, A] each."""
+    """Return all executed actions and all teacher actions, [N, A] each."""
     labels = [label.reshape(-1, label.shape[-1]) for item in kept for label in item.labels]
     return [piece for item in kept for piece in item.actions] + labels
 

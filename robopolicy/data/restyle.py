@@ -1,4 +1,4 @@
-"""The same episodes in another look: recorded actions are played again from the recorded seeds, and filmed anew."""
+"""Re-render episodes with another visual style by replaying their actions from their seeds."""
 
 from dataclasses import replace
 
@@ -12,14 +12,16 @@ from robopolicy.core.spec import IMAGE_PREFIX
 from robopolicy.core.world import World
 
 TOLERANCE = 1e-4
-"""How far a replay may be from the recording, in standard deviations: simulators repeat themselves to rounding."""
+"""Maximum deviation of a replay from the recording, in standard deviations; simulators are deterministic up to
+rounding.
+"""
 
 
 def restyled(world: World, episodes: Episodes) -> Episodes:
-    """Return `episodes` with the images that `world`'s cameras take of them; nothing else changes.
+    """Return `episodes` with images from `world`'s cameras; nothing else changes.
 
-    world: as the episodes' own, but for its look. Raises DataError where the episodes have no seeds, the world has no
-    camera of theirs, or the replay goes elsewhere (another world, or one that chance has a hand in).
+    world: like the episodes' own except for its visual style. Raises DataError if the episodes have no seeds, the world
+    lacks one of their cameras, or the replay deviates (another world, or a non-deterministic one).
     """
     if episodes.seeds is None:
         raise DataError("Episodes without seeds cannot be filmed again: record them with 'robopolicy collect'.")

@@ -1,7 +1,7 @@
-"""Why is success low? Replays demonstrations through every convention between dataset, world and policy.
+"""Diagnosis of low success: checks every convention between dataset, world and policy, by replaying demonstrations.
 
-Each check returns findings: what was measured, whether it is healthy, and the way out. `examine` runs them in order,
-and leaves out those that make no sense once an earlier one has failed.
+Each check returns findings: the measurement, whether it is healthy, and a remedy. `examine` runs the checks in order
+and skips those that are meaningless after an earlier failure.
 """
 
 import torch
@@ -41,10 +41,10 @@ def examine(
     *,
     success: float | None = None,
 ) -> list[Finding]:
-    """Return every finding about this combination of data, world and policy.
+    """Run all checks on this combination of data, world and policy; return the findings.
 
-    world: None where it is not known, so that the data are examined by themselves; generator: of the policy's noise;
-    success: the policy's rate after training on this data, None where not known.
+    world: None if unknown, so that only the data are checked; generator: random generator of the policy's noise;
+    success: the policy's success rate after training on this data, None if unknown.
     """
     reads_text = getattr(policy, "reads_instructions", None)
     found = examine_data(episodes, world, reads_text)
@@ -55,9 +55,9 @@ def examine(
 
 
 def examine_data(episodes: Episodes, world: World | None, reads_text: bool | None = None) -> list[Finding]:
-    """Examine data by itself, then against the world: fields, ranges, cameras, instructions, replay.
+    """Check the data by itself, then against the world: fields, ranges, cameras, instructions, replay.
 
-    reads_text: whether the policy that is examined with them reads instructions, None where nobody says.
+    reads_text: whether the policy reads instructions, None if unknown.
     """
     images = check_cameras(episodes)
     findings = [*check_finite_values(episodes), *(check_fields(episodes, world.spec) if world else ()), *images]
@@ -88,7 +88,7 @@ def examine_data(episodes: Episodes, world: World | None, reads_text: bool | Non
 
 
 def _without_repeated(findings: list[Finding], timing: list[Finding]) -> list[Finding]:
-    """Leave out that cameras stand still where films of the world say it more fully."""
+    """Drop findings of frozen cameras where the image-timing check reports the same in more detail."""
     again = {finding.check for finding in timing if finding.measured.startswith(STANDS_STILL)}
     return [item for item in findings if not (item.check in again and item.measured.startswith(STANDS_STILL))]
 
@@ -96,7 +96,7 @@ def _without_repeated(findings: list[Finding], timing: list[Finding]) -> list[Fi
 def examine_policy(
     episodes: Episodes, policy: Policy, generator: torch.Generator, success: float | None = None
 ) -> list[Finding]:
-    """Examine finite data against a policy: its fields, its normalisers, its decisions at recorded states."""
+    """Check finite data against a policy: its fields, its normalisers, its actions at recorded states."""
     spec = policy.spec
     findings = check_policy_fields(spec.observation, spec.action, spec.fps, episodes)
     recorded = episodes.observation_fields

@@ -1,4 +1,4 @@
-"""Checks of a dataset by itself and of its fields against the world's: no replay, no policy.
+"""Checks of a dataset by itself and of its fields against the world's, without replay or policy.
 
 Among them: do the statistics that it carries agree with its values? LeRobot's policies normalise with them.
 """
@@ -23,7 +23,7 @@ from robopolicy.doctor.findings import Finding, Health
 
 
 def check_finite_values(episodes: Episodes) -> list[Finding]:
-    """Look for NaN and infinity in actions, observations and rewards; say where the first ones are."""
+    """Check actions, observations and rewards for NaN and infinity; report the first occurrences."""
     remedy = "Leave these episodes out, and look at the sensor or driver that wrote them."
     findings = [Finding("finite values", Health.BAD, text, remedy) for text in nonfinite_columns(episodes)]
     return findings or [Finding("finite values", Health.GOOD, "every number is finite")]
@@ -47,7 +47,7 @@ def check_fields(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
 
 
 def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
-    """Compare the control rates that the data and a world or policy claim, in steps per second."""
+    """Compare the control rates declared by the data and by a world or policy, in steps per second."""
     if not wanted:
         text = f"dataset {recorded:g} steps/s, the {whose} does not say its own"
         return Finding("control rate", Health.UNKNOWN, text, 'Write "fps": N into robopolicy.json beside config.json.')
@@ -59,9 +59,9 @@ def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
 
 
 def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, episodes: Episodes) -> list[Finding]:
-    """Compare the fields and control rate that a policy was made for with those of the data.
+    """Compare the fields and control rate that a policy was built for with those of the data.
 
-    What could not be compared, names or the rate, is said as UNKNOWN: it agrees with nothing.
+    Names or rates that could not be compared are reported as UNKNOWN, not as agreement.
     """
     findings: list[Finding] = []
     for key, field in fields.items():
@@ -83,7 +83,7 @@ def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, 
 
 
 def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
-    """Look for actions [N, A] beyond the world's bounds, and for dimensions that use hardly any of the range."""
+    """Check for actions [N, A] beyond the world's bounds, and for dimensions that use hardly any of the range."""
     field = spec.action
     low = torch.as_tensor(np.broadcast_to(field.low, field.shape).copy(), dtype=torch.float32)
     high = torch.as_tensor(np.broadcast_to(field.high, field.shape).copy(), dtype=torch.float32)
@@ -113,7 +113,7 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
 
 
 def check_constant_actions(actions: Tensor, field: Field) -> list[Finding]:
-    """Look for elements of actions [N, A] that never change."""
+    """Check for elements of actions [N, A] that never change."""
     names, spread = element_names(field, "action"), actions.cpu().std(0, correction=0)
     still = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
     if len(still) == len(names):
@@ -134,7 +134,7 @@ def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
 
 
 def _unnamed(fields: Mapping[str, Field], recorded: Mapping[str, Field]) -> list[Finding]:
-    """Say which of a policy's vectors have elements whose names cannot be compared with those of the data."""
+    """Name the policy's vectors whose element names cannot be compared with the data's."""
     both = {key: field for key, field in fields.items() if key in recorded and recorded[key].shape == field.shape}
     vectors = {key: field for key, field in both.items() if len(field.shape) == 1}
     silent = {
@@ -182,7 +182,7 @@ ORDER = "See yourself that the elements are in the same order on both sides."
 
 COMPARED = ("mean", "std", "min", "max")
 TOLERANCE = 0.02
-"""Share of an element's range within which a statistic agrees; float32 sums and other samplings stay far below it."""
+"""Tolerance of a statistic as a fraction of the element's range; float32 sums and subsampling stay far below it."""
 REMEDY = "Compute them again before training with LeRobot, which normalises with them; 'train' here uses its own."
 
 
@@ -217,7 +217,7 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
 
 
 def check_columns(folder: Path) -> list[Finding]:
-    """Name the columns of pictures that are not read: depth, and what does not begin with "observation."."""
+    """Report unread image columns: depth, and names that do not begin with "observation."."""
     features = read_information(folder)["features"]
     read = camera_columns(features, Path(folder)).values()
     left = [
@@ -228,9 +228,9 @@ def check_columns(folder: Path) -> list[Finding]:
 
 
 def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str, ...]) -> list[str]:
-    """Return a text for each statistic of values [N, D] that lies elsewhere, "mean of 'x' is 3, not 1".
+    """Return a text for each statistic of values [N, D] that disagrees, "mean of 'x' is 3, not 1".
 
-    Rows with NaN or infinity, which are reported by themselves, do not count.
+    Rows with NaN or infinity, which are reported separately, are ignored.
     """
     values = values[np.isfinite(values).all(1)]
     if not len(values):

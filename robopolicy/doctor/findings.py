@@ -1,11 +1,11 @@
-"""What a check reports: `Finding`, and how factors between units are put into words."""
+"""Result of a check: `Finding`, and the wording of scale factors."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Health(Enum):
-    """How a finding is to be read; UNKNOWN: the data does not allow this check, which is not a problem in itself."""
+    """Status of a finding; UNKNOWN: the data does not permit this check, which is not a problem in itself."""
 
     GOOD = "good"
     UNKNOWN = "unknown"
@@ -15,7 +15,7 @@ class Health(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: name, health, what was measured, and what to do about it (empty when good)."""
+    """Result of one check: name, health, measurement, and remedy (empty when good)."""
 
     check: str
     health: Health
@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def problem(self) -> bool:
-        """Whether it asks for something to be done."""
+        """Whether the finding requires action."""
         return self.health in (Health.WARNING, Health.BAD)
 
     def to_json(self) -> dict[str, str]:
@@ -40,11 +40,11 @@ FACTORS: dict[float, tuple[str, str]] = {
     10.0: ("another unit or gain", "another unit or gain"),
     2.0: ("a doubled gain or range", "a halved gain or range"),
 }
-"""Common mistakes of scale, with what is behind a value that many times too large, and too small."""
+"""Common scale errors: the usual cause of a value that is this factor too large, and too small."""
 
 
 def name_factor(factor: float) -> str:
-    """Put "this many times too large (or small)" into words, with the usual reason within 1 % of a known factor."""
+    """Describe a factor as "times too large (or small)", with the usual cause if it is within 1 % of a known factor."""
     size = max(abs(factor), 1e-12)
     small, shown = size < 1, max(size, 1 / size)
     reasons = [texts[small] for known, texts in FACTORS.items() if abs(shown / known - 1) < 0.01]

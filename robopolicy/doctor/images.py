@@ -18,20 +18,20 @@ from robopolicy.core.world import World
 from robopolicy.doctor.findings import Finding, Health
 
 BLACK = 10
-"""Brightest value of a black image."""
+"""Maximum brightness of a black image."""
 FLAT = 3.0
-"""Spread of a flat image."""
+"""Maximum spread of a flat image."""
 FROZEN = 6
-"""Largest change of a pixel in a frozen episode (codecs)."""
+"""Maximum change of a pixel in a frozen episode (codecs)."""
 STANDS_STILL = "the image stands still while the robot moves"
 STILL = 4
-"""Images in a row that show a camera's stream to hang, if the robot moves."""
+"""Number of consecutive equal images that indicates a frozen camera stream, if the robot moves."""
 TWIN = 0.5
-"""Mean difference below which two cameras show the same; codecs change equal images equally."""
+"""Mean difference below which two cameras count as the same; codecs change equal images equally."""
 NEGATIVE = 0.03
-"""How far from -1 the slope of an image's values against the world's may be to be called a negative."""
+"""Tolerance around a slope of -1, against the world's images, for a negative image."""
 CLOSE = 4.0
-"""Mean difference within which images are the same: a codec's loss, another renderer's rounding."""
+"""Mean difference within which images count as equal: codec loss, rounding of another renderer."""
 
 IMAGES_DIR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "blue and red are swapped (BGR for RGB)": lambda images: images[..., ::-1],
@@ -40,22 +40,22 @@ IMAGES_DIR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "the image is turned by 180 degrees": lambda images: images[..., ::-1, ::-1, :],
     "blue and red are swapped and the image is upside down": lambda images: images[..., ::-1, :, ::-1],
 }
-"""What may be wrong with images [..., height, width, 3], and what undoes it."""
+"""Possible errors of images [..., height, width, 3], and the function that undoes each."""
 
 
 def image_check(text: str) -> str:
-    """Return the finding's name for a text of IMAGES_DIR."""
+    """Return the finding's name for an entry of IMAGES_DIR."""
     return "image channels" if text.startswith("blue") else "image orientation"
 
 
 def check_cameras(episodes: Episodes) -> list[Finding]:
-    """Look for black, flat and frozen images and wrong ranges, camera by camera, and for cameras that are one."""
+    """Check each camera for black, flat and frozen images and invalid ranges, and all cameras for duplicates."""
     findings = [finding for camera in episodes.cameras for finding in _check_camera(episodes, camera)]
     return [*findings, *_check_twins(episodes)]
 
 
 def check_images(episodes: Episodes, world: World) -> list[Finding]:
-    """Compare first images of episodes with the world's at the same seeds, or on average where there are no seeds."""
+    """Compare first images of episodes with the world's at the same seeds, or their averages if there are no seeds."""
     cameras = [camera for camera in world.spec.cameras if camera in episodes.cameras]
     if not cameras:
         return []
@@ -79,14 +79,14 @@ def check_images(episodes: Episodes, world: World) -> list[Finding]:
 
 
 def standing_still(camera: str, episodes: list[str]) -> list[Finding]:
-    """Return the finding that a camera hung in `episodes`, none where there are none."""
+    """Return the finding that a camera was frozen in `episodes`; none if the list is empty."""
     text = f"{STANDS_STILL} (episodes {listed(episodes)})"
     remedy = "The camera's stream hung, or one image was written again and again: record these episodes again."
     return [Finding(f"camera '{camera}'", Health.BAD, text, remedy)] if episodes else []
 
 
 def _check_twins(episodes: Episodes) -> list[Finding]:
-    """Look for pairs of cameras that show the same images."""
+    """Check for pairs of cameras with the same images."""
     every = max(1, episodes.step_count // 64)
     some = {camera: episodes.observation[IMAGE_PREFIX + camera][::every].cpu().numpy() for camera in episodes.cameras}
     twins = [
@@ -100,7 +100,7 @@ def _check_twins(episodes: Episodes) -> list[Finding]:
 
 
 def _check_range(camera: str, images: Tensor) -> list[Finding]:
-    """Look for images [n, height, width, 3] that are not bytes from 0 to 255, but numbers for networks."""
+    """Check for images [n, height, width, 3] that are not bytes from 0 to 255 but normalised network inputs."""
     low, high = float(images.min()), float(images.max())
     remedy = "Store bytes from 0 to 255: multiply by 255 (or undo the normalisation) before the conversion to uint8."
     if images.dtype != torch.uint8 and high <= 1.0 and low >= -1.0:
@@ -144,16 +144,16 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
 
 
 def _spread(images: Tensor) -> Tensor:
-    """Return how much the pixels of each image [n, height, width, 3] differ within a channel, [n]."""
+    """Return the standard deviation of each image's pixels [n, height, width, 3], the largest over channels, [n]."""
     flat = images.reshape(len(images), -1, 3)
     parts = [part.float().std(1, correction=0).amax(-1) for part in flat.split(256)]
     return torch.cat(parts)
 
 
 def _frozen(episodes: Episodes, images: Tensor) -> list[int]:
-    """Return the episodes in which no pixel changes for STILL frames or more although the state does.
+    """Return the episodes in which no pixel changes for STILL or more frames although the state changes.
 
-    A stream that stands still at first and then goes on is late, which the films of the world show.
+    A stream that is frozen only at the start of an episode is delayed, which the image-timing check reports.
     """
     keys = [key for key in (STATE, ENVIRONMENT_STATE) if key in episodes.observation]
     states = [episodes.observation[key].cpu() for key in keys]
@@ -172,7 +172,7 @@ def _frozen(episodes: Episodes, images: Tensor) -> list[int]:
 
 
 def still_runs(images: Tensor) -> list[tuple[int, int]]:
-    """Return the runs (first frame, one after the last) of STILL or more images [n, ...] like their first."""
+    """Return the runs (first frame, one after the last) of STILL or more images [n, ...] equal to their first."""
     runs, begin = [], 0
     for frame in range(1, len(images) + 1):
         ends = frame == len(images)
@@ -184,7 +184,7 @@ def still_runs(images: Tensor) -> list[tuple[int, int]]:
 
 
 def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray], seeded: bool) -> Finding:
-    """Compare images [n, height, width, 3] of one camera with what the world's cameras show."""
+    """Compare images [n, height, width, 3] of one camera with the images of the world's cameras."""
     check, error = f"images of '{camera}'", _difference(recorded, shown[camera])
     how = "the same starts" if seeded else "average images"
     tried = {text: _difference(mend(recorded), shown[camera]) for text, mend in IMAGES_DIR.items()}
@@ -222,7 +222,7 @@ def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray],
 
 
 def _line(shown: np.ndarray, recorded: np.ndarray) -> tuple[float, float, float]:
-    """Fit recorded = slope shown + offset over all values; return slope, offset and the mean difference left."""
+    """Fit recorded = slope shown + offset over all values; return slope, offset and the remaining mean difference."""
     x, y = shown.reshape(-1), recorded.reshape(-1)
     centred = x - x.mean()
     slope = float((centred * y).mean() / max(float((centred**2).mean()), 1e-9))
@@ -235,20 +235,20 @@ def _difference(first: np.ndarray, second: np.ndarray) -> float:
 
 
 FRAMES, LATEST = 20, 8
-"""Frames of each episode that are filmed, and by how many images may be late or early."""
+"""Number of frames rendered per episode, and maximum number of frames that images may lag or lead."""
 MOVING, OFF = 20, 5.0
-"""Steps of 255 that a pixel changes by where something moves, and mean difference there that needs a reason."""
+"""Change of a pixel, in steps of 255, that counts as motion, and mean difference there that needs an explanation."""
 ENOUGH = 8
-"""Images of all episodes together that must be comparable at a delay."""
+"""Minimum number of comparable images, over all episodes, at a delay."""
 EXPLAINED = 0.5
-"""Share of that difference which a delay may leave."""
+"""Maximum fraction of that difference that remains after correcting a delay."""
 
 
 def check_image_timing(episodes: Episodes, world: World, known_faults: Collection[Finding] = ()) -> list[Finding]:
-    """Play recorded actions step by step and find cameras whose images are late or early against the states, or hang.
+    """Replay recorded actions step by step and find cameras whose images lag, lead or freeze relative to the states.
 
-    The replay must follow the recording, else the images differ for another reason. known_faults: of the images;
-    cameras that hang are not looked at for delays, black ones and the like for nothing.
+    The replay must follow the recording, otherwise images differ for another reason. known_faults: findings on the
+    images; frozen cameras are not checked for delays, cameras with other faults are skipped.
     """
     hanging = {item.check for item in known_faults if item.problem and item.measured.startswith(STANDS_STILL)}
     spoiled = {item.check for item in known_faults if item.problem} - hanging
@@ -277,7 +277,7 @@ def check_image_timing(episodes: Episodes, world: World, known_faults: Collectio
 def _filmed(
     episodes: Episodes, world: World, cameras: list[str], chosen: np.ndarray
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return what the cameras show of episodes `chosen`, [E, T, height, width, 3], and how many frames count, [E]."""
+    """Return the rendered images of episodes `chosen`, [E, T, height, width, 3], and the number of valid frames [E]."""
     lengths = np.minimum(episodes.lengths.cpu().numpy()[chosen], FRAMES - 1)
     seeds = np.resize(np.asarray(episodes.seeds)[chosen], world.batch_size)
     starts, actions = episodes.starts.cpu().numpy()[chosen], episodes.actions.cpu().double().numpy()
@@ -293,7 +293,7 @@ def _filmed(
 
 
 def _hanging(recorded: np.ndarray, shown: np.ndarray, lengths: np.ndarray) -> list[int]:
-    """Return the rows in which recorded images [E, T, ...] stand still for some frames and the world's do not."""
+    """Return the rows in which recorded images [E, T, ...] are frozen for some frames while the world's are not."""
     return [
         row
         for row, length in enumerate(lengths)
@@ -305,7 +305,7 @@ def _hanging(recorded: np.ndarray, shown: np.ndarray, lengths: np.ndarray) -> li
 
 
 def _compare_delays(camera: str, recorded: np.ndarray, shown: np.ndarray, known: np.ndarray) -> list[Finding]:
-    """Compare images [E, T, height, width, 3] where something moves; known: [E, T] bool."""
+    """Compare images [E, T, height, width, 3] in regions of motion; known: [E, T] bool."""
     moving = (np.ptp(shown, axis=1).max(-1) > MOVING)[:, None, ..., None] & known[:, :, None, None, None]
     moving = np.broadcast_to(moving, shown.shape)
     if shown.shape[1] < 4 or not moving.any():

@@ -18,9 +18,9 @@ from robopolicy.doctor.findings import FACTORS, Finding, Health, name_factor
 
 @dataclass(frozen=True)
 class Motion:
-    """Episodes side by side: actions [E, T, A] (NaN: unknown), frames [E, T + 1, S], known [E, T + 1] bool.
+    """A batch of recorded episodes: actions [E, T, A] (NaN: unknown), frames [E, T + 1, S], known [E, T + 1] bool.
 
-    Frame t is what the action at t was taken on; frames that are not known (padding) are never compared.
+    Frame t is the observation on which action t was taken; frames that are not known (padding) are never compared.
     """
 
     actions: np.ndarray
@@ -34,7 +34,7 @@ class Motion:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A break of convention: the finding's name, its text and remedy, and what undoes it in a motion."""
+    """A possible convention error: the finding's name, its text and remedy, and the function that corrects a motion."""
 
     check: str
     text: str
@@ -43,10 +43,10 @@ class Hypothesis:
 
 
 def action_hypotheses(field: Field, largest: np.ndarray) -> list[Hypothesis]:
-    """Return the breaks of sign, order, scale and range that actions of this field may have.
+    """Return the possible errors of sign, order, scale and range for actions of this field.
 
-    largest: [A], largest absolute action in the data; factors after which it would not fit the field's range are left
-    out (fit: at most half as much again as the bounds, and at least a fiftieth of them).
+    largest: [A], largest absolute action in the data; scale factors are omitted if the corrected actions would not fit
+    the field's range (at most 1.5 times and at least 1/50 of the bounds).
     """
     names = element_names(field, "action")
     low, high = (np.broadcast_to(bound, field.shape).astype(float) for bound in (field.low, field.high))
@@ -88,17 +88,17 @@ ALIGN = "Align them: an action belongs to the frame it was decided on."
 
 
 LATEST = 8
-"""Steps by which actions or observations may be shifted."""
+"""Maximum time shift of actions or observations, in steps."""
 
 
 def short_shifts() -> list[Hypothesis]:
-    """Return the shifts in time that come together with other breaks."""
+    """Return the time shifts that are tested in combination with other errors."""
     actions = [_actions_late(1), _actions_early(1), _actions_late(2)]
     return [*actions, _observations_late(1), observations_early(1), _observations_late(2)]
 
 
 def long_shifts() -> list[Hypothesis]:
-    """Return the shifts in time by several steps."""
+    """Return time shifts by several steps."""
     late = [shift(steps) for steps in range(3, LATEST + 1) for shift in (_actions_late, _observations_late)]
     return [*late, *(_actions_early(steps) for steps in range(2, LATEST + 1))]
 
@@ -116,7 +116,7 @@ def _observations_late(steps: int) -> Hypothesis:
 
 
 def observations_early(steps: int) -> Hypothesis:
-    """Return the break that every observation is stored `steps` steps too early."""
+    """Return the hypothesis that every observation is stored `steps` steps too early."""
     return _shift("observations", steps, "early", _frames_early(steps))
 
 
@@ -126,7 +126,7 @@ def _shift(what: str, steps: int, way: str, mend: Callable[[Motion], Motion]) ->
 
 
 def rate_hypotheses(fps: float) -> list[Hypothesis]:
-    """Return the wrong control rates that whole factors explain; fps: the world's."""
+    """Return the hypotheses of a control rate that is wrong by an integer factor; fps: the world's."""
     found = []
     for factor in (2, 3, 4, 5):
         for times, mend in ((1 / factor, _hold(factor)), (factor, _skip(factor))):
@@ -137,7 +137,7 @@ def rate_hypotheses(fps: float) -> list[Hypothesis]:
 
 
 def scaled_actions(factor: float, dimension: int | None = None) -> Callable[[Motion], Motion]:
-    """Return the mending of actions (or one dimension of them) that are `factor` times too large."""
+    """Return the correction of actions (or of one dimension) that are `factor` times too large."""
 
     def mend(motion: Motion) -> Motion:
         actions = motion.actions.copy()
@@ -172,7 +172,7 @@ def _exchanged(first: int, second: int, count: int) -> tuple[int, ...]:
 
 
 def _cycles(count: int) -> list[tuple[int, ...]]:
-    """Return every order in which three of `count` elements have changed places in a round."""
+    """Return every cyclic permutation of three of `count` elements."""
     found = []
     for i, j, k in itertools.combinations(range(count), 3):
         for first, second, third in ((i, j, k), (i, k, j)):
@@ -194,7 +194,7 @@ def _from_range(first: float, last: float, low: np.ndarray, high: np.ndarray) ->
 
 
 def _unknown(motion: Motion) -> Motion:
-    """A motion too short for a shift: nothing of it can be compared."""
+    """Return a motion without known frames: it is too short for the shift, so nothing can be compared."""
     return replace(motion, known=np.zeros_like(motion.known))
 
 
@@ -232,7 +232,7 @@ def _early(steps: int) -> Callable[[Motion], Motion]:
 
 
 def _frames_early(steps: int) -> Callable[[Motion], Motion]:
-    """The frames before the action of step `steps` are then not known."""
+    """The frames before the action of step `steps` are then unknown."""
 
     def mend(motion: Motion) -> Motion:
         if motion.actions.shape[1] <= steps:
@@ -245,7 +245,7 @@ def _frames_early(steps: int) -> Callable[[Motion], Motion]:
 
 
 def _hold(factor: int) -> Callable[[Motion], Motion]:
-    """One recorded step lasts `factor` steps of the world; the actions between are interpolated."""
+    """Correct a recording whose steps last `factor` steps of the world; actions in between are interpolated."""
 
     def mend(motion: Motion) -> Motion:
         steps = motion.actions.shape[1]
@@ -261,7 +261,7 @@ def _hold(factor: int) -> Callable[[Motion], Motion]:
 
 
 def _skip(factor: int) -> Callable[[Motion], Motion]:
-    """`factor` recorded steps last one step of the world."""
+    """Correct a recording in which `factor` steps last one step of the world."""
 
     def mend(motion: Motion) -> Motion:
         count = motion.actions.shape[1] // factor
@@ -272,18 +272,18 @@ def _skip(factor: int) -> Callable[[Motion], Motion]:
 
 
 BEAM, DEPTH = 3, 3
-"""How many partial explanations are pursued at once, and how many breaks one explanation may combine."""
+"""Number of partial explanations kept in the beam search, and maximum number of convention errors per explanation."""
 PARTIAL = 0.9
-"""Share of the error that may remain to go on."""
+"""Maximum remaining fraction of the error for a partial explanation to be continued."""
 LIKELY = 0.75
-"""Share of the error that may remain of a likely explanation."""
+"""Maximum remaining fraction of the error for a likely explanation."""
 RIVAL = 1.15
-"""How near the error of a rival is."""
+"""Maximum ratio of the error of an alternative explanation to the smallest error."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a motion agrees: its error (1: no better than chance); exact: nothing is left to explain."""
+    """Agreement of a motion: its error (1: no better than chance); exact: whether no error is left."""
 
     error: float
     exact: bool
@@ -294,7 +294,7 @@ Judge = Callable[[Motion], Score]
 
 @dataclass(frozen=True)
 class Explanation:
-    """Breaks that, mended together, bring a motion to `score`."""
+    """Convention errors that, when corrected together, bring a motion to `score`."""
 
     breaks: tuple[Hypothesis, ...]
     motion: Motion
@@ -304,11 +304,11 @@ class Explanation:
 def explain_exactly(
     motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int = DEPTH
 ) -> list[Explanation]:
-    """Return the simplest explanations after which nothing is left to explain; several if none is more right.
+    """Return the simplest explanations that leave no error; several if they explain equally well.
 
-    depth: breaks that one explanation may combine.
-    All hypotheses are tried on the motion; those that help are then tried on the best partial mendings (a beam
-    search). It stops at the first depth with an exact explanation; [] if there is none.
+    depth: maximum number of convention errors in one explanation. All hypotheses are tested on the motion; those that
+    reduce the error are then tested on the best partial corrections (a beam search). The search stops at the first
+    depth with an exact explanation; [] if there is none.
     """
     for tried in _search(motion, hypotheses, judge, depth):
         exact = _distinct([item for item in tried if item.score.exact])
@@ -318,9 +318,9 @@ def explain_exactly(
 
 
 def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge) -> list[Explanation]:
-    """Return the one break that leaves least of the error; several if they are about as good.
+    """Return the single convention error whose correction leaves the smallest error; several if they are about equal.
 
-    [] unless something takes a good part of the error away.
+    Returns [] unless a correction removes a substantial part of the error.
     """
     start = Explanation((), motion, judge(motion))
     limit = LIKELY * min(start.score.error, 1.0)
@@ -330,7 +330,7 @@ def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judg
 
 
 def _search(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, depth: int) -> Iterator[list[Explanation]]:
-    """Yield, for each number of breaks up to `depth`, the explanations tried."""
+    """Yield, for each number of convention errors up to `depth`, the explanations tested."""
     start = Explanation((), motion, judge(motion))
     beam, useful = [start], list(hypotheses)
     for _ in range(depth):
@@ -348,9 +348,9 @@ def _helps(item: Explanation, partial: Explanation) -> bool:
 
 
 def report(explanations: Sequence[Explanation], exactly: str, nearly: str) -> list[Finding]:
-    """Turn explanations into findings, and say so where they are approximate or cannot be told apart.
+    """Turn explanations into findings, stating when they are approximate or cannot be distinguished.
 
-    exactly, nearly: what mending achieves, e.g. "replays follow the recording", "replays still miss {error:.0%}".
+    exactly, nearly: effect of the correction, e.g. "replays follow the recording", "replays still miss {error:.0%}".
     """
     findings = []
     for explanation in explanations:
@@ -371,7 +371,7 @@ def _mended(partial: Explanation, hypothesis: Hypothesis, judge: Judge) -> Expla
 
 
 def _distinct(explanations: Sequence[Explanation]) -> list[Explanation]:
-    """Drop explanations that mend a motion in the same way as one before them."""
+    """Drop explanations that correct a motion in the same way as an earlier one."""
     kept: list[Explanation] = []
     for item in explanations:
         if not any(_same(item.motion, other.motion) for other in kept):

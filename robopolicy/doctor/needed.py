@@ -1,8 +1,8 @@
-"""The actions that a recorded motion needs, found step by step in the world, and how the recorded ones differ.
+"""Actions that a recorded motion requires, solved step by step in the world, and how the recorded ones differ.
 
-Where a replay leaves the recording, the step before holds a wrong action. Newton's method finds the one that leads to
-the recorded frame; with it in place the replay goes on to the next wrong one.
-Axes: E episode, T step, A action dimension, S observation element.
+Where a replay leaves the recording, the preceding action is wrong. Newton's method solves for the action that leads to
+the recorded frame; with it the replay continues to the next wrong action. Axes: E episode, T step, A action dimension,
+S observation element.
 """
 
 from collections.abc import Callable
@@ -15,27 +15,27 @@ from robopolicy.doctor.findings import Finding, Health
 from robopolicy.doctor.motion import Motion
 
 LEFT = 1e-3
-"""Standard deviations from which a replay has left the recording; it repeats sound steps to about 1e-6."""
+"""Error in standard deviations above which a replay has left the recording; correct steps repeat to about 1e-6."""
 ROUNDS, ITERATIONS = 10, 4
-"""Wrong steps that are mended in each episode at most, and steps of Newton's method for each."""
+"""Maximum number of wrong actions solved per episode, and Newton iterations for each."""
 NOTABLE = 0.05
-"""Share of the spread of an action by which it differs notably from the needed one; EXACT: what is left of a fit."""
+"""Fraction of an action's spread above which it differs from the required one; EXACT: remaining error of a fit."""
 EXACT = 0.02
 ENOUGH = 8
-"""Wrong steps from which a relation between recorded and needed actions is more than chance."""
+"""Number of wrong steps above which a relation between recorded and required actions is not chance."""
 LATEST = 8
-"""Steps by which one dimension of the actions may be late."""
+"""Maximum lag of one action dimension, in steps."""
 
 Play = Callable[[np.ndarray], np.ndarray]
-"""Actions [E, T, A] -> frames [E, T + 1, S] from the recorded starts."""
+"""Actions [E, T, A] -> frames [E, T + 1, S] from the recorded initial states."""
 
 
 @dataclass(frozen=True)
 class Needed:
-    """What was recorded, what the world makes of it and what the motion needs: actions [E, T, A] each.
+    """Recorded, executed and required actions: [E, T, A] each.
 
-    executed: the recorded ones within the world's bounds; frames: [E, T + 1, S] as recorded; solved: [E, T] bool, steps
-    until which everything follows the recording, so that their own action is known.
+    executed: the recorded ones clipped to the world's bounds; frames: [E, T + 1, S] as recorded; solved: [E, T] bool,
+    steps up to which the replay follows the recording, so that their required action is known.
     """
 
     recorded: np.ndarray
@@ -48,7 +48,9 @@ class Needed:
 def needed_actions(
     motion: Motion, play: Play, scale: np.ndarray, bounds: tuple[np.ndarray, np.ndarray], rounds: int = ROUNDS
 ) -> Needed:
-    """Mend up to `rounds` wrong steps of each episode; scale: [S] standard deviations; bounds: lowest, highest [A]."""
+    """Replace up to `rounds` wrong actions of each episode; scale: [S] standard deviations; bounds: lowest, highest
+    [A].
+    """
     actions = np.clip(motion.actions, *bounds)
     executed, wrong = actions.copy(), np.zeros(actions.shape[:2], dtype=bool)
     solved = np.ones(actions.shape[:2], dtype=bool)
@@ -71,7 +73,7 @@ def needed_actions(
 
 
 def _first_wrong(motion: Motion, frames: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Return the first frame [E] in which an episode has left the recording, -1 where none has."""
+    """Return the first frame [E] in which an episode has left the recording, -1 if it never does."""
     error = (np.abs(frames - motion.frames) / scale).max(-1)
     left = (error >= LEFT) & motion.known
     return np.where(left.any(1), left.argmax(1), -1)
@@ -117,7 +119,7 @@ def solve_step(
 def explain_needed(
     needed: Needed, names: tuple[str, ...], elements: tuple[str, ...], all_actions: np.ndarray
 ) -> list[Finding]:
-    """Put the relation between recorded and needed actions into words, dimension by dimension; [] where none holds.
+    """Describe the relation between recorded and required actions for each dimension; [] if there is none.
 
     elements: names of the S observation elements; all_actions: [N, A], every recorded action.
     """
@@ -135,7 +137,7 @@ def explain_needed(
 
 
 def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray) -> list[Finding]:
-    """Name single wrong actions in a motion that otherwise follows; episodes: [E], their numbers in the data."""
+    """Report single wrong actions in an otherwise correct motion; episodes: [E], their indices in the data."""
     wrong = _wrong(needed)
     texts = [
         f"'{names[i]}' of episode {episodes[row]} at step {step} is {needed.recorded[row, step, i]:.3g}, the motion "
@@ -147,7 +149,7 @@ def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray)
 
 
 def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
-    """Name the dimensions of the actions that differ from the needed ones, where others agree."""
+    """Report the action dimensions that differ from the required ones, when others agree."""
     wrong = _wrong(needed)
     odd = wrong.any((0, 1))
     if wrong.sum() < ENOUGH or odd.all():
@@ -161,7 +163,7 @@ def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
 
 
 def _wrong(needed: Needed) -> np.ndarray:
-    """Return [E, T, A] bool: solved steps whose recorded action differs notably from the needed one."""
+    """Return [E, T, A] bool: solved steps whose recorded action differs notably from the required one."""
     if not needed.solved.any():
         return np.zeros(needed.actions.shape, dtype=bool)
     spread = np.maximum(needed.actions[needed.solved].std(0), needed.executed[needed.solved].std(0))
@@ -202,7 +204,7 @@ def _relation(
 def _state_in(
     needed: Needed, recorded: np.ndarray, wanted: np.ndarray, elements: tuple[str, ...]
 ) -> tuple[str, str, str] | None:
-    """Return check, text and remedy where recorded actions [E, T] hold an element of the state, alone or added."""
+    """Return check, text and remedy if recorded actions [E, T] contain a state element, alone or added."""
     remedy = "Record what the robot was told, or open the world with the same kind of action."
     rows = needed.solved
     if rows.sum() < ENOUGH:
@@ -225,7 +227,7 @@ def _state_in(
 
 
 def _late_by(needed: Needed, recorded: np.ndarray, wanted: np.ndarray) -> int:
-    """Return by how many steps recorded values [E, T] follow the wanted ones, 0 where they do not."""
+    """Return the number of steps by which recorded values [E, T] lag the required ones, 0 if they do not."""
     for steps in range(1, min(LATEST, wanted.shape[1] - 1) + 1):
         both = needed.solved[:, steps:] & needed.solved[:, :-steps]
         moved = both & (np.abs(wanted[:, steps:] - wanted[:, :-steps]) > 1e-6)
@@ -235,7 +237,7 @@ def _late_by(needed: Needed, recorded: np.ndarray, wanted: np.ndarray) -> int:
 
 
 def _same(first: np.ndarray, second: np.ndarray, where: np.ndarray) -> bool:
-    """Whether nearly all values [E, T] are the same where asked for, and these are enough to tell."""
+    """Whether nearly all selected values [E, T] are equal, and there are enough of them."""
     if where.sum() < ENOUGH:
         return False
     near = np.abs(first - second)[where] < EXACT * max(float(first[where].std()), 1e-9)
@@ -243,7 +245,7 @@ def _same(first: np.ndarray, second: np.ndarray, where: np.ndarray) -> bool:
 
 
 def _fit(values: np.ndarray, features: np.ndarray) -> np.ndarray | None:
-    """Return the weights [K] of a linear fit of values [n] by features [n, K], None unless it is exact."""
+    """Return the weights [K] of a linear fit of values [n] on features [n, K], None unless it is exact."""
     spread = float(values.std())
     if len(values) < ENOUGH + features.shape[1] or spread < 1e-9 or (features.std(0) < 1e-9).any():
         return None

@@ -1,4 +1,4 @@
-"""Checks of a policy against data: its normalisers, what it decides at recorded states, and on which engine."""
+"""Checks of a policy against data: its normalisers, its actions at recorded states, and its inference engine."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,32 +25,33 @@ from robopolicy.rl.offline.decisions import observed_at
 OUTSIDE = {NormalizationMode.MIN_MAX: 1.25, NormalizationMode.MEAN_STD: 3.5}
 """Normalised values beyond this lie outside the data that a normaliser was fitted on."""
 NOTABLE, CLEARLY = 0.2, 0.5
-"""Squared error from which images need an explanation, and the share of it that one may leave."""
+"""Squared error above which images need an explanation, and maximum fraction of it that may remain."""
 FOLLOWS, WIDER = 0.4, 5.0
-"""Correlation from which a policy's action follows one of the data, and how many times wider it may be.
+"""Correlation above which a policy action follows a data dimension, and maximum scale ratio.
 
-A policy that has learned little stays near the mean, so that smaller factors are left to the replay."""
+A policy that has learned little stays near the mean, so smaller factors are left to the replay.
+"""
 HESITANT, CLOSELY = 2.0, 0.9
-"""Slope of the data over a policy's action from which it hardly leaves the mean, and correlation that tells even then.
+"""Slope of the data over a policy's action above which it hardly leaves the mean, and correlation conclusive even then.
 
-A policy that has learned has slope 1, however poorly it imitates; a close one that is narrower has another scale.
+A trained policy has slope 1, however poorly it imitates; a high correlation with a narrower range means another scale.
 """
 SUCCEEDS = 0.8
-"""Rate of success from which a policy need not imitate closely: experts that differ leave an error that is sound."""
+"""Success rate above which a policy need not imitate closely: different experts leave an error that is acceptable."""
 SHARE, NARROW = 0.3, 3.0
-"""Share of values outside that makes a normaliser stale, and how many times narrower than it most elements must be.
+"""Fraction of values outside that makes a normaliser stale, and factor by which most elements must be narrower than it.
 
-Objects at rest move by a hair, another recording may push them: single elements that are wider at times or narrower
-differ between sound recordings too.
+Objects at rest hardly move, another recording may push them: single elements that are sometimes wider or narrower also
+differ between correct recordings.
 """
 ENGINE_CHECK = "engine"
 ENGINE_FRAMES = 128
 GROWN = 2.0
-"""How many times larger than measured an error may be: other observations, another processor."""
+"""Factor by which an error may exceed the measured one: other observations, another processor."""
 
 
 def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
-    """Compare what a policy's normalisers were fitted on with the data, element by element."""
+    """Compare a policy's normalisers with the data, element by element."""
     if not isinstance(policy, ShowsNormalizers):
         return [Finding("normaliser", Health.UNKNOWN, f"{type(policy).__name__} does not show its normalisers")]
     recorded, fields = {**episodes.observation, ACTION: episodes.actions}, policy.spec.observation
@@ -68,10 +69,11 @@ def check_policy_on_data(
     samples: int = 512,
     success: float | None = None,
 ) -> list[Finding]:
-    """Compare the policy's actions with the demonstrated ones at about `samples` recorded states, and explain.
+    """Compare the policy's actions with the demonstrated ones at about `samples` recorded states, and explain
+    differences.
 
-    success: its rate when it was judged after training on these episodes, None where it was not; a policy that succeeds
-    need not imitate closely.
+    success: its success rate after training on these episodes, None if not evaluated; a policy that succeeds need not
+    imitate closely.
     """
     rows = _whole_episodes(episodes, samples, generator)
     part = episodes.select(rows)
@@ -114,7 +116,7 @@ def check_policy_on_data(
 
 
 def _imitation(error: float, success: float | None) -> Finding:
-    """Judge the normalised squared error of a policy whose measured rate of success is known or None."""
+    """Rate the normalised squared error of a policy; its success rate is known or None."""
     text = f"normalised squared error {error:.2f} (1 is no better than the mean action)"
     health = Health.GOOD if error < 0.5 else Health.WARNING if error < 1.0 else Health.BAD
     if health is Health.GOOD or success is None or success < SUCCEEDS:
@@ -123,7 +125,7 @@ def _imitation(error: float, success: float | None) -> Finding:
 
 
 def _action_normalizer_fits(policy: Policy, actions: Tensor) -> bool:
-    """Say whether a policy shows a normaliser of its actions that fits actions [n, A]: their scale is its own."""
+    """Whether a policy exposes an action normaliser that fits actions [n, A], so that their scale is its own."""
     normalizer = policy.normalizers().get(ACTION) if isinstance(policy, ShowsNormalizers) else None
     if normalizer is None or normalizer.mode is NormalizationMode.IDENTITY:
         return False
@@ -168,7 +170,7 @@ def _misfit(label: str, fitted: Normalizer, offset: Tensor, scale: Tensor, i: in
 
 
 def _swapped(offset: Tensor, scale: Tensor, fitted: Normalizer, off: list[int], labels: list[str]) -> list[str]:
-    """Return the pairs with an element that does not fit, whose elements would fit each other's statistics."""
+    """Return the pairs that include a misfitting element and whose elements would fit each other's statistics."""
 
     def fits(i: int, j: int) -> bool:
         near = abs(float(fitted.offset[i] - offset[j])) < 0.3 * float(scale[j])
@@ -179,19 +181,19 @@ def _swapped(offset: Tensor, scale: Tensor, fitted: Normalizer, off: list[int], 
 
 
 def _whole_episodes(episodes: Episodes, samples: int, generator: torch.Generator) -> Tensor:
-    """Return random episodes [E] that hold about `samples` steps together."""
+    """Return random episodes [E] with about `samples` steps in total."""
     order = torch.randperm(len(episodes), generator=generator, device=generator.device).cpu()
     enough = int((episodes.lengths.cpu()[order].cumsum(0) < samples).sum()) + 1
     return order[:enough]
 
 
 def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fits: bool) -> list[Finding]:
-    """Find out which dimension of the data each of the policy's follows, [N, A] both, with which sign and scale.
+    """Match each policy action dimension to the data dimension that it follows, [N, A] both, with sign and scale.
 
-    Correlations, not errors: they are telling for a policy that imitates poorly, too. Not for one that hardly leaves
-    the mean action: its correlations are chance, unless they are close and its scale may be another (fits: its
-    normaliser says it is not). Shifts in time are left to the replay, because policies repeat the action they see in
-    the velocities and so look late on sound data.
+    Uses correlations, not errors: they are informative for a poorly imitating policy as well. They are not for a policy
+    that hardly leaves the mean action: its correlations are chance, unless they are high and its scale may differ
+    (fits: its normaliser excludes that). Time shifts are left to the replay: policies repeat the action that they
+    observe in the velocities, so they appear delayed on correct data.
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -241,7 +243,7 @@ def _correlation(first: Tensor, second: Tensor) -> Tensor:
 def _explain_images(
     observation: TensorObservation, error: Callable[[TensorObservation], float], plain: float
 ) -> list[Finding]:
-    """Show the policy changed images; it imitates clearly better with those it was trained on."""
+    """Test modified images: the policy imitates clearly better on images like those it was trained on."""
     findings = []
     for key, images in observation.items():
         if not key.startswith(IMAGE_PREFIX) or not isinstance(images, Tensor):
@@ -264,7 +266,7 @@ def _to(observation: Mapping, device: torch.device) -> TensorObservation:
 
 
 def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding]:
-    """Compare the stored way of deciding with the policy itself, at recorded observations; nothing where none is."""
+    """Compare the stored inference plan with the policy itself, at recorded observations; no finding without a plan."""
     plan = load_plan(folder)
     if plan is None:
         return []

@@ -1,5 +1,4 @@
-"""Checks of a recording by itself: episodes stored twice, elements that never change, cut episodes, instructions,
-success.
+"""Checks of a recording by itself: duplicate episodes, constant elements, truncated episodes, instructions, success.
 
 Axes: E episode, F observation frame (one more than steps in each episode), D element of a column.
 """
@@ -15,13 +14,13 @@ from robopolicy.core.world import World
 from robopolicy.doctor.findings import Finding, Health
 
 SPIKE = 2.0
-"""How many times the range of all other values an element leaves it by in a spike."""
+"""Minimum distance of a spike beyond the range of all other values, as a multiple of that range."""
 MANY = 0.2
-"""Share of the episodes from which a fault of single episodes is a fault of the data."""
+"""Fraction of the episodes above which a fault of single episodes counts as a fault of the data."""
 
 
 def check_duplicates(episodes: Episodes) -> list[Finding]:
-    """Look for episodes whose actions and observations are the same, number by number."""
+    """Check for episodes whose actions and observations are identical."""
     vectors = [value for key, value in episodes.observation.items() if not key.startswith(IMAGE_PREFIX)]
     frames = [value.cpu().split((episodes.lengths.cpu() + 1).tolist()) for value in vectors]
     actions = episodes.actions.cpu().split(episodes.lengths.tolist())
@@ -39,7 +38,7 @@ def check_duplicates(episodes: Episodes) -> list[Finding]:
 
 
 def check_constant_elements(episodes: Episodes) -> list[Finding]:
-    """List elements of the observation that never change; only a replay can tell whether they should."""
+    """List observation elements that never change; only a replay can tell whether they should."""
     still = [
         name
         for key, values in episodes.observation.items()
@@ -56,7 +55,7 @@ def check_constant_elements(episodes: Episodes) -> list[Finding]:
 
 
 def spikes(episodes: Episodes) -> dict[str, list[int]]:
-    """Return name of an element -> episodes in which it leaves the range of its other values for a single frame.
+    """Return element name -> episodes in which it leaves the range of its other values for a single frame.
 
     The frames before and after must lie in that range, and the one between at least SPIKE times its width beyond it.
     """
@@ -71,7 +70,7 @@ def spikes(episodes: Episodes) -> dict[str, list[int]]:
 
 
 def check_spikes(episodes: Episodes) -> list[Finding]:
-    """Look for values of a single frame far from all others, where no replay can tell."""
+    """Check for single-frame values far from all others, when no replay is possible."""
     found = spikes(episodes)
     texts = [f"'{name}' (episodes {listed(list(map(str, where)))})" for name, where in found.items()]
     text = f"single frames lie far outside of all others: {listed(texts)}"
@@ -80,7 +79,7 @@ def check_spikes(episodes: Episodes) -> list[Finding]:
 
 
 def stopped_short(episodes: Episodes, horizon: int) -> np.ndarray:
-    """Return [E] bool: episodes that stop before `horizon` steps, by their labels without success or the task's end."""
+    """Return [E] bool: episodes that stop before `horizon` steps without labelled success or task end."""
     if episodes.success is None or not horizon:
         return np.zeros(len(episodes), dtype=bool)
     short = ~episodes.success.cpu().numpy() & (episodes.lengths.cpu().numpy() < horizon)
@@ -88,7 +87,7 @@ def stopped_short(episodes: Episodes, horizon: int) -> np.ndarray:
 
 
 def check_truncation(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
-    """Look for episodes that stop before the world's time limit without success and without the task's end."""
+    """Check for episodes that stop before the world's time limit without success and without a task end."""
     short = stopped_short(episodes, spec.horizon)
     if not short.any():
         return []
@@ -96,7 +95,7 @@ def check_truncation(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
 
 
 def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) -> Finding:
-    """Return the finding that the episodes `which`, of `count` looked at, are cut short; lengths: of all episodes."""
+    """Return the finding that the episodes `which`, of `count` checked, are truncated; lengths: of all episodes."""
     stops = sorted({int(length) for length in lengths[which]})
     where = f"step {stops[0]}" if len(stops) == 1 else f"steps {stops[0]} to {stops[-1]}"
     text = (
@@ -110,7 +109,7 @@ def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) 
 def check_instructions(episodes: Episodes, world: World, reads_text: bool | None = None) -> list[Finding]:
     """Compare instructions with those that the world knows and, at the same seeds, gives.
 
-    Where both have a single one, or the policy reads none (reads_text False), other words make no difference.
+    If both have a single one, or the policy reads none (reads_text False), different wording does not matter.
     """
     known = set(world.spec.instructions)
     if known == {""}:
@@ -151,7 +150,7 @@ def _instructions_given(world: World, seeds: np.ndarray) -> list[str]:
 
 
 def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> dict[str, list[int]]:
-    """Return name -> episodes with a spike of an element of values [n, D]; owner: [n], the episode of each row."""
+    """Return name -> episodes with a spike in an element of values [n, D]; owner: [n], the episode of each row."""
     if len(values) < 8:
         return {}
     inner = (owner[1:-1] == owner[:-2]) & (owner[1:-1] == owner[2:])
@@ -180,7 +179,7 @@ def _health(wrong: int, count: int) -> Health:
 
 
 def check_success(episodes: Episodes, spec: WorldSpec | None) -> list[Finding]:
-    """Return whether the world, where it is known, says which episodes succeed, and how many recorded ones did."""
+    """Report whether the world, if known, reports success, and the number of recorded successes."""
     if spec is not None and not spec.reports_success:
         text = f"'{spec.name}' never says which episodes succeed: every rate of success is 0"
         remedy = (

@@ -1,8 +1,8 @@
-"""Plays recorded actions in the world from the recorded seeds: it must go where the data went, or the reason is found.
+"""Replay of recorded actions in the world from the recorded seeds: it must reproduce the data, or the cause is searched
+for.
 
-A world repeats a recording to about 1e-6 standard deviations, so that almost any break of convention shows, and the
-break whose mending makes the replay exact again is its explanation. How episodes end, success and length, is compared
-as well.
+A world repeats a recording to about 1e-6 standard deviations, so almost any convention error shows. The error whose
+correction makes the replay exact again is the explanation. Success and length of the episodes are compared as well.
 
 Axes: E episode, T step, A action dimension, B row of the world.
 """
@@ -43,17 +43,17 @@ from robopolicy.doctor.sensors import Recorded, explain_columns, faulty_sensors,
 REMEDY = "Same starts, other motion: control rate, substeps, action units or order differ from the recording."
 LABELS = "Correct next.success, or open the world with the criterion of success that the recording used."
 TOLERANCE = 0.01
-"""Standard deviations of the data within which a replay follows the recording."""
+"""Tolerance in standard deviations of the data within which a replay follows the recording."""
 FOLLOWING = 0.8
-"""Share of episodes that must follow; contact is chaotic, and few episodes may part ways late."""
+"""Fraction of episodes that must follow; contact is chaotic, and a few episodes may diverge late."""
 EARLY = 15
-"""Steps within which chaos cannot have grown: parting ways here has a reason."""
+"""Number of steps within which chaos cannot have grown: divergence here has a cause."""
 WINDOW = 30
-"""Steps on which exact explanations are judged."""
+"""Number of steps on which exact explanations are evaluated."""
 ENOUGH = 12
-"""Frames of all episodes together that must agree for an explanation to be exact."""
+"""Minimum number of agreeing frames, over all episodes, for an exact explanation."""
 SHORT = 6
-"""Steps on which approximate ones are judged, before small errors have grown."""
+"""Number of steps on which approximate explanations are evaluated, before small errors have grown."""
 SEEDLESS = (
     "The world ignores its seed (it draws from a global generator?): make reset(seed=) decide everything. Until then "
     "nothing can be replayed, and paired comparisons are not paired."
@@ -62,7 +62,7 @@ SEEDLESS = (
 
 @dataclass(frozen=True)
 class Ends:
-    """What the world says when an episode's last recorded action is done: success, ended [E] bool; ran: [E] steps."""
+    """State of the world after an episode's last recorded action: success, ended [E] bool; ran: [E] steps."""
 
     success: np.ndarray
     ended: np.ndarray
@@ -70,7 +70,7 @@ class Ends:
 
 
 def play_to_ends(world: World, seeds: np.ndarray, actions: np.ndarray, lengths: np.ndarray) -> Ends:
-    """Play actions [E, T, A] from seeds [B], and look at each episode after its own length [E]."""
+    """Play actions [E, T, A] from seeds [B], and evaluate each episode after its own length [E]."""
     rows, played = len(lengths), 0
     success, ended = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
     ran = np.zeros(rows, dtype=int)
@@ -86,7 +86,9 @@ def play_to_ends(world: World, seeds: np.ndarray, actions: np.ndarray, lengths: 
 
 
 def check_ends(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.ndarray, horizon: int) -> list[Finding]:
-    """Compare the ends of the replayed episodes `chosen` [E]; follows: [E] bool, their motion is the recorded one."""
+    """Compare the ends of the replayed episodes `chosen` [E]; follows: [E] bool, whether the motion reproduces the
+    recording.
+    """
     findings = _check_success(episodes, chosen, ends, follows)
     lengths = episodes.lengths.cpu().numpy()
     short = follows & ~ends.ended & ~ends.success & (lengths[chosen] < (horizon or np.inf))
@@ -132,17 +134,17 @@ def _numbers(values: Sequence[int] | np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Played:
-    """What the world did: frames [E, T + 1, S], success [E] bool at the end."""
+    """Result of a replay: frames [E, T + 1, S], success [E] bool at the end."""
 
     frames: np.ndarray
     success: np.ndarray
 
 
 class Replayer:
-    """Plays motions of E <= B episodes in a world of B rows.
+    """Replays motions of E <= B episodes in a world of B rows.
 
-    episodes: whose vector fields are compared; chosen: their indices [E]. Columns are scaled by their spread over all
-    the data, so that errors are in standard deviations.
+    episodes: data whose vector fields are compared; chosen: their indices [E]. Columns are scaled by their spread over
+    all the data, so errors are in standard deviations.
     """
 
     def __init__(self, world: World, episodes: Episodes, chosen: np.ndarray):
@@ -163,7 +165,9 @@ class Replayer:
         )
 
     def play(self, motion: Motion) -> Played:
-        """Play the actions from the recorded starts; an unknown first action is recovered from what followed it."""
+        """Play the actions from the recorded initial states; an unknown first action is solved from the frames after
+        it.
+        """
         actions = motion.actions
         for step in range(int(np.isnan(actions[0]).any(-1).sum())):
             actions = actions.copy()
@@ -173,15 +177,15 @@ class Replayer:
         return self._run(actions)
 
     def frames(self, actions: np.ndarray) -> np.ndarray:
-        """Play actions [E, T, A] from the recorded starts and return the frames [E, T + 1, S]."""
+        """Play actions [E, T, A] from the recorded initial states and return the frames [E, T + 1, S]."""
         return self._run(actions).frames
 
     def ignore(self, columns: list[int]) -> None:
-        """Leave elements out of all comparisons from now on."""
+        """Exclude elements from all comparisons from now on."""
         self.scale[columns] = np.inf
 
     def recorded(self, motion: Motion, played: "Played") -> Recorded:
-        """Lay a motion beside what was played."""
+        """Combine a motion with the replayed frames for comparison."""
         return Recorded(motion.frames, played.frames, motion.known, self.scale, self.names)
 
     def errors(self, motion: Motion, played: Played) -> np.ndarray:
@@ -190,7 +194,7 @@ class Replayer:
         return np.where(motion.known[..., None], difference, 0.0)
 
     def judge(self, motion: Motion) -> Score:
-        """Play a motion and compare it with the recorded frames; an error of 1 is no better than standing still."""
+        """Play a motion and compare it with the recorded frames; an error of 1 is no better than not moving."""
         if not motion.known[:, 2:].any():
             return Score(np.inf, False)
         try:
@@ -204,7 +208,7 @@ class Replayer:
         return Score(float(size / max(total, 1e-9)), bool(enough and follows.mean() >= FOLLOWING))
 
     def repeats(self) -> bool:
-        """Whether the world begins twice alike with the same seeds."""
+        """Whether two resets with the same seeds give the same initial state."""
         once = {key: np.copy(frames) for key, frames in self.world.reset(seeds=self.seeds).items() if key in self.keys}
         again = self.world.reset(seeds=self.seeds)
         return all(np.allclose(frames, again[key], rtol=0, atol=1e-6) for key, frames in once.items())
@@ -222,7 +226,7 @@ class Replayer:
 
 
 def check_replay(episodes: Episodes, world: World) -> list[Finding]:
-    """Play recorded actions open-loop from the recorded seeds; where the world goes elsewhere, find out why."""
+    """Play recorded actions open-loop from the recorded seeds; where the world diverges, search for the cause."""
     if episodes.seeds is None:
         text = "the dataset has no seeds, so its starts cannot be repeated"
         return [Finding("replay", Health.UNKNOWN, text, "Replay needs data recorded by 'robopolicy collect'.")]
@@ -245,7 +249,7 @@ def check_replay(episodes: Episodes, world: World) -> list[Finding]:
 
 
 def _chosen(episodes: Episodes, rows: int) -> np.ndarray:
-    """Return the numbers of at most `rows` episodes, spread over the data; those with spikes come first."""
+    """Return the indices of at most `rows` episodes, spread over the data; those with spikes come first."""
     rows = min(rows, len(episodes))
     odd = sorted({episode for where in spikes(episodes).values() for episode in where})[: max(rows // 2, 1)]
     even = np.linspace(0, len(episodes) - 1, rows).round().astype(int).tolist()
@@ -254,7 +258,7 @@ def _chosen(episodes: Episodes, rows: int) -> np.ndarray:
 
 
 def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], Motion]:
-    """Find and mend spikes, unless elements differ in a way that is plain: a swapped one may look spiky."""
+    """Find and remove spikes, unless elements differ in a simpler way: a swapped element may look like spikes."""
     motion, window = replayer.motion, replayer.motion.cut(WINDOW)
     shown = played.frames[:, : window.frames.shape[1]]
     if explain_columns(window.frames, shown, window.known, replayer.scale, replayer.names, replayer.groups) is not None:
@@ -264,7 +268,7 @@ def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], 
 
 
 def _until_end(replayer: Replayer, motion: Motion, played: Played, ends: Ends) -> Motion:
-    """Compare no frames after the world has ended episodes that follow until then."""
+    """Exclude frames after the world has ended episodes, if these follow the recording until then."""
     before = np.arange(motion.known.shape[1]) <= ends.ran[:, None]
     cut = replace(motion, known=motion.known & before)
     follows = (replayer.errors(cut, played) < TOLERANCE).all((1, 2))
@@ -272,10 +276,10 @@ def _until_end(replayer: Replayer, motion: Motion, played: Played, ends: Ends) -
 
 
 def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tuple[list[Finding], Motion | None]:
-    """Compare the starts, and find observation elements that are swapped, flipped, scaled or badly measured.
+    """Compare the initial states, and find observation elements that are swapped, flipped, scaled or badly measured.
 
-    errors: [E, T + 1, S]. Returns findings and the motion to go on with, mended where needed; None if the starts cannot
-    be explained.
+    errors: [E, T + 1, S]. Returns findings and the motion to continue with, corrected if necessary; None if the initial
+    states cannot be explained.
     """
     window, error = motion.cut(WINDOW), errors.max(-1)
     start = float(np.median(error[:, 0]))
@@ -323,9 +327,9 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
 def _check_motion(
     replayer: Replayer, motion: Motion, error: np.ndarray, chosen: np.ndarray, all_actions: np.ndarray
 ) -> list[Finding]:
-    """Compare the motion, given errors [E, T + 1] after equal starts, and explain where it differs.
+    """Compare the motion, given errors [E, T + 1] after equal initial states, and explain where it differs.
 
-    chosen: [E], numbers of the episodes in the data; all_actions: [N, A], the data's.
+    chosen: [E], indices of the episodes in the data; all_actions: [N, A], the data's.
     """
     left = error >= TOLERANCE
     leaves, when = np.asarray(left.any(1)), np.asarray(left.argmax(1))
@@ -348,7 +352,7 @@ def _check_motion(
 def _check_few(
     replayer: Replayer, motion: Motion, leaves: np.ndarray, when: np.ndarray, chosen: np.ndarray, finding: Finding
 ) -> list[Finding]:
-    """Look at the episodes that leave [E] bool, from frame `when` [E] on, where most of the data is sound."""
+    """Examine the diverging episodes [E] bool, from frame `when` [E] on, when most of the data is correct."""
     early = leaves & (when <= EARLY)
     found: list[Finding] = []
     if leaves.any():
@@ -365,7 +369,7 @@ def _check_few(
 
 
 def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.ndarray) -> list[Finding]:
-    """Look for what explains the first `steps` steps exactly, then for what comes near it in the first few.
+    """Search for exact explanations of the first `steps` steps, then for approximate ones of the first few.
 
     all_actions: [N, A], the data's.
     """
@@ -393,7 +397,7 @@ def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.nda
 
 
 def _other_scale(replayer: Replayer, window: Motion) -> list[Explanation]:
-    """Search a factor that none of the usual ones is, common to all actions; [] unless it explains the motion."""
+    """Search for an unusual scale factor common to all actions; [] unless it explains the motion."""
     from scipy.optimize import minimize_scalar
 
     def error(logarithm: float) -> float:
@@ -423,7 +427,7 @@ def _agreement(check: str, error: float, remedy: str = "") -> Finding:
 
 
 def _motion(episodes: Episodes, columns: np.ndarray, chosen: np.ndarray) -> Motion:
-    """Lay the chosen episodes side by side, padded with their last action and frame."""
+    """Stack the chosen episodes, padded with their last action and frame."""
     lengths = episodes.lengths[chosen].cpu().numpy()
     starts, frame_starts = (values[chosen].cpu().numpy() for values in (episodes.starts, episodes.frame_starts))
     time = np.arange(int(lengths.max()) + 1)

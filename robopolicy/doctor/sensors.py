@@ -1,4 +1,4 @@
-"""Sensors at fault: elements of the observation that are dead, stuck, late, noisy, or wrong for single frames.
+"""Faulty sensors: observation elements that are dead, stuck, late, noisy, or wrong in single frames.
 
 The world plays the recorded actions; where all else goes as recorded, an element that differs was measured wrongly.
 Or it was not: whole columns that are swapped, flipped, scaled or offset against the world's are found first.
@@ -14,17 +14,17 @@ from robopolicy.core.finite_values import listed
 from robopolicy.doctor.findings import Finding, Health, name_factor
 
 SPIKE, BRIEF = 0.2, 3
-"""Standard deviations by which a spike leaves a motion that goes on unmoved, and for how many frames at most."""
+"""Minimum size of a spike in standard deviations, and its maximum number of frames."""
 RARE = 0.1
-"""Share of the frames up to which they are spikes; more of them have another reason."""
+"""Maximum fraction of frames that count as spikes; more have another cause."""
 LATEST = 8
-"""Frames by which a sensor may be late."""
+"""Maximum lag of a sensor, in frames."""
 REMEDY = "This element was not measured at the time of its frame: look at the sensor, its driver and its queue."
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded and what the world has shown for the same actions.
+    """Recorded frames and the world's frames for the same actions.
 
     frames, shown: [E, T + 1, S]; known: [E, T + 1] bool, frames to compare; scale: [S] standard deviations; names: of
     the S elements.
@@ -43,10 +43,10 @@ class Recorded:
 
 
 def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
-    """Find elements that leave the world's motion for a few frames and come back to it; return mended frames, too.
+    """Find elements that leave the world's motion for a few frames and return to it; also return despiked frames.
 
-    A motion that goes on as if nothing had been is not an action's fault. Elements that are late look alike where they
-    seldom move; those are left to `faulty_sensors`.
+    A motion that continues undisturbed is not caused by an action. Late elements look alike if they seldom move; those
+    are left to `faulty_sensors`.
     """
     error = recorded.error
     brief = _brief(error.max(-1) >= TOLERANCE, recorded.known)
@@ -72,10 +72,10 @@ def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
 
 
 def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
-    """Find dead, late and stuck elements; return findings and the elements' numbers, which nothing can mend.
+    """Find dead, late and stuck elements; return findings and the indices of the elements, which cannot be corrected.
 
-    An element is dead if the data holds one number where the world begins with many. All else needs a witness: another
-    element that moves and agrees.
+    An element is dead if the data contains one value where the world has different initial values. All other faults
+    need a witness: another moving element that agrees.
     """
     agrees, moves = _agreement(recorded), _moving(recorded)
     witness = bool((agrees & moves).any())
@@ -111,7 +111,7 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
 
 
 def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
-    """Name elements that differ in a way that nothing explains, where at least as many others that move agree."""
+    """Report elements with unexplained differences, when at least as many other moving elements agree."""
     agrees, moves = _agreement(recorded), _moving(recorded)
     odd = np.flatnonzero(~agrees)
     if not len(odd) or (agrees & moves).sum() < len(odd):
@@ -144,7 +144,7 @@ def _moving(recorded: Recorded) -> np.ndarray:
 
 
 def _late(recorded: Recorded, column: int) -> int:
-    """Return by how many steps an element [E, T + 1] follows the world's, 0 where it does not or differs nowhere."""
+    """Return the number of steps by which an element [E, T + 1] lags the world's, 0 if it does not or never differs."""
     if not (recorded.error[..., column] >= TOLERANCE).any():
         return 0
     delays = range(1, min(LATEST, recorded.frames.shape[1] - 2) + 1)
@@ -152,7 +152,7 @@ def _late(recorded: Recorded, column: int) -> int:
 
 
 def _follows(recorded: Recorded, column: int, steps: int) -> bool:
-    """Whether an element shows in nearly every frame what the world's was `steps` frames before."""
+    """Whether an element shows, in nearly every frame, the world's value `steps` frames earlier."""
     x, y = recorded.frames[..., column], recorded.shown[..., column]
     earlier = np.concatenate([np.repeat(y[:, :1], steps, axis=1), y[:, :-steps]], axis=1)
     near = np.abs(x - earlier) < TOLERANCE * recorded.scale[column]
@@ -160,7 +160,7 @@ def _follows(recorded: Recorded, column: int, steps: int) -> bool:
 
 
 def _all_late(recorded: Recorded, delays: dict[int, int]) -> bool:
-    """Whether everything that moves is late alike: then frames and actions are shifted, and no sensor is at fault."""
+    """Whether everything that moves has the same lag: then frames and actions are shifted, and no sensor is faulty."""
     late = set(delays.values()) - {0}
     return len(late) == 1 and all(_follows(recorded, column, min(late)) for column in delays)
 
@@ -177,7 +177,7 @@ def _stuck(recorded: Recorded, column: int) -> bool:
 
 
 def _brief(wrong: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Return the frames [E, T + 1] of runs of at most BRIEF wrong ones between sound ones."""
+    """Return the frames [E, T + 1] of runs of at most BRIEF wrong frames between correct ones."""
     brief = np.zeros_like(wrong)
     for row in range(len(wrong)):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], wrong[row] & known[row], [False]]).astype(int)))
@@ -189,10 +189,10 @@ def _brief(wrong: np.ndarray, known: np.ndarray) -> np.ndarray:
 
 
 TOLERANCE = 0.01
-"""Standard deviations within which two elements are the same."""
+"""Tolerance in standard deviations for two elements to count as equal."""
 
 Mend = Callable[[np.ndarray], np.ndarray]
-"""Frames [..., S] as recorded -> as the world shows them."""
+"""Correction of frames: frames [..., S] as recorded -> as in the world."""
 
 
 def explain_columns(
@@ -203,10 +203,10 @@ def explain_columns(
     names: tuple[str, ...],
     groups: np.ndarray,
 ) -> tuple[list[Finding], Mend] | None:
-    """Explain every element of `recorded` [E, T + 1, S] that differs from what the world has `shown` at the same time.
+    """Explain every element of `recorded` [E, T + 1, S] that differs from the world's value `shown` in the same frame.
 
-    known: [E, T + 1] bool, frames to compare; scale: [S] standard deviations; groups: [S], the field each element
-    belongs to. Returns findings and what undoes the breaks, or None unless all that differs is explained.
+    known: [E, T + 1] bool, frames to compare; scale: [S] standard deviations; groups: [S], the field of each element.
+    Returns findings and a function that undoes the errors, or None unless all differences are explained.
     """
     x, y = recorded[known], shown[known]
     first = np.zeros_like(known)
@@ -241,7 +241,9 @@ def _explain(
     groups: np.ndarray,
     wrong: np.ndarray,
 ) -> tuple[int, float, float, list[int]] | None:
-    """Return (source, factor, offset, other sources) with x[column] = factor * y[source] + offset; None if nothing."""
+    """Return (source, factor, offset, other sources) with x[column] = factor * y[source] + offset; None if there is
+    none.
+    """
     own, other = x[:, column], [int(j) for j in wrong if j != column and groups[j] == groups[column]]
     if near(own, -y[:, column], scale[column], first):
         return column, -1.0, 0.0, []
@@ -259,7 +261,7 @@ def _explain(
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Fit y = slope x + intercept; slope is NaN where x does not vary enough, or there are too few points to tell."""
+    """Fit y = slope x + intercept; slope is NaN if x varies too little or there are too few points."""
     centred = x - x.mean()
     power = float((centred**2).sum())
     if len(x) < 4 or power < 1e-12:
@@ -308,7 +310,7 @@ def _linear(name: str, factor: float, offset: float) -> str:
 
 
 def near(x: np.ndarray, y: np.ndarray, scale: float, first: np.ndarray) -> bool:
-    """Whether elements [n] agree in nine of ten frames, and in nine of ten `first` frames [n] bool of an episode."""
+    """Whether elements [n] agree in 90 % of the frames, and in 90 % of the `first` frames [n] bool of episodes."""
     error = np.abs(x - y) / scale
     parts = [error, error[first]] if first.any() else [error]
     return all(np.quantile(part, 0.9) < TOLERANCE for part in parts)

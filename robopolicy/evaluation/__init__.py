@@ -1,1 +1,3 @@
-"""Success with intervals over paired seeds, ranking of policies, rollout videos, plots and self-contained reports."""
+"""Evaluation: success with intervals over paired seeds, policy ranking, rollout videos, plots and self-contained
+reports.
+"""

@@ -1,9 +1,10 @@
-"""Which judge to trust: each scores policies whose true value is known, and is scored itself.
+"""Comparison of off-policy evaluators: each scores policies of known true performance, and the scores are compared with
+it.
 
-For every judge: the rank correlation with the truth, the regret of taking its favourite, its error, and what the gate
-would do with it: how often it lets a policy through that is no better than the incumbent (type I error), and how often
-it keeps out one that is (type II). Source of the first three: DOPE, Fu et al. 2021, arXiv:2103.16596; of the last two:
-SCOPE-RL, arXiv:2311.18206. Axes: k policies, S starts of a judge.
+For every evaluator: rank correlation with the true values, regret of its top choice, its error, and the gate's errors
+when using it: the rate of accepting a policy that is no better than the incumbent (type I error) and of rejecting a
+better one (type II). Source of the first three: DOPE, Fu et al. 2021, arXiv:2103.16596; of the last two: SCOPE-RL,
+arXiv:2311.18206. Axes: k policies, S initial states of an evaluator.
 """
 
 import math
@@ -22,14 +23,14 @@ from robopolicy.evaluation.ranking import spearman
 
 @dataclass(frozen=True)
 class JudgeScore:
-    """How good a judge is.
+    """Quality measures of an evaluator.
 
-    spearman: with its bootstrap interval over policies, NaN with three or where they are hardly told apart; regret: of
-    the favourite, as a share of the range of true values, NaN where they are all the same; error: mean absolute, of
-    values in the truth's units (NaN where the judge has others, `comparable`); accepted, good: how many pairs the gate
-    let through, and how many of all pairs (candidate, incumbent) should have been; false_accepts: type I, share of the
-    candidates that are no better which it let through; false_rejects: type II, share of the better ones which it kept
-    out (NaN where there are none).
+    spearman: with its bootstrap interval over policies, NaN for three policies or if most resamples leave it undefined;
+    regret: of the top choice, as a fraction of the range of true values, NaN if these are all equal; error: mean
+    absolute, in the units of the true values (NaN if the evaluator uses others, `comparable`); accepted, good: number
+    of pairs accepted by the gate, and number of all pairs (candidate, incumbent) that should have been; false_accepts:
+    type I, fraction of no better candidates that were accepted; false_rejects: type II, fraction of better candidates
+    that were rejected (NaN if there are none).
     """
 
     judge: str
@@ -63,11 +64,11 @@ def score_judge(
     resamples: int = 1000,
     ceiling: float | None = None,
 ) -> JudgeScore:
-    """Score a judge's values `found` [k, S] of k policies, whose true values are `truth` [k].
+    """Score an evaluator's values `found` [k, S] of k policies with true values `truth` [k].
 
-    threshold: a candidate is good where it is truly better than the incumbent by more than this; margin, relative,
-    confidence: of the gate; ceiling: the highest mean value that is believed. Every ordered pair of two policies is a
-    candidate and its incumbent. Raises DataError with fewer than three policies, and where values are not finite.
+    threshold: a candidate is good if its true value exceeds the incumbent's by more than this; margin, relative,
+    confidence: of the gate; ceiling: the highest credible mean value. Every ordered pair of two policies is a candidate
+    and its incumbent. Raises DataError with fewer than three policies, and when values are not finite.
     """
     truth, found = np.asarray(truth, dtype=np.float64), np.asarray(found, dtype=np.float64)
     count = len(truth)
@@ -103,9 +104,10 @@ def score_judge(
 
 
 def best_judge(scores: Mapping[str, JudgeScore], allowed: float = 0.05) -> str | None:
-    """Return the judge to use: of those with at most `allowed` false accepts the one that rejects least wrongly.
+    """Return the evaluator to use: of those with at most `allowed` false accepts, the one with the fewest false
+    rejects.
 
-    None where no judge is safe, or none that is lets anything through: nothing is known of those.
+    Return None if no evaluator is safe, or if no safe one accepts anything: then nothing is known about it.
     """
     safe = {name: score for name, score in scores.items() if score.accepted and not score.false_accepts > allowed}
     return min(

@@ -1,21 +1,20 @@
-"""Puts a new policy to work beside a known one without success falling below a floor: StepMix and EpsMix.
+"""Staged rollout: replaces a known policy by a new one while success stays above a lower bound (StepMix and EpsMix).
 
-A coin says who decides: at every decision (StepMix) or once an episode (EpsMix), the tuned policy with probability
-`share`, the base else. After every wave of episodes the share becomes the largest one whose success has a lower
-confidence bound above the floor, 0 where there is none. What it would be for any share is estimated from all episodes
-played so far, whatever shares they were played with: the world's part in an episode's probability is the same for all
-of them, and the coins' is known. With m of T coins for the tuned policy, and mixtures p_k that n episodes were played
-with,
+A random draw selects the acting policy at every policy call (StepMix) or once per episode (EpsMix): the tuned policy
+with probability `share`, else the base. After every batch of episodes, `share` becomes the largest value whose success
+has a lower confidence bound above the floor, 0 if there is none. Success at any share is estimated from all episodes so
+far, whatever their shares: the world's factor in an episode's probability is the same for all of them, and the
+probabilities of the draws are known. With m of T draws for the tuned policy, and shares p_k of the n episodes played,
 
     p_share(m, T) = share^m (1 - share)^(T - m),   w = p_share / mean_k p_k,   V(share) = mean(w y),
 
-the balance heuristic of multiple importance sampling (Veach and Guibas 1995). Episodes of the base alone are shares of
-0, so that knowing the base well is what first lets a little of the tuned policy in.
+the balance heuristic of multiple importance sampling (Veach and Guibas 1995). Episodes of the base alone have share 0,
+so a good estimate of the base is what first permits a small share of the tuned policy.
 
-Source: Li et al. 2023, arXiv:2306.06265, for finite problems, where values of mixtures are known from counts of every
-state and action, and whose StepMix gives the base the first steps of an episode and the tuned policy the others.
-Deviations: success of whole episodes and importance weights in the place of counts; a coin at every decision; Wilson's
-bound at the effective number of episodes in the place of Hoeffding's: the guarantee is as good as that approximation.
+Source: Li et al. 2023, arXiv:2306.06265, for finite problems. There, values of mixtures follow from counts of every
+state and action, and StepMix uses the base for the first steps of an episode and the tuned policy for the others.
+Deviations: success of complete episodes and importance weights instead of counts; one draw per policy call; Wilson's
+bound at the effective number of episodes instead of Hoeffding's: the guarantee is as good as that approximation.
 """
 
 import math
@@ -36,18 +35,19 @@ from robopolicy.evaluation.intervals import wilson_bound
 from robopolicy.evaluation.waves import play_wave
 
 SHARES = np.linspace(0.0, 1.0, 101)
-"""Shares that are tried."""
+"""Candidate shares of the tuned policy."""
 
 Coin = Literal["step", "episode"]
-"""When it is decided who acts: at every decision (StepMix), or once an episode (EpsMix)."""
+"""When the acting policy is drawn: at every policy call (StepMix), or once per episode (EpsMix)."""
 
 
 class MixedPolicy:
-    """A `Policy` of two: a coin says at every decision, or once an episode, whether `tuned` acts, else `base`.
+    """A `Policy` that mixes two policies: a random draw at every policy call, or once per episode, selects `tuned` or
+    `base`.
 
-    share: how often the tuned policy does; decisions are not scored. Coins are drawn with the noise of the two, so they
-    belong to the episode. `coins` [D, B] holds what came up in each decision since all rows were reset. Raises
-    ConfigError where the two act otherwise.
+    share: probability of the tuned policy; log-probabilities are not computed. The draws use the policies' noise
+    generator, so they belong to the episode. `coins` [D, B] contains the result of each policy call since all rows were
+    reset. Raises ConfigError when the two policies have different chunks, actions or histories.
     """
 
     def __init__(self, base: Policy, tuned: Policy, share: float, coin: Coin):
@@ -68,12 +68,12 @@ class MixedPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """What both read and write."""
+        """The base's spec with the observation fields of both policies."""
         seen = {**self.base.spec.observation, **self.tuned.spec.observation}
         return replace(self.base.spec, observation=seen, scored_steps=0, steps_per_action=0)
 
     def reset(self, rows: Rows = None) -> None:
-        """Reset both, and let an episode's coin be thrown anew. rows: indices [R], None for all."""
+        """Reset both policies and repeat the per-episode draw. rows: indices [R], None for all."""
         self.base.reset(rows)
         self.tuned.reset(rows)
         if rows is None:
@@ -85,7 +85,7 @@ class MixedPolicy:
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Let both decide, and do what the coin says: actions [B, C, A] and nothing to score."""
+        """Call both policies and return the selected one's actions [B, C, A], without log-probabilities."""
         both = [
             each.act(observation, generator, deterministic=deterministic).actions for each in (self.base, self.tuned)
         ]
@@ -99,9 +99,9 @@ class MixedPolicy:
 
 @dataclass
 class Deployment:
-    """Which share of the tuned policy is safe, by what has been seen.
+    """Chooses the largest safe share of the tuned policy from the episodes so far.
 
-    floor: success that must not be undercut; confidence: of the one-sided bound. What is seen is told in waves of n
+    floor: lower bound of success to keep; confidence: of the one-sided bound. Outcomes are added in batches of n
     episodes: see `tell`.
     """
 
@@ -117,14 +117,16 @@ class Deployment:
             raise ConfigError(f"floor {self.floor} is a rate of success, confidence {self.confidence} in [0.5, 1).")
 
     def tell(self, share: float, heads: Sequence[int], coins: Sequence[int], success: Sequence[bool]) -> None:
-        """Take in n episodes that were played with `share`: of `coins` [n] thrown, `heads` [n] were for the tuned."""
+        """Add n episodes played with `share`: of `coins` [n] draws, `heads` [n] selected the tuned policy."""
         self.shares += [share] * len(heads)
         self.heads += [int(each) for each in heads]
         self.coins += [int(each) for each in coins]
         self.success += [bool(each) for each in success]
 
     def estimate(self, shares: Array) -> tuple[Array, Array]:
-        """Return what success would be with each of `shares` [G], and how many episodes that is worth, [G] each."""
+        """Return the estimated success at each of `shares` [G], and the effective number of episodes behind it, [G]
+        each.
+        """
         heads, tails = np.array(self.heads), np.array(self.coins) - np.array(self.heads)
         played, counts = np.unique(np.array(self.shares), return_counts=True)
         mixture = counts @ _likelihood(played, heads, tails) / len(heads)
@@ -133,11 +135,11 @@ class Deployment:
         return value, np.square(weight.sum(1)) / np.maximum(np.square(weight).sum(1), 1e-300)
 
     def lower(self, shares: Array) -> Array:
-        """Return the lower confidence bounds [G] of success with `shares` [G]."""
+        """Return the lower confidence bounds [G] of success at `shares` [G]."""
         return wilson_bound(*self.estimate(shares), self.confidence)
 
     def choose(self) -> float:
-        """Return the largest share that is safe, 0 where none is, and before anything was told."""
+        """Return the largest safe share, 0 if none is safe or there are no episodes yet."""
         if not self.success:
             return 0.0
         safe = SHARES[self.lower(SHARES) >= self.floor]
@@ -151,7 +153,7 @@ def _likelihood(shares: Array, heads: Array, tails: Array) -> Array:
 
 @dataclass(frozen=True)
 class Deployed:
-    """What a deployment of E episodes came to: success [E] in the order played, share [E] that each was played with."""
+    """Results of a deployment of E episodes: success [E] in the order played, share [E] of each episode."""
 
     success: Array
     shares: Array
@@ -164,9 +166,10 @@ class Deployed:
 
     @property
     def margin(self) -> float:
-        """By how many standard errors success so far undercut the floor at its worst, below 0 where it never did.
+        """Return the largest number of standard errors by which running success fell below the floor; below 0 if it
+        never did.
 
-        Counted from the twentieth episode on: few episodes say nothing, and NaN is the answer of fewer.
+        Counted from the twentieth episode on, because few episodes are not informative; NaN for fewer.
         """
         count = np.arange(1, len(self.success) + 1)
         error = np.sqrt(max(self.floor * (1 - self.floor), 1e-9) / count)
@@ -197,11 +200,11 @@ def deploy(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Deployed:
-    """Play an episode for each of `seeds` [E], in waves of the world's batch size, and return what came of it.
+    """Play an episode for each of `seeds` [E], in batches of the world's batch size, and return the results.
 
-    The share changes from wave to wave, so that here, unlike in an evaluation, their size is part of the plan.
-    deployment: says the share of every wave and is told what happened; None replaces the base at once. Both policies
-    act without exploration noise. Raises ConfigError as `MixedPolicy` does.
+    The share changes between batches, so unlike in an evaluation the batch size affects the result. deployment: chooses
+    the share of every batch and receives its outcomes; None replaces the base at once. Both policies act without
+    exploration noise. Raises ConfigError as `MixedPolicy` does.
     """
     shares: list[float] = []
     success: list[Array] = []
@@ -218,7 +221,7 @@ def deploy(
 
 
 def _thrown(mixed: MixedPolicy, lengths: Array) -> tuple[list[int], list[int]]:
-    """Return how many coins were for the tuned policy and how many were thrown, in episodes of `lengths` [n] steps."""
+    """Return the number of draws for the tuned policy and of all draws, in episodes of `lengths` [n] steps."""
     coins = torch.stack(mixed.coins)[:, : len(lengths)].numpy()
     if mixed.coin == "episode":
         return coins[0].astype(int).tolist(), [1] * len(lengths)
@@ -230,7 +233,7 @@ def _thrown(mixed: MixedPolicy, lengths: Array) -> tuple[list[int], list[int]]:
 def known_base(
     world: World, base: Policy, seeds: Array, coin: Coin, *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Mapping[str, list[Any]]:
-    """Play the base alone; return the heads, coins and success [n] that `Deployment.tell` takes, with a share of 0."""
+    """Play the base alone; return the heads, coins and success [n] for `Deployment.tell`, with a share of 0."""
     found: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
     for start in range(0, len(seeds), world.batch_size):
         alone = MixedPolicy(base, base, 0.0, coin)

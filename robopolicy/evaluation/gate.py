@@ -1,12 +1,12 @@
-"""The gate: a candidate replaces the incumbent only where judges are sure, on the same starts, that it is better.
+"""The gate: a candidate replaces the incumbent only if all evaluators confirm, from the same initial states, that it is
+better.
 
-Both are scored anew every time on the same starts with the same draws, so that an incumbent that was lucky once is not
-kept by its luck, and a candidate is not chosen by it. What must exceed the margin is a lower confidence bound of the
-paired difference, by the bootstrap and by Student's t; and no judge by recorded data is believed that values a policy,
-on average, above nearly all recorded successes. Rules that were tried elsewhere and are avoided here: a strict `>`
-between means of different batches (a ratchet on noise), and a critic that judges the policy it has trained.
-Sources: RL-100 (arXiv:2510.14830) and Uni-O4 (arXiv:2311.03351) for gated offline updates; high-confidence policy
-improvement, Thomas et al. 2015, for lower bounds.
+Both are scored anew every time from the same initial states with the same random numbers, so luck neither keeps an
+incumbent nor selects a candidate. A lower confidence bound of the paired difference, by the bootstrap and by Student's
+t, must exceed the margin. An evaluator on recorded data is not credible if it values a policy, on average, above nearly
+all recorded successes. Rules used elsewhere and avoided here: a strict `>` between means of different batches (a
+ratchet on noise), and a critic that evaluates the policy trained on it. Sources: RL-100 (arXiv:2510.14830) and Uni-O4
+(arXiv:2311.03351) for gated offline updates; high-confidence policy improvement, Thomas et al. 2015, for lower bounds.
 """
 
 import math
@@ -23,29 +23,31 @@ from robopolicy.evaluation.intervals import mean_interval
 
 
 class Judge(Protocol):
-    """What says how good a policy is, start by start, without playing it in the real world.
+    """Off-policy evaluator: estimates a policy's value per initial state, without playing it in the real world.
 
-    name: in words, for the log; independent: whether it had no part in the training of the candidates. One that knows
-    the highest mean value that its data makes credible says so as `ceiling`.
+    name: description for the log; independent: whether it was not used to train the candidates. An evaluator with a
+    highest credible mean value provides it as `ceiling`.
     """
 
     name: str
     independent: bool
 
     def values(self, policy: Policy) -> Array:
-        """Return what the policy is worth from each of the judge's starts [S]; the same starts at every call.
+        """Return the policy's estimated value from each of the evaluator's initial states [S]; the same states at every
+        call.
 
-        Where it draws, it draws the same for every policy.
+        Random numbers, if any, are the same for every policy.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one judge found: means over its starts, their difference, and lower and upper bounds of that.
+    """Result of one evaluator: means over its initial states, their difference, and lower and upper bounds of the
+    difference.
 
-    bootstrap, student: (low, high) at `confidence`, by resampling starts and by Student's t; ceiling: the highest mean
-    that is believed, None for any.
+    bootstrap, student: (low, high) at `confidence`, by resampling initial states and by Student's t; ceiling: the
+    highest credible mean, None for no limit.
     """
 
     judge: str
@@ -61,12 +63,12 @@ class Judgement:
 
     @property
     def low(self) -> float:
-        """The lower of both bounds."""
+        """The smaller of the two lower bounds."""
         return min(self.bootstrap[0], self.student[0])
 
     @property
     def better(self) -> bool:
-        """Whether the candidate is better by more than the margin, for sure, and that can be believed."""
+        """Whether the candidate is better by more than the margin, with confidence, and the estimate is credible."""
         return self.low > self.margin and self.credible
 
     @property
@@ -76,7 +78,7 @@ class Judgement:
 
     @property
     def text(self) -> str:
-        """For people: "+.06 [.02, .09] on 256 starts, judged by ..."."""
+        """Text for logs: "+.06 [.02, .09] on 256 starts, judged by ..."."""
         low, high = self.bootstrap
         bound = f" (Student's t from {self.student[0]:+.3f})" if self.student[0] < low else ""
         return (
@@ -86,10 +88,10 @@ class Judgement:
 
 @dataclass(frozen=True)
 class GateResult:
-    """The verdict on one candidate.
+    """The gate's decision on one candidate.
 
-    reasons: one sentence for each judge; env_steps: played in the world for it; clipped: share of targets that left
-    what rewards allow, of every critic that was fitted for it.
+    reasons: one sentence for each evaluator; env_steps: control steps played in the world for it; clipped: fraction of
+    targets outside the reward bounds, for every critic fitted for it.
     """
 
     accepted: bool
@@ -114,11 +116,11 @@ class GateResult:
 
 
 class Gate:
-    """Judges that all must be sure.
+    """A set of evaluators that must all confirm an improvement.
 
-    margin: by how much a candidate must be better, in the judges' units, at least 0; relative: margin as a share of
-    the incumbent's value instead (RL-100 has .05). Raises ConfigError without a judge, and where every judge had a part
-    in the training: nobody judges what they trained alone.
+    margin: minimum improvement of a candidate, in the evaluators' units, at least 0; relative: margin as a fraction of
+    the incumbent's value instead (RL-100 uses .05). Raises ConfigError without an evaluator, and when every evaluator
+    was used in training: a model must not be the only evaluator of policies trained on it.
     """
 
     def __init__(
@@ -141,9 +143,9 @@ class Gate:
         self.confidence = confidence
 
     def decide(self, candidate: Policy, incumbent: Policy) -> GateResult:
-        """Score both with every judge, and say whether the candidate may replace the incumbent.
+        """Score both policies with every evaluator, and decide whether the candidate may replace the incumbent.
 
-        Raises DataError where a judge's values are not finite or do not pair.
+        Raises DataError when an evaluator's values are not finite or do not pair.
         """
         before, fitted = _trials(self.judges), [len(_clipped(judge)) for judge in self.judges]
         found = [
@@ -178,9 +180,9 @@ def judged(
     confidence: float = 0.95,
     ceiling: float | None = None,
 ) -> Judgement:
-    """Return the judgement of paired values [S] of two policies from the same S starts.
+    """Compare paired values [S] of two policies from the same S initial states.
 
-    ceiling: the highest mean value that is believed. Raises DataError unless they pair, are finite and at least two.
+    ceiling: the highest credible mean value. Raises DataError unless the values pair, are finite and at least two.
     """
     candidate, incumbent = (np.asarray(values, dtype=np.float64) for values in (candidate, incumbent))
     if candidate.shape != incumbent.shape or candidate.ndim != 1 or len(candidate) < 2:
@@ -207,17 +209,17 @@ def judged(
 
 
 def ceiling_of(judge: Judge) -> float | None:
-    """Return the highest mean value that a judge's data makes credible, None where it does not say."""
+    """Return the highest mean value that an evaluator's data makes credible, None if it declares none."""
     return getattr(judge, "ceiling", None)
 
 
 def _trials(judges: Sequence[Judge]) -> int:
-    """Return how many control steps judges have played in the world so far, those that do."""
+    """Return the number of control steps that evaluators have played in the world so far."""
     return sum(int(getattr(judge, "env_steps", 0)) for judge in judges)
 
 
 def _clipped(judge: Judge) -> Sequence[float]:
-    """Return the shares of a judge that fits critics; see `FittedJudge`."""
+    """Return the clipped fractions of an evaluator that fits critics; see `FittedJudge`."""
     return getattr(judge, "clipped", ())
 
 

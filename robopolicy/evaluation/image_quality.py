@@ -1,6 +1,6 @@
-"""How alike two images are: PSNR, structural similarity, and LPIPS where the weights of its classifier are at hand.
+"""Image similarity: PSNR, structural similarity (SSIM), and LPIPS if its classifier weights are available.
 
-torchmetrics has all three, but takes seconds to import; it is asked for LPIPS alone.
+torchmetrics provides all three but takes seconds to import; it is used for LPIPS only.
 """
 
 import importlib.util
@@ -14,29 +14,29 @@ from torch import Tensor
 from torch.nn import functional
 
 SSIM, LPIPS = " (SSIM)", " (LPIPS)"
-"""End the keys of figures that are structural similarities and perceptual distances; PSNR has the camera's own key."""
+"""Key suffixes of structural similarities and perceptual distances; PSNR uses the camera's key without a suffix."""
 
 ALEXNET = "alexnet-owt-7be5be79.pth"
-"""Torchvision's file of the classifier by which LPIPS sees, in torch.hub's folder `checkpoints`."""
+"""Torchvision's file of the classifier used by LPIPS, in torch.hub's folder `checkpoints`."""
 
 UNITS = {SSIM: "SSIM, 1 is equal", LPIPS: "LPIPS, 0 is equal"}
-"""Of the figures whose keys end so."""
+"""Units of the metrics by key suffix."""
 
 WINDOW, DEVIATION = 11, 1.5
-"""Side and standard deviation, in pixels, of the window in which structure is compared."""
+"""Side length and standard deviation, in pixels, of the SSIM window."""
 
 
 def psnr(first: Tensor, second: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio [N] in dB of uint8 images [N, height, width, 3]; 80 where they agree."""
+    """Return the peak signal-to-noise ratio [N] in dB of uint8 images [N, height, width, 3]; 80 for equal images."""
     error = ((first.float() - second.float()) / 255).square().flatten(1).mean(1).clamp_min(1e-8)
     return -10 * error.log10()
 
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
-    """Return the structural similarity [N] of uint8 images [N, height, width, 3], 1 where they agree (Wang et al.
-    2004, doi:10.1109/TIP.2003.819861): colours apart, Gaussian windows that lie inside of the image.
+    """Return the structural similarity [N] of uint8 images [N, height, width, 3], 1 for equal images (Wang et al. 2004,
+    doi:10.1109/TIP.2003.819861): per colour channel, with Gaussian windows that lie inside the image.
 
-    The window shrinks to the image where that is smaller.
+    The window shrinks to the image if that is smaller.
     """
     side = min(WINDOW, first.shape[1], first.shape[2])
     place = torch.arange(side) - (side - 1) / 2
@@ -59,8 +59,8 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
 
 @cache
 def perceptual() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return LPIPS (Zhang et al. 2018, arXiv:1801.03924): the mean distance [] of uint8 images [N, height, width, 3],
-    0 where they agree; None without torchmetrics (extra `lpips`) or the file `ALEXNET`. Nothing is downloaded.
+    """Return LPIPS (Zhang et al. 2018, arXiv:1801.03924): the mean distance [] of uint8 images [N, height, width, 3], 0
+    for equal images; None without torchmetrics (extra `lpips`) or the file `ALEXNET`. Nothing is downloaded.
     """
     weights = Path(torch.hub.get_dir()) / "checkpoints" / ALEXNET
     if not weights.is_file() or importlib.util.find_spec("torchmetrics") is None:
@@ -81,7 +81,7 @@ def perceptual() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def compare(first: Tensor, second: Tensor) -> dict[str, float]:
-    """Return mean figures of uint8 images [N, height, width, 3], by what ends their keys."""
+    """Return mean similarities of uint8 images [N, height, width, 3], by key suffix."""
     found = {"": psnr(first, second), SSIM: ssim(first, second)}
     distance = perceptual()
     if distance is not None:
@@ -90,5 +90,5 @@ def compare(first: Tensor, second: Tensor) -> dict[str, float]:
 
 
 def unit_of(key: str) -> str:
-    """Return what figures under a camera's `key` are measured in."""
+    """Return the unit of the metrics under a camera's `key`."""
     return next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "PSNR in dB, more is better")

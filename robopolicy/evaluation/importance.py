@@ -1,11 +1,12 @@
-"""A judge by importance sampling: logged decisions count as often as the judged policy would have made them.
+"""Off-policy evaluation by importance sampling: logged actions are weighted by their likelihood under the evaluated
+policy.
 
     w_t = prod_{s <= t} prod_k p_new(x_{s,k+1} | x_{s,k}) / p_log(x_{s,k+1} | x_{s,k})   up to decision t of an episode
 
-over the scored denoising steps k of the logged chains: densities of the chain, not of its action, which many chains
-lead to. It needs no model and no critic, but weights multiply: a policy that does much else than what was logged leaves
-few episodes that count, which the effective sample size says. Sources: importance sampling for evaluation, Precup et
-al. 2000; self-normalised per decision (CWPDIS), Thomas 2015; chains, DPPO, arXiv:2409.00588. Axes: E episode, T
+over the scored denoising steps k of the logged chains: densities of the chain, not of its action, since many chains
+lead to the same action. It needs no model and no critic, but weights multiply: for a policy that differs much from the
+logged one few episodes count, as the effective sample size shows. Sources: importance sampling for evaluation, Precup
+et al. 2000; self-normalised per decision (CWPDIS), Thomas 2015; chains, DPPO, arXiv:2409.00588. Axes: E episode, T
 decision of it, D logged decision, K scored step, P predicted step, A action dimension.
 """
 
@@ -28,9 +29,9 @@ from robopolicy.rl.offline.decisions import ROWS, observed_at
 
 @dataclass(frozen=True)
 class Estimate:
-    """values: [E], whose mean is the estimate; effective: sample size of the episodes' weights, of at most E.
+    """values: [E], whose mean is the estimate; effective: effective sample size of the episode weights, at most E.
 
-    clipped: share of the weights that were larger than allowed, and count for less than they should.
+    clipped: fraction of the weights that exceeded the limit and were reduced to it.
     """
 
     values: Array
@@ -41,12 +42,13 @@ class Estimate:
 def importance_estimate(
     log_ratio: Array, reward: Array, *, per_decision: bool = True, normalised: bool = True, clip: float | None = None
 ) -> Estimate:
-    """Return what a policy is worth, of log-ratios and rewards [E, T] of each logged decision; zeros behind an end.
+    """Estimate a policy's value from log-ratios and rewards [E, T] of each logged decision; zeros after the end of an
+    episode.
 
-    per_decision: a reward is weighted by what led to it alone, not by the whole episode; normalised: weights are
-    divided by their mean over episodes, which is biased and varies far less; clip: largest weight. Normalised, `values`
-    are V + sum_t w_t (r_t - V_t), V_t the estimate of that reward: the same mean, and the variance that an interval
-    needs, because a ratio of sums varies like that.
+    per_decision: weight a reward by the decisions before it only, not by the complete episode; normalised: divide
+    weights by their mean over episodes, which is biased but has much lower variance; clip: largest weight. If
+    normalised, `values` are V + sum_t w_t (r_t - V_t), V_t the estimate of that reward: the same mean, and the variance
+    of a ratio estimator, which the interval needs.
     """
     total = np.cumsum(np.asarray(log_ratio, dtype=np.float64), 1)
     bound = np.inf if clip is None else np.log(clip)
@@ -68,9 +70,9 @@ def importance_estimate(
 def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
     """Return the log-density of every scored step of logged chains under `policy`, [D, K] float64.
 
-    All P x A elements count, none is clamped and nothing is averaged, unlike in what policies learn by. The first,
-    frozen steps of a fine-tuned policy are not scored: they must be those of the policy that was logged. Raises
-    ConfigError for a policy whose steps are not Gaussian, DataError where its chains are of another length.
+    All P x A elements are included without clamping or averaging, unlike in training losses. The first, frozen steps of
+    a fine-tuned policy are not scored: they must equal those of the logged policy. Raises ConfigError for a policy
+    whose steps are not Gaussian, DataError when its chains have another length.
     """
     if not isinstance(policy, ScoredPolicy) or (isinstance(policy, MatchesNoise) and policy.scored_by_matching):
         raise ConfigError(f"{type(policy).__name__} has no densities of denoising steps: importance cannot judge it.")
@@ -98,11 +100,12 @@ def with_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Chains
 
 
 class ImportanceJudge:
-    """Weighs logged episodes by how likely a policy, with its exploration noise, was to make their decisions.
+    """Evaluator that weights logged episodes by the likelihood of their decisions under a policy with exploration
+    noise.
 
-    chains: of all decisions of `episodes`; by: "success" or "return", undiscounted; clip: largest weight; least:
-    effective number of episodes below which it refuses. `effective` keeps, by call, how many there were. Raises
-    DataError where the data does not say what came of the episodes, or chains lack their densities.
+    chains: for all decisions of `episodes`; by: "success" or "return", undiscounted; clip: largest weight; least:
+    minimum effective number of episodes, below which it refuses. `effective` stores that number for each call. Raises
+    DataError when the data does not record the outcome of the episodes, or chains lack their densities.
     """
 
     def __init__(
@@ -128,10 +131,10 @@ class ImportanceJudge:
         self.effective: list[float] = []
 
     def values(self, policy: Policy) -> Array:
-        """Return values of the logged episodes [E] whose mean is what the policy is worth with exploration noise.
+        """Return values of the logged episodes [E] whose mean estimates the policy's value with exploration noise.
 
-        Raises DataError where too few episodes count or its chains stand for other actions than those that were
-        logged, and what `log_densities` raises.
+        Raises DataError when the effective number of episodes is too small or the policy maps the chains to other
+        actions than the logged ones, and the errors of `log_densities`.
         """
         assert self.chains.log_density is not None
         _require_actions_of(policy, self.episodes, self.chains)
@@ -149,7 +152,7 @@ class ImportanceJudge:
 
 
 def _require_actions_of(policy: Policy, episodes: Episodes, chains: Chains) -> None:
-    """Raise DataError where the first logged actions are not what `policy` makes of their chains."""
+    """Raise DataError when the first logged actions differ from those that `policy` computes from their chains."""
     first = chains.step[:ACTIONS_COMPARED]
     steps = first[:, None] + torch.arange(policy.spec.chunk, device=first.device)
     step = steps.clamp(max=episodes.step_count - 1)
@@ -160,9 +163,10 @@ def _require_actions_of(policy: Policy, episodes: Episodes, chains: Chains) -> N
 
 
 def outcome(episodes: Episodes, by: str) -> Tensor:
-    """Return what each recorded step is paid [N]: its reward, or 1 where the episode has just succeeded (-1: no more).
+    """Return the reward of each recorded step [N]: as recorded, or 1 when the episode has just succeeded (-1 when it
+    loses success again).
 
-    Raises ConfigError for anything but by="success" or "return", DataError where that was not recorded.
+    Raises ConfigError for anything but by="success" or "return", DataError when that was not recorded.
     """
     if by not in ("success", "return"):
         raise ConfigError(f"by={by}: importance sampling judges by success or by return.")
@@ -177,14 +181,14 @@ def outcome(episodes: Episodes, by: str) -> Tensor:
 
 
 def _by_decision(episodes: Episodes, step: Tensor, reward: Tensor) -> Tensor:
-    """Return the sum of rewards [N] of each decision, as a table [E, T]; `step` [D] is where each begins."""
+    """Return the sum of rewards [N] during each decision, as a table [E, T]; `step` [D] is the first step of each."""
     place = torch.searchsorted(step, torch.arange(len(reward), device=step.device), right=True) - 1
     sums = torch.zeros(len(step), dtype=torch.float64, device=step.device).index_add(0, place, reward.double())
     return _table(episodes, step, sums)
 
 
 def _table(episodes: Episodes, step: Tensor, values: Tensor) -> Tensor:
-    """Return the values [D] of decisions by episode and order of time, [E, T], zeros behind the last one."""
+    """Return the values [D] of decisions by episode and time, [E, T], zeros after the last one."""
     episode = episodes.episode_of_step[step]
     count = torch.bincount(episode, minlength=len(episodes))
     place = torch.arange(len(step), device=step.device) - (count.cumsum(0) - count)[episode]
@@ -194,5 +198,5 @@ def _table(episodes: Episodes, step: Tensor, values: Tensor) -> Tensor:
 
 
 def effective_text(counts: Sequence[float]) -> str:
-    """For people: how many episodes counted, of each policy that was judged."""
+    """Text for logs: the effective number of episodes for each evaluated policy."""
     return ", ".join(f"{count:.0f}" for count in counts)

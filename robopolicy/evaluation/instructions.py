@@ -1,7 +1,8 @@
-"""Does a policy listen? Judge it under other words than the world's: one that ignores them does not notice.
+"""Language-conditioning controls: evaluate a policy under other instructions than the world's.
 
-Two controls: told to do something else than the world judges, a policy that listens fails; told the same in other
-words, one that understands succeeds as before. Both are judged on the starts of the policy's own judgement.
+Two controls: given another instruction than the one evaluated, a policy that conditions on language fails; given a
+paraphrase, a policy that understands it succeeds as before. Both use the initial states of the policy's main
+evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,15 +20,15 @@ from robopolicy.evaluation.tables import difference_text
 
 WRONG, PARAPHRASE = "wrong", "paraphrase"
 CONTROLS = {"wrong_instruction": WRONG, "paraphrase": PARAPHRASE}
-"""Controls by name, and what the policy is told in them."""
+"""Controls by name, and the instruction that the policy reads in them."""
 
 
 class OtherInstruction:
-    """A policy that reads `text` in every row instead of the world's instruction.
+    """A policy that reads `text` in every batch row instead of the world's instruction.
 
-    text: an instruction; "wrong" for another one of the world's than it is judged by, the next ones in turn from row to
-    row; or "paraphrase" for other words for the same, in turn as well. world: whose instructions and paraphrases these
-    are. Raises ConfigError where the world has only one instruction, or no paraphrase of one.
+    text: an instruction; "wrong" for another of the world's instructions, rotating over rows; or "paraphrase" for other
+    words with the same meaning, also rotating. world: spec that provides the instructions and paraphrases. Raises
+    ConfigError when the world has only one instruction, or lacks a paraphrase of one.
     """
 
     def __init__(self, policy: Policy, text: str, world: WorldSpec):
@@ -48,7 +49,7 @@ class OtherInstruction:
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide under the other instruction; see `Policy.act`."""
+        """Act under the other instruction; see `Policy.act`."""
         texts = cast(list[str], observation[TASK])
         told = [self._told(str(text), row) for row, text in enumerate(texts)]
         return self.policy.act({**observation, TASK: told}, generator, deterministic=deterministic)
@@ -58,7 +59,7 @@ class OtherInstruction:
         self.policy.reset(rows)
 
     def _told(self, text: str, row: int) -> str:
-        """Return what the policy is told in a row, where the world says `text`."""
+        """Return the replacement instruction for a row in which the world gives `text`."""
         goals, plain = self.world.goals, self.world.meaning(text)
         if self.text == WRONG:
             other = goals[(goals.index(plain) + 1 + row % (len(goals) - 1)) % len(goals)]
@@ -71,15 +72,16 @@ class OtherInstruction:
 
 
 def with_instruction(policy: Policy, text: str, world: WorldSpec) -> Policy:
-    """Return `policy` as it is for the text "", else one that is told `text`; see `OtherInstruction`."""
+    """Return `policy` unchanged for the text "", else one that reads `text` instead; see `OtherInstruction`."""
     return OtherInstruction(policy, text, world) if text else policy
 
 
 @dataclass(frozen=True)
 class Control:
-    """A policy judged under other words, beside its judgement under the world's; refused: why it would not read them.
+    """Evaluation of a policy under other instructions, compared with the world's; refused: reason if the policy rejects
+    them.
 
-    found: None where it refused.
+    found: None if it was refused.
     """
 
     found: EvaluationResult | None
@@ -88,13 +90,13 @@ class Control:
 
     @property
     def text(self) -> str:
-        """The success under other words, and how far that is from the success under the world's."""
+        """Success under the other instructions, and its difference from success under the world's."""
         if self.found is None:
             return f"refused: {self.refused}"
         return f"{self.found.text}, {difference_text(self._difference)} beside the world's words"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary and the paired difference, or why there is none."""
+        """Return the summary and the paired difference, or the reason for the refusal."""
         if self.found is None:
             return {"refused": self.refused}
         return {**self.found.summary(), "difference": self._difference}
@@ -106,9 +108,9 @@ class Control:
 
 
 def controls_of(world: WorldSpec, asked: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the controls asked for; for None, those that the world has.
+    """Return the requested controls; for None, those that the world supports.
 
-    Raises ConfigError for an unknown name, and for one that the world cannot have.
+    Raises ConfigError for an unknown name, and for a control that the world does not support.
     """
     possible = {
         "wrong_instruction": len(world.goals) > 1,
@@ -130,9 +132,10 @@ def judge_controls(
     beside: EvaluationResult,
     judge: Callable[[Policy, str], EvaluationResult],
 ) -> dict[str, Control]:
-    """Return the controls by name; judge: plays the given policy on the seeds of `beside`, under a label.
+    """Evaluate the controls and return them by name; judge: evaluates the given policy on the seeds of `beside`, under
+    a label.
 
-    A policy that does not know the words refuses them: that is what the control then says.
+    A policy that does not know an instruction refuses it; the control then contains the reason.
     """
     found: dict[str, Control] = {}
     for name in names:

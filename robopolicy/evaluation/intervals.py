@@ -1,7 +1,7 @@
-"""Intervals for success rates: Wilson, paired differences on the same seeds, and the bootstrap.
+"""Confidence intervals: Wilson, paired differences on the same seeds, and the bootstrap.
 
-Every number that this project prints about success carries one of these; two policies are compared on the same seeds,
-so the comparison is paired. Axes: E episode.
+Every success rate that this project prints has one of these intervals. Two policies are compared on the same seeds, so
+the comparison is paired. Axes: E episode.
 """
 
 import math
@@ -30,9 +30,10 @@ def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[flo
 
 
 def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.95) -> np.ndarray:
-    """Return the one-sided lower Wilson bounds [G] of rates [G] seen in so many episodes [G], which need not be whole.
+    """Return the one-sided lower Wilson bounds [G] of rates [G] from these numbers of episodes [G], which may be
+    fractional.
 
-    Raises DataError for a rate outside [0, 1] or fewer than no episodes.
+    Raises DataError for a rate outside [0, 1] or a negative number of episodes.
     """
     if np.any((rates < 0) | (rates > 1)) or np.any(episodes < 0):
         raise DataError(f"{rates} in {episodes} episodes are no rates of success.")
@@ -44,13 +45,13 @@ def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.
 
 
 def shown(value: float | None, form: str) -> str:
-    """Return a figure as `form` (".2f") writes it, "-" where it is undefined: None or NaN."""
+    """Format a number with `form` (".2f"); "-" if it is undefined: None or NaN."""
     return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 @dataclass(frozen=True)
 class Paired:
-    """Two policies on the same episodes: their means, and tuned - base with its interval (low, high)."""
+    """Comparison of two policies on the same episodes: their means, and tuned - base with its interval (low, high)."""
 
     episodes: int
     base: float
@@ -67,9 +68,10 @@ class Paired:
 
 @dataclass(frozen=True)
 class PairedComparison(Paired):
-    """The successes of two policies on the same episodes.
+    """Comparison of the successes of two policies on the same episodes.
 
-    improved, worsened: episodes that only the tuned or only the base policy solved; p_value: exact McNemar, two-sided.
+    improved, worsened: number of episodes that only the tuned or only the base policy solved; p_value: exact McNemar,
+    two-sided.
     """
 
     improved: int
@@ -78,7 +80,7 @@ class PairedComparison(Paired):
 
 
 def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95) -> PairedComparison:
-    """Compare two success vectors [E] bool whose entries belong to the same seeds.
+    """Compare two success vectors [E] bool whose entries are paired by seed.
 
     The p-value is McNemar's exact test on the discordant episodes. The interval of the difference is Newcombe's score
     interval for paired proportions (Newcombe 1998, Statistics in Medicine 17:2635, method 10), which never leaves
@@ -109,7 +111,7 @@ def compare_paired(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95
 
 @dataclass(frozen=True)
 class PairedReturns(Paired):
-    """The returns of two policies on the same episodes, where nobody says which of them succeeded.
+    """Comparison of the returns of two policies on the same episodes, when success is not reported.
 
     The interval is a bootstrap over episodes.
     """
@@ -118,7 +120,7 @@ class PairedReturns(Paired):
 
 
 def compare_returns(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.95) -> PairedReturns:
-    """Compare two vectors of returns [E] whose entries belong to the same seeds. Raises DataError unless they pair."""
+    """Compare two vectors of returns [E] whose entries are paired by seed. Raises DataError unless they pair."""
     base, tuned = _pair(np.asarray(base, dtype=np.float64), np.asarray(tuned, dtype=np.float64), "Returns")
     difference = tuned - base
     low, high = mean_interval(difference, confidence)
@@ -128,13 +130,13 @@ def compare_returns(base: np.ndarray, tuned: np.ndarray, confidence: float = 0.9
 
 
 def mean_interval(values: np.ndarray, confidence: float = 0.95, resamples: int = 2000) -> tuple[float, float]:
-    """Return the bootstrap interval (low, high) of the mean of `values` [E], by percentiles; the same at every call."""
+    """Return the percentile bootstrap interval (low, high) of the mean of `values` [E]; deterministic."""
     draws = np.random.default_rng(0).integers(0, len(values), (resamples, len(values)))
     return percentile_interval(np.asarray(values, dtype=np.float64)[draws].mean(1), confidence)
 
 
 def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tuple[float, float]:
-    """Return the central `confidence` range (low, high) of bootstrap replicates [n], leaving out undefined ones.
+    """Return the central `confidence` range (low, high) of bootstrap replicates [n], ignoring undefined ones.
 
     Raises DataError when fewer than half of the replicates are defined.
     """

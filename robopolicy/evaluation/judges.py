@@ -1,7 +1,7 @@
-"""Judges of policies that need no real episode: a world model, a critic fitted to the policy, a critic of the data.
+"""Evaluators that need no real episode: a world model, a critic fitted to the policy, a critic of the data.
 
-Which of them is right depends on the data: `bakeoff` measures it on policies of known value. None is a default by
-virtue of a paper: averages of a critic's values (AM-Q) ordered 36 policies at Spearman .24 to .46 where a model did at
+The best choice depends on the data: `bakeoff` measures it on policies of known performance. No published result
+justifies a default: averages of a critic's values (AM-Q) ordered 36 policies at Spearman .24 to .46, a world model at
 .99.
 """
 
@@ -30,12 +30,12 @@ from robopolicy.rl.offline.interface import Interface
 
 
 class ModelReturn:
-    """Plays a policy in a world model: success (or return) of one episode per seed.
+    """Evaluator that plays a policy in a world model: success (or return) of one episode per seed.
 
-    world: an imagined one, or with `trials` the world itself, for a short online phase; seeds: [S] of its starts; by:
-    "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> what acts
-    in its place in that world, itself without an encoder say. `env_steps` counts the control steps of trials. Raises
-    ConfigError for success in a world that does not say it.
+    world: an imagined world, or the real one with `trials`, for a short online phase; seeds: [S] of its initial states;
+    by: "success" or "return"; independent: whether the candidates were not trained in it; as_inside: a policy -> its
+    form in that world, for example without its encoder. `env_steps` counts the control steps of trials. Raises
+    ConfigError for success in a world that does not report it.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class ModelReturn:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What judges by recorded data look at: decisions, as critics see them, and the observations to judge from.
+    """Input of evaluators on recorded data: decisions, their critic interface, and the initial states to evaluate.
 
-    bounds: the lowest and highest value that rewards allow; starts: [S] int64, frames of the decisions' episodes;
-    ceiling: the highest mean value from starts that is believed (`highest_credible`), None for any.
+    bounds: the lowest and highest value that rewards allow; starts: [S] int64, first frames of episodes; ceiling: the
+    highest credible mean value from the initial states (`highest_credible`), None for no limit.
     """
 
     decisions: Decisions
@@ -86,17 +86,17 @@ class Recorded:
 
     @property
     def episodes(self) -> Episodes:
-        """Whose observations they are."""
+        """The episodes that contain the observations."""
         return self.decisions.episodes
 
     @cached_property
     def start_states(self) -> Tensor:
-        """What critics see at the starts, [S, size]."""
+        """Critic inputs at the initial states, [S, size]."""
         episodes, interface = self.episodes, self.interface
         return interface.state(observed_at(episodes, self.starts, interface.history, interface.keys))
 
     def flat(self, chunks: Tensor) -> Tensor:
-        """Return chunks [n, m, C, A] in the world's units as critics see them, [n, m, C * A]."""
+        """Return chunks [n, m, C, A] in the world's units as critic inputs, [n, m, C * A]."""
         return self.interface.to_agent(chunks.flatten(0, 1)).reshape(*chunks.shape[:2], -1)
 
 
@@ -107,13 +107,14 @@ def episode_starts(episodes: Episodes, count: int) -> Tensor:
 
 
 def highest_credible(episodes: Episodes, discount: float) -> float:
-    """Return the highest mean over starts that recorded episodes make credible: nine of ten successes earned less.
+    """Return the highest credible mean value over initial states: the 90 % quantile of the returns of recorded
+    successes.
 
-    A critic errs upwards about what was made by climbing such errors, and no recorded episode contradicts it; but that
-    a policy should do better from all starts than nearly all successes is no reading of the data any more. Where nobody
-    says what succeeded, or nothing did, it is the best episode's. What was earned is discounted from the start; an
-    episode that a time limit ended may have gone on as before, R / (1 - discount^L) for its L steps, where that is
-    more. Raises DataError without rewards.
+    A critic overestimates actions that were optimised against it, and no recorded episode corrects this. A policy
+    valued above nearly all successes from all initial states is therefore not credible. Without recorded success the
+    limit is the best episode's return. Returns are discounted from the start. An episode truncated by a time limit
+    counts as if it continued as before, R / (1 - discount^L) for its L steps, if that is more. Raises DataError without
+    rewards.
     """
     reward = episodes.reward
     if reward is None:
@@ -129,12 +130,13 @@ def highest_credible(episodes: Episodes, discount: float) -> float:
 
 
 class FittedJudge:
-    """Fits a critic to the policy (FQE) on data that training has not seen, and asks it at the starts.
+    """Evaluator that fits a critic to the policy (FQE) on data not used in training, and averages it over the initial
+    states.
 
-    deterministic: the policy is judged as it acts without exploration noise, which is how it will be used. Every policy
-    is fitted with the same draws. `clipped` keeps, by call, the share of targets that left what rewards allow: a fit
-    beyond the alarm has diverged, and its values are not to be trusted. Where a policy does what the data has not, a
-    fit without divergence flatters it too: measured on push_cube, it let a policy in that was worse by 12 points.
+    deterministic: evaluate the policy without exploration noise, as it will be used. Every policy is fitted with the
+    same random numbers. `clipped` stores for each call the fraction of targets outside the reward bounds: a fit above
+    the alarm level has diverged and is not reliable. When a policy leaves the data, a fit without divergence is
+    optimistic too: measured on push_cube, it accepted a policy that was worse by 12 points.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class FittedJudge:
         self.clipped: list[float] = []
 
     def values(self, policy: Policy) -> Array:
-        """Return what the policy is worth at each start [S], in units of discounted reward."""
+        """Return the policy's value from each initial state [S], in units of discounted reward."""
         data, config = self.data, self.config
         device = data.episodes.device
         generator = torch.Generator(device).manual_seed(derive(self.seed, "fqe"))
@@ -171,7 +173,7 @@ class FittedJudge:
 
     @property
     def diverged(self) -> bool:
-        """Whether a fit has."""
+        """Whether a fit has diverged."""
         return any(share > self.config.alarm for share in self.clipped)
 
     def _fit(self, drawn: Tensor, generator: torch.Generator) -> FittedQ:
@@ -187,11 +189,11 @@ class ActionValues(Protocol):
 
 
 class CriticJudge:
-    """The mean Q of what a policy does, at recorded observations, or along imagined rollouts (AM-Q).
+    """Evaluator that averages Q of the policy's actions at recorded observations, or along imagined rollouts (AM-Q).
 
-    critic: of which the smallest member counts. world, seeds, decisions: an imagined world to roll the policy out in,
-    for so many decisions; None judges at the recorded starts alone. deterministic: without exploration noise. Source:
-    Uni-O4, arXiv:2311.03351 (AM-Q); RL-100.
+    critic: the minimum over its members is used. world, seeds, decisions: an imagined world to roll the policy out in,
+    and the number of policy calls; None uses the recorded initial states only. deterministic: without exploration
+    noise. Source: Uni-O4, arXiv:2311.03351 (AM-Q); RL-100.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class CriticJudge:
 
     @torch.no_grad()
     def values(self, policy: Policy) -> Array:
-        """Return the mean Q from each start [S]."""
+        """Return the mean Q from each initial state [S]."""
         if self.world is not None and self.seeds is not None:
             return self._along(policy, self.world, np.asarray(self.seeds))
         data = self.data
@@ -238,7 +240,7 @@ class CriticJudge:
         return found.reshape(len(states), -1).mean(1).double().cpu().numpy()
 
     def _along(self, policy: Policy, world: World, seeds: Array) -> Array:
-        """Return the mean Q of each row's decisions until its episode ends, [S]."""
+        """Return the mean Q over each row's policy calls until its episode ends, [S]."""
         device, found = self.data.episodes.device, np.zeros(len(seeds))
         for first in range(0, len(seeds), world.batch_size):
             part = seeds[first : first + world.batch_size]

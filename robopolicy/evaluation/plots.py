@@ -51,14 +51,16 @@ class Rate:
 
 
 def drawing() -> AbstractContextManager[None]:
-    """Return the context in which a plot is drawn: our style. matplotlib takes a second to import: who draws, pays."""
+    """Return the context in which plots use the report style; matplotlib is imported only here, since that takes a
+    second.
+    """
     from matplotlib import rc_context
 
     return rc_context(STYLE)
 
 
 def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
-    """Draw success against environment steps: validation in both modes, the collected episodes faintly, the base."""
+    """Plot success against environment steps: validation in both modes, the collected episodes (faint), the base."""
     with drawing():
         figure, axes = new_axes()
         collected = [(record["env_steps"], record["success"]) for record in records if "success" in record]
@@ -84,7 +86,7 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
 
 
 def imagined_and_real(records: Sequence[Mapping]) -> str:
-    """Draw success of the noise-free policy in imagination and for real, against the steps it has imagined."""
+    """Plot success of the deterministic policy in imagination and in the real world against imagined steps."""
     with drawing():
         figure, axes = new_axes()
         rows = [record for record in records if "deterministic_real_success" in record]
@@ -105,7 +107,7 @@ def imagined_and_real(records: Sequence[Mapping]) -> str:
 
 
 def taught_curve(records: Sequence[Mapping]) -> str:
-    """Draw success of a student while it plays, with Wilson intervals, against the steps that were played before.
+    """Plot a DAgger student's success, with Wilson intervals, against the steps played before.
 
     records: of rounds in which the student played, with `steps`, `played_steps`, `student_episodes`,
     `student_successes`.
@@ -122,7 +124,7 @@ def taught_curve(records: Sequence[Mapping]) -> str:
 
 
 def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
-    """Draw every logged loss against the training step, on a logarithmic axis where all values are positive."""
+    """Plot every logged loss against the training step, on a logarithmic axis if all values are positive."""
     with drawing():
         figure, axes = new_axes()
         skip = {x, "learning_rate"}
@@ -140,9 +142,9 @@ def loss_curves(records: Sequence[Mapping], x: str = "step") -> str:
 
 
 def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
-    """Draw success so far of deployments by name against episodes, the floor, and faintly the share of the new policy.
+    """Plot running success of deployments by name against episodes, the floor, and faintly the share of the new policy.
 
-    found: "running" and "shares" [E] of each.
+    found: "running" and "shares" [E] of each deployment.
     """
     with drawing():
         figure, axes = new_axes()
@@ -158,7 +160,7 @@ def deployments(found: Mapping[str, Mapping[str, Any]], floor: float) -> str:
 
 
 def success_bars(rates: Sequence[Rate]) -> str:
-    """Draw success rates as points with their intervals, one row each."""
+    """Plot success rates as points with their intervals, one row each."""
     with drawing():
         figure, axes = new_axes(height=0.5 * len(rates) + 0.9)
         for row, rate in enumerate(reversed(rates)):
@@ -175,7 +177,9 @@ def success_bars(rates: Sequence[Rate]) -> str:
 
 
 def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
-    """Draw the least milliseconds of every way, a row each, on a logarithmic axis; see `ways.way_rows`."""
+    """Plot the minimum milliseconds per policy call of every inference method, one row each, on a logarithmic axis; see
+    `ways.way_rows`.
+    """
     from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
     with drawing():
@@ -194,9 +198,10 @@ def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
 
 
 def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
-    """Draw simulator against world model, one numbered point a policy with both intervals, and the line of agreement.
+    """Plot simulator against world model, one numbered point per policy with both intervals, and the line of equal
+    success.
 
-    The numbers, in the order of real success, are explained on the right.
+    A legend on the right lists the numbers, ordered by real success.
     """
     with drawing():
         figure, axes = new_axes(width=7.2, height=4.6)
@@ -229,9 +234,11 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
 
 
 def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], key: str) -> str:
-    """Draw how well a model follows recorded actions, against the horizon, beside other actions and copying.
+    """Plot a model's open-loop error on recorded actions against the horizon, with shuffled actions and copying for
+    comparison.
 
-    figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR and its like for images, else errors.
+    figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR and similar metrics for images, else
+    errors.
     """
     with drawing():
         figure, axes = new_axes()
@@ -252,7 +259,7 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
 
 
 def _place_labels(axes: "Axes", points: Mapping[str, tuple[float, float]]) -> None:
-    """Write short labels below and right of points, pushed aside where they would overlap."""
+    """Write short labels below and right of points, moved aside where they would overlap."""
     taken: list[tuple[float, float]] = []
     for name, (x, y) in sorted(points.items(), key=lambda item: item[1]):
         place = x + 0.015, y - 0.03
@@ -263,14 +270,14 @@ def _place_labels(axes: "Axes", points: Mapping[str, tuple[float, float]]) -> No
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Return an empty figure of so many inches."""
+    """Return an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def new_axes(width: float = 6.4, height: float = 3.4) -> "tuple[Figure, Axes]":
-    """Return a figure of so many inches with one set of axes."""
+    """Return a figure of this size in inches with one set of axes."""
     figure = new_figure(width, height)
     return figure, figure.add_subplot()
 
@@ -290,9 +297,9 @@ Curve = Sequence[tuple[int, float]]
 
 
 def pooled_curve(curves: Sequence[Curve], points: int = 60) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return environment steps [n] and the seeds' mean, lowest and highest success [n] there.
+    """Return environment steps [n] and the mean, lowest and highest success [n] over seeds at these steps.
 
-    Between evaluations success is interpolated; a seed that stopped early, at its target, keeps its last value.
+    Success is interpolated between evaluations; a seed that stopped early, at its target, keeps its last value.
     """
     last = max(curve[-1][0] for curve in curves)
     steps = np.linspace(0, last, points)
@@ -301,8 +308,8 @@ def pooled_curve(curves: Sequence[Curve], points: int = 60) -> tuple[np.ndarray,
 
 
 def method_curves(tasks: Mapping[str, Mapping[str, Sequence[Curve]]], bases: Mapping[str, float]) -> str:
-    """Draw success against environment steps, a panel a task, one colour a method: mean over seeds, band from lowest
-    to highest. bases: success after behaviour cloning, by task.
+    """Plot success against environment steps, one panel per task, one colour per method: mean over seeds, band from
+    lowest to highest. bases: success after behaviour cloning, by task.
     """
     with drawing():
         figure = new_figure(1.6 + 4.3 * len(tasks), 3.8)
@@ -320,8 +327,8 @@ def method_curves(tasks: Mapping[str, Mapping[str, Sequence[Curve]]], bases: Map
 
 
 def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], columns: int = 4) -> str:
-    """Draw success of noise-free policies in imagination and for real, against the steps imagined, a panel an arm, a
-    line a seed.
+    """Plot success of deterministic policies in imagination and in the real world against imagined steps, one panel per
+    arm, one line per seed.
 
     arms: title -> seeds -> records with env_steps, deterministic_success and deterministic_real_success.
     """
@@ -343,8 +350,9 @@ def imagination_curves(arms: Mapping[str, Sequence[Sequence[Mapping[str, float]]
 
 
 def imagined_beside_real(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Draw success before and after fine-tuning in imagination, a panel a task, a row an arm: the base policy and the
-    tuned one of every seed in the simulator, and the tuned ones in imagination, joined to what they truly reach.
+    """Plot success before and after fine-tuning in imagination, one panel per task, one row per arm. It shows the base
+    and each seed's tuned policy in the simulator, and the tuned policies in imagination, connected to their real
+    success.
 
     tasks: task -> arm -> {"base", "imagined": {"success_rate", ...} over all seeds, "each": real success of each seed}.
     """
@@ -370,8 +378,8 @@ def imagined_beside_real(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
 
 
 def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]]], columns: int = 4) -> str:
-    """Draw success in a world model against success in the simulator, a panel a model, a colour a seed of it, a point a
-    policy, and the line on which the two agree.
+    """Plot success in a world model against success in the simulator, one panel per model, one colour per seed, one
+    point per policy, and the line of equal success.
 
     rankings: title -> seeds -> policies' success in the simulator and in the model.
     """
@@ -389,7 +397,7 @@ def ranking_panels(rankings: Mapping[str, Sequence[Sequence[tuple[float, float]]
 
 
 def _panels(count: int, columns: int) -> "tuple[Figure, np.ndarray]":
-    """Return a figure and its panels [down, across], as even rows as there can be, without those beyond `count`."""
+    """Return a figure and its panels [down, across], in rows as equal as possible, without panels beyond `count`."""
     down = -(-count // columns)
     across = -(-count // down)
     figure = new_figure(0.5 + 2.6 * across, 0.4 + 2.4 * down)
@@ -400,9 +408,9 @@ def _panels(count: int, columns: int) -> "tuple[Figure, np.ndarray]":
 
 
 def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, float, float]]]) -> str:
-    """Draw milliseconds a decision, on a logarithmic axis, and success beside it, a row a way of deciding.
+    """Plot milliseconds per policy call, on a logarithmic axis, next to success, one row per inference method.
 
-    panels: title -> way -> (milliseconds, success, its lower and upper bound).
+    panels: title -> method -> (milliseconds, success, its lower and upper bound).
     """
     with drawing():
         counts = [len(points) for points in panels.values()]
@@ -426,9 +434,9 @@ def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, f
 
 
 def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]]) -> str:
-    """Draw success against control steps of delay, a panel a task, one colour a way of living with it.
+    """Plot success against control steps of latency, one panel per task, one colour per method of handling it.
 
-    panels: title -> way -> (delay, success, its lower and upper bound) in order of the delays.
+    panels: title -> method -> (latency, success, its lower and upper bound) in order of latency.
     """
     with drawing():
         figure, grid = _panels(len(panels), 3)
@@ -457,7 +465,7 @@ def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float,
 
 
 def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
-    """Draw learned values against epochs on a symmetric logarithmic axis, one colour an arm, one line a seed.
+    """Plot learned values against epochs on a symmetric logarithmic axis, one colour per arm, one line per seed.
 
     runs: arm -> seeds -> records with epoch, value and value_bound.
     """

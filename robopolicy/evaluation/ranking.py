@@ -1,7 +1,7 @@
-"""How well a world model ranks policies: its scores against the simulator's (or the robot's), with their uncertainty.
+"""Ranking of policies by a world model, compared with the simulator (or the robot), with uncertainty.
 
-The unit is an independently trained policy, not a checkpoint of one run: checkpoints of one run share their mistakes
-and make any model look good. Axes: k policy, E episode.
+The unit is an independently trained policy, not a checkpoint of one run: checkpoints of one run share their errors and
+make any model look good. Axes: k policy, E episode.
 """
 
 import itertools
@@ -18,7 +18,9 @@ from robopolicy.evaluation.success import EvaluationResult
 
 
 def pearson(real: np.ndarray, model: np.ndarray) -> np.ndarray:
-    """Return the linear correlations [...] of scores [..., k]; NaN where either is constant. DataError: no pairs."""
+    """Return the linear correlations [...] of scores [..., k]; NaN if either is constant. Raises DataError if they do
+    not pair.
+    """
     from scipy import stats  # seconds to import: who ranks, pays
 
     real, model = _pair(real, model)
@@ -32,7 +34,7 @@ def pearson(real: np.ndarray, model: np.ndarray) -> np.ndarray:
 def spearman(real: np.ndarray, model: np.ndarray) -> np.ndarray:
     """Return the correlations [...] of the ranks of scores [..., k] (ties share the mean rank); NaN as in `pearson`.
 
-    scipy's own spearmanr takes one pair at a time, a hundred times as long for a bootstrap.
+    scipy's spearmanr takes one pair at a time, which is a hundred times slower for a bootstrap.
     """
     from scipy import stats
 
@@ -43,7 +45,7 @@ def spearman(real: np.ndarray, model: np.ndarray) -> np.ndarray:
 def kendall(real: np.ndarray, model: np.ndarray) -> np.ndarray:
     """Return Kendall's tau-b [...] of scores [..., k]: concordant minus discordant pairs, corrected for ties.
 
-    NaN where either is constant. By hand because scipy's kendalltau takes one pair at a time, 40 times as long.
+    NaN if either is constant. Own implementation because scipy's kendalltau takes one pair at a time, 40 times slower.
     """
     real, model = _pair(real, model)
     first, second = (np.sign(scores[..., :, None] - scores[..., None, :]) for scores in (real, model))
@@ -71,7 +73,7 @@ def mean_absolute_error(real: np.ndarray, model: np.ndarray) -> np.ndarray:
 
 
 def bias(real: np.ndarray, model: np.ndarray) -> np.ndarray:
-    """Return mean (S - R) [...] over policies, of scores [..., k]: positive when the model flatters."""
+    """Return mean (S - R) [...] over policies, of scores [..., k]: positive when the model is optimistic."""
     real, model = _pair(real, model)
     return np.asarray((model - real).mean(axis=-1))
 
@@ -95,9 +97,9 @@ def permutation_floor(policies: int) -> float:
 def permutation_p_value(
     real: np.ndarray, model: np.ndarray, generator: np.random.Generator, draws: int = 20_000
 ) -> float:
-    """Return how often a random pairing of real [k] and model [k] correlates (Pearson) at least as well.
+    """Return the fraction of random pairings of real [k] and model [k] that correlate (Pearson) at least as well.
 
-    All pairings are tried for up to 8 policies, else `draws` of them.
+    Uses all pairings for up to 8 policies, else `draws` random ones.
     """
     real, model = _pair(real, model)
     if np.ptp(real) == 0 or np.ptp(model) == 0:
@@ -113,9 +115,9 @@ def permutation_p_value(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A statistic with two bootstrap intervals (low, high), None where the resamples leave it undefined.
+    """A statistic with two bootstrap intervals (low, high), None if the resamples leave it undefined.
 
-    policies: had other policies been trained; episodes: had the same policies played other episodes.
+    policies: resampling the policies; episodes: resampling the episodes of the same policies.
     """
 
     value: float | None
@@ -125,7 +127,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RankingResult:
-    """Policies scored twice. real, model: success rates by policy name, with Wilson intervals (low, high)."""
+    """Policies scored in both worlds. real, model: success rates by policy name, with Wilson intervals (low, high)."""
 
     real: Mapping[str, float]
     model: Mapping[str, float]
@@ -178,12 +180,13 @@ def rank(
     resamples: int = 2000,
     confidence: float = 0.95,
 ) -> RankingResult:
-    """Score a world model as a judge of policies.
+    """Compute how well a world model ranks policies.
 
     real, model: the same policies evaluated in the simulator (or on the robot) and in the world model. Intervals are
-    percentile bootstraps over policies and over episodes (jointly by seed where the policies share their seeds, so that
-    a hard start is hard for all). All statistics see the same resamples and leave out those where they are undefined,
-    which scipy.stats.bootstrap does not offer. Raises DataError for fewer than three policies or different names.
+    percentile bootstraps over policies and over episodes (jointly by seed if the policies share their seeds, so that a
+    difficult initial state is difficult for all). All statistics use the same resamples and ignore those where they are
+    undefined, which scipy.stats.bootstrap does not offer. Raises DataError for fewer than three policies or different
+    names.
     """
     if set(real) != set(model):
         raise DataError(f"Policies differ: simulator has {sorted(real)}, world model has {sorted(model)}.")

@@ -1,4 +1,4 @@
-"""One self-contained report.html and report.json per run, rebuilt at any time from what the run left in its folder."""
+"""Self-contained report.html and report.json per run, rebuilt at any time from the files in the run folder."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     import jinja2
 
 UNPLANNED = "without planning"
-"""What a policy that does not look ahead is called beside itself."""
+"""Name of a policy without planning, when compared with itself with planning."""
 JUDGED = ("base", "teacher", UNPLANNED, "policy", "tuned", "student")
-"""What policies are called in a result."""
+"""Names of policies in a result."""
 IMAGINED = "imagined"
-"""Name of the video of imagined beside recorded images."""
+"""Name of the video of imagined and recorded images."""
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 @dataclass(frozen=True)
 class Card:
-    """One key figure."""
+    """One key metric on the page."""
 
     label: str
     value: str
@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of the page: a plot (svg), a video (base64 mp4) or a table (header, rows)."""
+    """A section of the page with a title: a plot (svg), a video (base64 mp4) or a table (header, rows)."""
 
     title: str
     caption: str = ""
@@ -52,7 +52,7 @@ class Section:
 
 @dataclass
 class Report:
-    """A page in the making."""
+    """A report page under construction."""
 
     title: str
     subtitle: str = ""
@@ -65,7 +65,7 @@ class Report:
 def report_for_run(path: Path) -> Path:
     """Write report.html and report.json into the run folder `path` and return the page's path.
 
-    Raises DataError where there is no run, or nothing was measured yet.
+    Raises DataError when the folder contains no run, or no measurements yet.
     """
     folder = RunFolder(path) if Path(path).is_dir() else None
     if folder is None or not any((folder.path / name).exists() for name in ("result.json", "metrics.jsonl")):
@@ -94,7 +94,7 @@ def report_for_run(path: Path) -> Path:
 
 
 def render(report: Report) -> str:
-    """Return the page as HTML with everything embedded."""
+    """Return the page as HTML with all plots and videos embedded."""
     return _template().render(report=report)
 
 
@@ -107,7 +107,7 @@ def _template() -> "jinja2.Template":
 
 
 def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
-    """Add everything that a run of any verb may have left."""
+    """Add all sections for which a run, of any verb, has left files."""
     rates = _rates(result)
     for rate in rates:
         report.cards.append(Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}"))
@@ -140,7 +140,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
 
 
 def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
-    """Say what was special about how policies were judged, and how smooth they acted where that was measured."""
+    """Add the evaluation conditions, and the smoothness of the policies if measured."""
     if "conditions" in result:
         caption = "Success above is that of policies judged so."
         rows = [[what, value] for what, value in result["conditions"].items()]
@@ -157,7 +157,7 @@ def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
-    """Show the ways of computing decisions that were tried, and which one was chosen."""
+    """Add the inference methods that were compared, and the chosen one."""
     if "ways" not in result:
         return
     ways = result["ways"]
@@ -172,7 +172,7 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
-    """Add success by instruction, and what became of it under other words, where the world has several."""
+    """Add success by instruction and under the language controls, if the world has several instructions."""
     found = instruction_table(_judged(result))
     if found is not None:
         caption = "Success with Wilson 95 % intervals, of the episodes that asked for it."
@@ -187,7 +187,7 @@ def _add_language(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
-    """Add what a gate said: of every round of an offline run, or of one candidate."""
+    """Add the gate's results: of every round of an offline run, or of one candidate."""
     verdicts = [(f"round {record['round']}", record.get("verdict")) for record in result.get("rounds", ())]
     if "gate" in result:
         verdicts = [("the candidate", result["gate"])]
@@ -209,7 +209,7 @@ def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
 
 
 def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Show what became of success while a new policy took over."""
+    """Add running success while a new policy took over."""
     floor = next(iter(deployed.values()))["floor"]
     for name, found in deployed.items():
         note = f"share of the new policy at last {found['share_at_last']:.0%}"
@@ -220,7 +220,7 @@ def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -
 
 
 def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
-    """Join the stages of a demo into one page."""
+    """Combine the stages of a demo on one page."""
     tuned, ranked = result["finetune"], result["rank"]
     rates = _rates(tuned)
     report.cards = [Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}") for rate in rates]
@@ -250,7 +250,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
 
 
 def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
-    """Show what the stages of a pipeline came to."""
+    """Add the results of a pipeline's stages."""
     stages = result["stages"]
     judged = {name: told["policy"] for name, told in stages.items() if "policy" in told}
     rates = [
@@ -318,7 +318,7 @@ def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> No
 
 
 def ranking_plot(policies: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the policies of a ranking, as `RankingResult.to_json` lists them."""
+    """Plot the policies of a ranking, as `RankingResult.to_json` lists them."""
     real, model = (
         {row["name"]: Rate(row["name"], row[kind], *row[f"{kind}_interval"]) for row in policies}
         for kind in ("real", "model")
@@ -327,7 +327,7 @@ def ranking_plot(policies: Sequence[Mapping[str, Any]]) -> str:
 
 
 def agreement(models: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines: a world model each, by name, as `RankingResult.to_json` describes it."""
+    """Return header and lines: one world model per line, by name, as `RankingResult.to_json` describes it."""
     statistics = next(iter(models.values()))["statistics"]
     header = ["world model", *(name.replace("_", " ") for name in statistics)]
     return header, [
@@ -342,7 +342,7 @@ def _estimate(estimate: Mapping[str, Any]) -> str:
 
 
 def film(path: Path) -> list[Section]:
-    """Return the videos in a folder, each as a section."""
+    """Return one section per video in a folder."""
     found = []
     for video in sorted(path.glob("*.mp4")):
         if video.is_symlink() or not video.is_file():  # what lies elsewhere does not belong into a page to be shown
@@ -358,12 +358,12 @@ def film(path: Path) -> list[Section]:
 
 
 def _rates(result: Mapping[str, Any]) -> list[Rate]:
-    """Return the success rates of every policy that was judged, both modes."""
+    """Return the success rates of every evaluated policy, both modes."""
     return [_rate(label, judged) for label, judged in _judged(result) if judged.get("reports_success", True)]
 
 
 def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
-    """Return a judged success rate; raises DataError where it or its interval is no share: somebody wrote over it."""
+    """Return an evaluated success rate; raises DataError when it or its interval is not in [0, 1] (file edited)."""
     rate = Rate(label, judged["success_rate"], judged["low"], judged["high"])
     if not all(0 <= each <= 1 for each in (rate.value, rate.low, rate.high)):
         raise DataError(
@@ -374,7 +374,7 @@ def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
 
 
 def _return_cards(result: Mapping[str, Any]) -> list[Card]:
-    """Return the mean returns of every policy that was judged in a world that reports no success, both modes."""
+    """Return the mean returns, both modes, of every policy evaluated in a world that reports no success."""
     return [
         Card(
             f"{label}: return",
@@ -387,13 +387,13 @@ def _return_cards(result: Mapping[str, Any]) -> list[Card]:
 
 
 def _verdicts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return what was said of every policy that was judged, by its name."""
+    """Return the evaluation results of every policy by name."""
     judged = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
     return {**judged, **result.get("verdicts", {})}
 
 
 def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return ("policy, mode", its figures) of every judgement in the result."""
+    """Return ("policy, mode", metrics) for every evaluation in the result."""
     return [
         (f"{name}, {mode}", verdict[mode])
         for name, verdict in _verdicts(result).items()

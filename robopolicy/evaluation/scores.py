@@ -1,8 +1,8 @@
-"""Normalised scores: 0 is what uniform actions earn, 100 what the expert does, both measured on the same task here.
+"""Normalised scores: 0 is the return of uniform random actions, 100 the expert's, both measured on the same task.
 
-Returns of different tasks compare no other way. Scores of one generator's datasets ("gen-v1/...") compare among
-themselves alone: D4RL's tasks, experts and random policies are others, so a score of ours never stands beside one of
-D4RL's in a table. Axes: E episode.
+Returns of different tasks can only be compared this way. Scores of one generator's datasets ("gen-v1/...") are
+comparable only among themselves: D4RL uses other tasks, experts and random policies, so these scores never belong in a
+table with D4RL's. Axes: E episode.
 """
 
 import os
@@ -24,7 +24,7 @@ from robopolicy.evaluation.success import EvaluationResult
 
 @dataclass(frozen=True)
 class Performance:
-    """Mean return and success rate of an actor over so many episodes, each with its 95 % interval (low, high)."""
+    """Mean return and success rate of an actor over a number of episodes, each with its 95 % interval (low, high)."""
 
     episodes: int
     return_mean: float
@@ -44,14 +44,14 @@ class Performance:
 
     @staticmethod
     def of_episodes(episodes: Episodes) -> "Performance":
-        """Summarise recorded episodes; raises DataError where they lack rewards or success."""
+        """Summarise recorded episodes; raises DataError when rewards or success are missing."""
         if episodes.returns is None or episodes.success is None:
             raise DataError("These episodes say nothing of rewards or of success, so there is nothing to score.")
         return Performance.of(episodes.returns.cpu().double().numpy(), episodes.success.cpu().numpy())
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Text for logs and reports."""
         return (
             f"return {self.return_mean:.3g} [{self.return_low:.3g}, {self.return_high:.3g}], success "
             f"{self.success_rate:.1%} [{self.success_low:.1%}, {self.success_high:.1%}] of {self.episodes} episodes"
@@ -64,14 +64,16 @@ class Performance:
 
 @dataclass(frozen=True)
 class Anchors:
-    """What the ends of the scale earn in the world called `world`: uniform actions 0, the undisturbed expert 100."""
+    """Performance at the ends of the scale in the world called `world`: uniform random actions 0, the noise-free expert
+    100.
+    """
 
     world: str
     random: Performance
     expert: Performance
 
     def require_order(self) -> "Anchors":
-        """Return the same; DataError unless the expert's return surely (by both intervals) exceeds that of random."""
+        """Return self; raises DataError unless the expert's return exceeds the random one's by both intervals."""
         if self.expert.return_low > self.random.return_high:
             return self
         raise DataError(
@@ -82,7 +84,7 @@ class Anchors:
         )
 
     def require_world(self, world: str) -> None:
-        """Raise DataError where returns are of another world than the anchors."""
+        """Raise DataError when returns are from another world than the anchors."""
         if world != self.world:
             raise DataError(f"Returns in '{world}' cannot be scored by anchors of '{self.world}'.")
 
@@ -97,7 +99,7 @@ class Anchors:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: object) -> "Anchors":
-        """Rebuild from `to_json`; DataError where the file `where` holds anything else."""
+        """Rebuild from `to_json`; raises DataError when the file `where` contains anything else."""
         try:
             ends = {name: Performance(**data[name]) for name in ("random", "expert")}
             return Anchors(str(data["world"]), **ends)
@@ -107,7 +109,9 @@ class Anchors:
 
 @dataclass(frozen=True)
 class NormalisedScore:
-    """A score with the interval (low, high) of the mean return; the anchors, of many episodes, are taken as exact."""
+    """A score with the interval (low, high) of the mean return; the anchors, measured on many episodes, are taken as
+    exact.
+    """
 
     score: float
     low: float
@@ -115,7 +119,7 @@ class NormalisedScore:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Text for logs and reports."""
         return f"normalised score {self.score:.1f} [{self.low:.1f}, {self.high:.1f}]"
 
     def to_json(self) -> dict[str, float]:
@@ -124,9 +128,9 @@ class NormalisedScore:
 
 
 def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -> NormalisedScore:
-    """Return what the mean return of `result` is worth between the anchors.
+    """Return the normalised score of the mean return of `result`.
 
-    Raises DataError where an evaluation was made in another world than the anchors.
+    Raises DataError when an evaluation was made in another world than the anchors.
     """
     if isinstance(result, EvaluationResult):
         anchors.require_world(result.world)
@@ -136,12 +140,12 @@ def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -
 
 
 def read_anchors(folder: Path) -> Anchors:
-    """Return the anchors that a dataset of graded quality holds; DataError where it has none."""
+    """Return the anchors stored in a dataset of graded quality; raises DataError when there are none."""
     return Anchors.from_json(read_quality(folder)["anchors"], folder)
 
 
 def known_anchors(folder: Path, world: str) -> Anchors | None:
-    """Return the anchors that a dataset holds, None where it holds none, or another world's than `world`."""
+    """Return the anchors stored in a dataset, None if there are none or they belong to another world than `world`."""
     if not os.path.lexists(recover_folder(Path(folder)) / QUALITY):
         return None
     found = read_anchors(folder)

@@ -1,7 +1,7 @@
-"""How smooth what a robot executes is: differences of its actions, and the jumps where one plan follows another.
+"""Smoothness of executed actions: differences between consecutive actions, and jumps at chunk boundaries.
 
-Everything is in the world's units of an action per control step, the mean over action dimensions and steps. Axes: B
-row, C chunk step, T control step, A action dimension.
+All values are in the world's action units per control step, averaged over action dimensions and steps. Axes: B row, C
+chunk step, T control step, A action dimension.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from robopolicy.core.turns import turns_of
 
 @dataclass(frozen=True)
 class Smoothness:
-    """What was measured over all episodes; NaN where there was nothing to measure.
+    """Smoothness over all episodes; NaN for values that could not be measured.
 
     second_difference, jerk: mean |second| and |third difference| of consecutive actions; border_jump, inner_jump: mean
-    |a_t - a_(t-1)| where another plan takes over, and elsewhere; borders: how many of the former there were.
+    |a_t - a_(t-1)| at chunk boundaries, and elsewhere; borders: number of chunk boundaries.
     """
 
     second_difference: float
@@ -32,12 +32,12 @@ class Smoothness:
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """One-line summary."""
         return ", ".join(f"{name} {value}" for name, value in self.told(self.to_json()).items())
 
     @staticmethod
     def told(figures: Mapping[str, Any]) -> dict[str, str]:
-        """Return figures as `to_json` has them, in words by what they are, but for what was not there."""
+        """Return a `to_json` dictionary with descriptive labels as keys, without missing values."""
         named = {
             f"jump at {figures['borders']:,} chunk borders": figures["border_jump"],
             "elsewhere": figures["inner_jump"],
@@ -52,11 +52,11 @@ class Smoothness:
 
 
 class SmoothnessMeter:
-    """Watches episodes being played (`evaluation.waves.play_wave`) and measures them.
+    """Measures smoothness while episodes are played (`evaluation.waves.play_wave`).
 
-    seams: places in each chunk where another plan takes over; start: control steps at the beginning of an episode whose
-    jumps belong to neither kind, since the robot starts to move; action: what is executed, whose elements that go
-    round (see `core.turns`) differ by the short way; None: none does.
+    seams: positions in each chunk where another chunk takes over; start: control steps at the beginning of an episode
+    whose jumps are not counted, since the robot starts to move; action: field of the executed actions, whose periodic
+    elements (see `core.turns`) use the shorter difference; None: no periodic elements.
     """
 
     def __init__(self, seams: tuple[int, ...] = (0,), start: int = 0, action: Field | None = None):
@@ -66,7 +66,7 @@ class SmoothnessMeter:
         self._sums = {name: [0.0, 0] for name in ("second_difference", "jerk", "border_jump", "inner_jump")}
 
     def __call__(self, played: PlayedStep[object] | None) -> None:
-        """Take what was executed of a chunk, None where new episodes begin in all rows."""
+        """Add the executed actions of a chunk; None when new episodes start in all rows."""
         if played is None:
             self._close()
             return
@@ -75,13 +75,13 @@ class SmoothnessMeter:
         self._parts.append((played.actions, played.step.valid & played.running[:, None], border))
 
     def measured(self) -> Smoothness:
-        """Return the figures of all that was watched."""
+        """Return the smoothness of all actions added so far."""
         self._close()
         means = {name: total / count if count else float("nan") for name, (total, count) in self._sums.items()}
         return Smoothness(**means, borders=int(self._sums["border_jump"][1]))
 
     def _close(self) -> None:
-        """Add up the episodes that were watched since the last beginning."""
+        """Add the differences within the episodes since the last start."""
         if not self._parts:
             return
         actions, valid, border = (

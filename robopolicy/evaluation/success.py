@@ -1,8 +1,9 @@
-"""How often a policy succeeds: seeded episodes in any world, with a Wilson interval, and paired comparisons.
+"""Success rates of policies: seeded episodes in any world, with a Wilson interval, and paired comparisons.
 
-Reproducible first, fast second: an outcome depends on the policy, the episode's seed, the noise seed and the mode
-alone, never on the world's batch size, the wave or the neighbours, since every draw of a policy belongs to its episode
-(see `waves`). Equal settings repeat bit for bit; another batch size may round the last digits of returns otherwise.
+Reproducibility comes before speed. An outcome depends only on the policy, the episode's seed, the noise seed and the
+mode, never on the world's batch size, the batch of episodes or other rows, because all random numbers belong to the
+episode (see `waves`). Equal settings repeat bit for bit; with another batch size the last digits of returns may round
+differently.
 """
 
 import time
@@ -36,11 +37,11 @@ from robopolicy.evaluation.waves import KeptWaves, play_wave, waves
 class EvaluationResult:
     """Outcomes of E episodes, in the caller's order of seeds.
 
-    success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was stopped
+    success [E] bool; returns [E] sums of reward; lengths [E] control steps; cut [E] bool: imagination was truncated
     before the episode's end (a failure unless it had succeeded); seconds: wall time; steps: control steps executed;
-    reports_success: False where the world does not say which episodes succeeded, so that only returns mean anything;
-    instructions [E]: what each episode asked for, in plain words, () where the world has one instruction; outside: how
-    many actions were beyond the world's bounds and what became of them, "" for none.
+    reports_success: False if the world does not report success, so that only returns are meaningful; instructions [E]:
+    instruction of each episode, () if the world has one instruction; outside: number of actions beyond the world's
+    bounds and how they were handled, "" for none.
     """
 
     world: str
@@ -84,11 +85,11 @@ class EvaluationResult:
 
     @property
     def score(self) -> float:
-        """What policies are compared by: the success rate, or the mean return where there is none."""
+        """Metric for comparing policies: the success rate, or the mean return if success is not reported."""
         return self.success_rate if self.reports_success else float(self.returns.mean())
 
     def by_instruction(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of each instruction's episodes, in the order of the texts; {} where there is only one."""
+        """Return the metrics of each instruction's episodes, in the order of the texts; {} if there is only one."""
         found: dict[str, dict[str, Any]] = {}
         for text in sorted(set(self.instructions)):
             here = np.array([each == text for each in self.instructions])
@@ -99,21 +100,23 @@ class EvaluationResult:
         return found
 
     def figures(self) -> dict[str, float]:
-        """Return what fine-tuning keeps of a validation: success and its interval, or the return that stands for it."""
+        """Return the metrics that fine-tuning stores for a validation: success and its interval, or the return in its
+        place.
+        """
         low, high = self.interval if self.reports_success else self.return_interval
         judged_by_return = {} if self.reports_success else {"return": self.score}
         return {"success": self.success_rate, "low": low, "high": high, **judged_by_return}
 
     @property
     def text(self) -> str:
-        """The figure that this policy is judged by, with its interval: success, or the return where there is none."""
+        """The main metric of this policy with its interval: success, or the return if success is not reported."""
         if self.reports_success:
             return f"{self.success_rate:.1%} [{self.interval[0]:.1%}, {self.interval[1]:.1%}]"
         low, high = self.return_interval
         return f"return {self.returns.mean():.4g} [{low:.4g}, {high:.4g}]"
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures without the per-episode lists, for a metrics line."""
+        """Return the metrics without the per-episode lists, for a metrics line."""
         low, high = self.interval
         several = {"by_instruction": self.by_instruction()} if self.instructions else {}
         beyond = {"actions_outside": self.outside} if self.outside else {}
@@ -182,9 +185,8 @@ def evaluate_policy(
     """Play one episode per seed [E] and return every outcome.
 
     deterministic: act without exploration noise (a denoising policy's initial noise remains); generator_seed: of the
-    noise, which belongs to the episodes; device: where the policy computes; label: text of the progress bar, and this
-    evaluation's name in `kept`, which has the waves that were played before and keeps the others; watch: see
-    `play_wave`.
+    noise, which belongs to the episodes; device: device of the policy; label: text of the progress bar, and this
+    evaluation's name in `kept`, which provides batches played before and stores new ones; watch: see `play_wave`.
     Raises ConfigError for no or repeated seeds, SpecError when the policy and the world do not fit.
     """
     seeds = np.asarray(seeds, dtype=np.int64)
@@ -231,7 +233,7 @@ def evaluate_policy(
 
 
 def require_success(world: World, instead: str = "") -> None:
-    """Raise ConfigError where `world` does not say which episodes succeed; instead: what else can be done, in words."""
+    """Raise ConfigError when `world` does not report success; instead: alternative, in words, for the error message."""
     if not world.spec.reports_success:
         raise ConfigError(
             f"'{world.spec.name}' does not say which episodes succeed: say it with "
@@ -241,7 +243,7 @@ def require_success(world: World, instead: str = "") -> None:
 
 
 def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison | PairedReturns:
-    """Compare two policies episode by episode, paired by seed: their success, or returns where there is none.
+    """Compare two policies paired by seed: their success, or returns if success is not reported.
 
     Raises DataError unless both played the same seeds.
     """
@@ -255,9 +257,9 @@ def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison
 
 @dataclass(frozen=True)
 class Verdict:
-    """One policy in one world, acting without and with exploration noise on the same seeds.
+    """Evaluation of one policy in one world, without and with exploration noise on the same seeds.
 
-    smoothness: how smooth each mode was, by its name, where that was measured.
+    smoothness: smoothness of each mode, by its name, if measured.
     """
 
     deterministic: EvaluationResult
@@ -265,7 +267,7 @@ class Verdict:
     smoothness: Mapping[str, Smoothness] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return both summaries and outcomes."""
+        """Return the summaries and outcomes of both modes."""
         smoothness = {mode: each.to_json() for mode, each in self.smoothness.items()}
         both = {"deterministic": self.deterministic.to_json(), "stochastic": self.stochastic.to_json()}
         return {**both, "smoothness": smoothness} if smoothness else both
@@ -282,9 +284,9 @@ def judge(
     meter: Callable[[], SmoothnessMeter] | None = None,
     kept: KeptWaves | None = None,
 ) -> Verdict:
-    """Evaluate `policy`, as it acts in `world`, on `seeds` [E], deterministic and stochastic.
+    """Evaluate `policy`, in the form that acts in `world`, on `seeds` [E], deterministic and stochastic.
 
-    meter: makes what measures how smooth it acts, which has to see all of it, so that nothing is taken from `kept`.
+    meter: creates smoothness meters; they need all actions, so nothing is then taken from `kept`.
     """
     smoothness: dict[str, Smoothness] = {}
 
@@ -310,7 +312,9 @@ def judge(
 
 
 def compared(verdicts: Mapping[str, Verdict]) -> dict[str, Any]:
-    """Return every verdict by name and, as "difference", the last one's without noise from the first one's, paired."""
+    """Return every result by name and, as "difference", the paired comparison of the last with the first, without
+    noise.
+    """
     first, *_, last = verdicts.values()
     difference = compare(first.deterministic, last.deterministic)
     return {**{name: each.to_json() for name, each in verdicts.items()}, "difference": difference.to_json()}

@@ -1,6 +1,6 @@
-"""Tables of a report: what a policy was told, stages of a pipeline, ways of computing the same decisions.
+"""Tables of a report: success by instruction, pipeline stages, inference methods.
 
-All read figures as result.json has them, so that a report can be rebuilt from the file alone.
+All take results in the form of result.json, so that a report can be rebuilt from the file alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,20 @@ from typing import Any
 STAGES = ["stage", "verb", "success", "with noise", "interval", "world steps", "seconds"]
 """Columns of `stage_rows`."""
 JUDGED = ("student", "tuned", "policy")
-"""What verbs call the policy that they leave, where they judge one."""
+"""Names that verbs use for their resulting policy in an evaluation."""
 
 
 def rate_in_words(figures: Mapping[str, Any]) -> str:
-    """Return a success rate with its interval and its episodes."""
+    """Return a success rate with its interval and number of episodes as text."""
     bounds = f"[{figures['low']:.0%}, {figures['high']:.0%}]"
     return f"{figures['success_rate']:.0%} {bounds} of {figures['episodes']}"
 
 
 def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]] | None:
-    """Return header and rows: an instruction each, success in words of every judgement that tells instructions apart.
+    """Return header and rows: one row per instruction, one column with the success of each evaluation that has several
+    instructions.
 
-    judged: (label, figures), as `EvaluationResult.to_json` has them; None where none of them does.
+    judged: (label, metrics), as in `EvaluationResult.to_json`. Returns None if no evaluation has several instructions.
     """
     apart = {
         label: figures["by_instruction"]
@@ -39,7 +40,7 @@ def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[
 
 
 def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: a control of a policy each, as `Control.to_json` has it."""
+    """Return header and rows: one control of a policy per row, as in `Control.to_json`."""
     header = ["policy", "told", "success, deterministic", "difference to the world's words"]
     rows = []
     for name, found in controls.items():
@@ -49,7 +50,7 @@ def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tu
 
 
 def difference_text(difference: Mapping[str, Any]) -> str:
-    """Return a paired difference as `compare(...).to_json()` has it, in points of success or as a return."""
+    """Return a paired difference from `compare(...).to_json()` as text, in points of success or as return."""
     by, low, high = (difference[key] for key in ("difference", "low", "high"))
     if difference.get("of") == "return":
         return f"{by:+.4g} of return [{low:+.4g}, {high:+.4g}]"
@@ -65,10 +66,10 @@ def _outcome(figures: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def stage_summary(verb: str, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Return of a stage's result its verb, seconds, steps in the world, and the verdict on the policy that it left.
+    """Return a stage's verb, seconds, steps in the world, and the evaluation of its resulting policy.
 
-    world_steps: those that were played to learn or to record, not to judge; None where the verb does not say. Verdicts
-    are without the outcomes of single episodes.
+    world_steps: steps played for learning or recording, not for evaluation; None if the verb does not report them.
+    Evaluations omit the outcomes of single episodes.
     """
     found: dict[str, Any] = {"verb": verb, "seconds": seconds}
     found["world_steps"] = result.get("env_steps", result.get("steps") if verb == "collect" else None)
@@ -87,7 +88,7 @@ def stage_summary(verb: str, result: Mapping[str, Any], seconds: float) -> dict[
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a line for each stage, by name as `stage_summary` tells it, under the columns `STAGES`."""
+    """Return a row for each stage, by name as in `stage_summary`, under the columns `STAGES`."""
     rows: list[list[str]] = []
     for name, told in stages.items():
         verdict = told.get("policy")
@@ -105,15 +106,14 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def ways_header(error: str = "std") -> tuple[str, ...]:
-    """Return the header of `way_rows`; error: in what errors are measured."""
+    """Return the header of `way_rows`; error: unit of the errors."""
     return "way", "median ms", "least ms", "times as fast", f"error / {error}", "block evaluations"
 
 
 def way_rows(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> list[list[str]]:
-    """Return a row each way, the chosen one with an asterisk.
+    """Return one row per inference method, the chosen one marked with an asterisk.
 
-    ways: name -> median_ms, least_ms, times_as_fast, error, and block_share where some blocks of a network are not
-    evaluated.
+    ways: name -> median_ms, least_ms, times_as_fast, error, and block_share if some network blocks are not evaluated.
     """
     return [
         [

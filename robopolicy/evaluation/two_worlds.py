@@ -1,4 +1,4 @@
-"""Imagined beside real success of a policy that learns in imagination, and whether they have parted."""
+"""Imagined and real success of a policy that learns in imagination, and detection of their divergence."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ from robopolicy.evaluation.success import EvaluationResult, evaluate_policy
 
 
 class TwoWorlds:
-    """Measures success in the world model and in the real world, on the same starts.
+    """Measures success in the world model and in the real world, from the same initial states.
 
-    seeds: episodes in imagination; watched: those of them that are also played for real, possibly none; gap: the two
-    have parted when imagined success exceeds the real one by so much and their Wilson intervals do not touch; None:
-    never said; by_real: whether what is real, where it is watched, is what policies are chosen by and what counts
-    towards a target; in_reality: a policy -> what acts in its place in the real world, itself behind an encoder say;
-    confirming: (iteration, episodes) -> the seeds on which a reached target is confirmed.
-    Imagined gain is not real gain: without regularisation DiWA imagines 85 % where 25 % are real.
+    seeds: episodes in imagination; watched: the subset also played in the real world, possibly empty; gap: divergence
+    is reported when imagined success exceeds real success by more than this and their Wilson intervals do not overlap;
+    None: never; by_real: whether real success, when measured, selects the best policy and counts towards the target;
+    in_reality: a policy -> its form in the real world, for example behind an encoder; confirming: (iteration, episodes)
+    -> seeds for confirming a reached target. Imagined gain is not real gain: without regularisation DiWA imagines 85 %
+    success where 25 % is real.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class TwoWorlds:
         self.confirming = confirming
 
     def evaluate(self, policy: Policy, deterministic: bool) -> dict[str, float]:
-        """Return success, low and high in imagination (and return, where the world reports no success), and where the
-        policy is watched real_success, real_low, real_high, real_steps, gap and parted (0 or 1), and score and achieved
-        if `by_real`: the lower bound of what is real, and real success.
+        """Return success, low and high in imagination (and return, if the world reports no success). If the policy is
+        also evaluated in the real world: real_success, real_low, real_high, real_steps, gap and parted (0 or 1). With
+        `by_real` also score, the lower bound of real success, and achieved, real success.
 
-        Where success is not reported, low and high bound the mean return, and the worlds are never said to part.
+        If success is not reported, low and high bound the mean return, and parted is always 0.
         """
         imagined = evaluate_policy(
             self.imagined, policy, self.seeds, deterministic=deterministic, device=self.device, label="imagined"
@@ -70,8 +70,8 @@ class TwoWorlds:
         return {**imagined.figures(), **seen, **self._gap(imagined, real), **chosen}
 
     def confirm(self, policy: Policy, iteration: int) -> dict[str, float]:
-        """Return success, low and high on other episodes than `evaluate` plays, in the world whose success counts
-        towards a target, and real_steps where that is the real one. Raises ConfigError without `confirming`.
+        """Return success, low and high on other episodes than those of `evaluate`, in the world that counts towards the
+        target, and real_steps if that is the real one. Raises ConfigError without `confirming`.
         """
         if self.confirming is None:
             raise ConfigError("Nothing says on which seeds a target is confirmed: give `confirming`.")

@@ -1,8 +1,8 @@
-"""Rollout videos: a grid of seeded episodes, each framed by its outcome, alone or beside another policy's.
+"""Rollout videos: a grid of seeded episodes, each framed by its outcome, of one policy or two side by side.
 
-The policy decides once per chunk, as in evaluation, and every control step becomes a frame, so videos play in real
-time. The outcome is shown by colour and by a sign, so that it does not depend on colour vision. Where a world has
-several instructions, each episode's stands below it.
+The policy acts once per chunk, as in evaluation, and every control step becomes a frame, so videos play in real time.
+The outcome is shown by colour and by a sign, for colour-blind viewers. In worlds with several instructions, each
+episode's instruction is written below it.
 """
 
 import tempfile
@@ -48,13 +48,13 @@ class Clip:
 
     @property
     def seconds(self) -> float:
-        """How long it plays."""
+        """Duration in seconds."""
         return len(self.frames) / self.fps
 
 
 @dataclass
 class _Cell:
-    """One episode being filmed: its images, what was asked for, and whether it ended and how."""
+    """One episode of the video: its images, instruction, end and outcome."""
 
     images: list[np.ndarray]
     instruction: str = ""
@@ -77,11 +77,11 @@ def record_grid(
     generator_seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Clip:
-    """Film one episode per seed as a grid with `columns` cells a row.
+    """Record one episode per seed as a grid with `columns` cells per row.
 
     size: cell height and width in pixels; label: title above the grid; every: keep each n-th control step (the video
-    still plays in real time); hold_seconds: how long the last frame stays. The rest is as in `evaluate_policy`; with
-    its seeds the outcomes are the same. Raises ConfigError when the world cannot be rendered.
+    still plays in real time); hold_seconds: duration of the last frame. The rest is as in `evaluate_policy`; with its
+    seeds the outcomes are the same. Raises ConfigError when the world cannot be rendered.
     """
     if not isinstance(world, Renders):
         raise ConfigError(f"The world '{world.spec.name}' cannot be rendered: record videos in a simulator.")
@@ -110,7 +110,7 @@ def record_grid(
 
 
 def beside(left: Clip, right: Clip) -> Clip:
-    """Put two clips next to each other (base | tuned); the shorter one holds its last frame."""
+    """Put two clips next to each other (base | tuned); the shorter one repeats its last frame."""
     if left.fps != right.fps:
         raise DataError(f"Clips at {left.fps:g} and {right.fps:g} frames per second cannot be joined.")
     length = max(len(left.frames), len(right.frames))
@@ -127,7 +127,7 @@ def beside(left: Clip, right: Clip) -> Clip:
 
 
 def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fps: float, size: int = 128) -> Clip:
-    """Put recorded images above imagined ones, one pair of rows a camera and one column an episode.
+    """Put recorded images above imagined ones, one pair of rows per camera and one column per episode.
 
     real, imagined: camera key -> [R, T, height, width, 3] uint8; size: width of a cell in pixels.
     """
@@ -148,7 +148,7 @@ def above(real: Mapping[str, np.ndarray], imagined: Mapping[str, np.ndarray], fp
 
 
 def mp4_bytes(clip: Clip) -> bytes:
-    """Encode as H.264 with 4:2:0 colour and the index in front: plays in every browser."""
+    """Encode as H.264 with 4:2:0 colour and the index in front, which plays in every browser."""
     import imageio.v2 as imageio
 
     _, height, width, _ = clip.frames.shape
@@ -163,7 +163,7 @@ def mp4_bytes(clip: Clip) -> bytes:
 
 
 def gif_bytes(clip: Clip, fps: float = 12.5, width: int | None = None) -> bytes:
-    """Encode as a looping GIF of at most `fps` frames per second, shrunk to `width` pixels if given."""
+    """Encode as a looping GIF of at most `fps` frames per second, scaled down to `width` pixels if given."""
     stride = max(1, round(clip.fps / fps))
     frames = clip.frames[::-1][::stride][::-1]  # counted from the end, so that the last frame is always shown
     images = [Image.fromarray(frame) for frame in frames]
@@ -182,7 +182,7 @@ def gif_bytes(clip: Clip, fps: float = 12.5, width: int | None = None) -> bytes:
 
 
 def write_video(clip: Clip, path: Path) -> None:
-    """Write `path` atomically as .mp4 or .gif, by its ending."""
+    """Write `path` atomically as .mp4 or .gif, according to its suffix."""
     encoders = {".mp4": mp4_bytes, ".gif": gif_bytes}
     path = Path(path)
     if path.suffix not in encoders:
@@ -193,7 +193,9 @@ def write_video(clip: Clip, path: Path) -> None:
 def _film(
     world: Renders, cells: list[_Cell], camera: str | None, size: int, every: int
 ) -> Callable[[Step | None], None]:
-    """Return what films a wave of episodes into `cells` when it is called after the reset and every control step."""
+    """Return a callback that records a batch of episodes into `cells`; it is called after the reset and every control
+    step.
+    """
     steps = 0
 
     def after_step(step: Step | None) -> None:
@@ -240,7 +242,7 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
 
 
 def _caption(cell: _Cell, done: bool, width: int) -> str:
-    """Return what stands below a cell so many pixels wide: how it ended, and what was asked for, in lines."""
+    """Return the caption lines below a cell of this width in pixels: outcome and instruction."""
     sign, word = ("✓", "success") if cell.success else ("✗", "failed")
     return _wrapped(f"{sign} {cell.instruction or word}" if done else cell.instruction, width + 2 * BORDER)
 

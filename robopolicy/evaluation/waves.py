@@ -1,10 +1,10 @@
-"""Play a batch of seeded episodes to their ends: what success rates and videos are made of.
+"""Batches of seeded episodes, played until all have ended: the basis of success rates and videos.
 
-A wave is as many episodes as the world has rows. Rows that end are left alone (worlds skip them) and not refilled. What
-a policy draws belongs to the episode, so an outcome depends on the policy, the seeds of episode and noise and the mode
-alone, not on the world's batch size. Returns may differ in their last digits, since matrix products of few rows round
-otherwise. So an evaluation that is broken off keeps its waves in its run's folder, and ends, when it goes on, where an
-unbroken one does, bit for bit; waves of another version of the noise are played again.
+A batch has as many episodes as the world has rows. Rows whose episode has ended are skipped and not refilled. A
+policy's random numbers belong to the episode, so an outcome depends only on the policy, the seeds of episode and noise,
+and the mode, not on the batch size. Returns may differ in their last digits, since matrix products with few rows round
+differently. An interrupted evaluation therefore keeps its batches in its run folder and, when resumed, ends bit for bit
+as an uninterrupted one. Batches from another version of the noise are played again.
 """
 
 import json
@@ -28,9 +28,9 @@ from robopolicy.core.world import Controller, Step, World
 
 @dataclass(frozen=True)
 class Wave:
-    """Outcomes of n episodes, each [n]: success, cut (imagination stopped early) bool; returns; lengths in steps; the
-    instructions, as the world gave them; outside: [1 + A] of the actions, see `OutsideBounds.counts`, None where it was
-    not counted.
+    """Outcomes of n episodes, each [n]: success, cut (imagination truncated early) bool; returns; lengths in steps; the
+    instructions, as the world gave them; outside: [1 + A] counts of actions beyond the bounds, see
+    `OutsideBounds.counts`, None if not counted.
     """
 
     success: np.ndarray
@@ -42,9 +42,9 @@ class Wave:
 
 
 def waves(seeds: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
-    """Yield positions into `seeds`, at most `batch_size` at a time, in the order of the seeds' values.
+    """Yield indices into `seeds`, at most `batch_size` at a time, in the order of the seeds' values.
 
-    The order in which a caller lists seeds therefore cannot change any episode.
+    The order in which a caller lists seeds therefore does not affect any episode.
     """
     order = np.argsort(seeds, kind="stable")
     for start in range(0, len(order), batch_size):
@@ -64,12 +64,12 @@ def play_wave(
 ) -> Wave:
     """Play one episode per seed, [n <= B], until all have ended.
 
-    A policy's noise depends on `noise_seed` and the episode's seed (see `EpisodeGenerator`): two policies meet the same
-    starts and, if they draw alike, the same noise. Spare rows repeat the wave's seeds and are not counted.
-    deterministic: no exploration noise (a denoising policy's initial noise remains); device: where a policy computes;
+    A policy's noise depends on `noise_seed` and the episode's seed (see `EpisodeGenerator`): two policies get the same
+    initial states and, if they sample alike, the same noise. Spare rows repeat the batch's seeds and are not counted.
+    deterministic: no exploration noise (a denoising policy's initial noise remains); device: device of the policy;
     after_step: called with None after the reset, then after every control step (the chunk is then run step by step).
-    watch: called with None before the first chunk, then with every chunk that was executed. Raises SpecError if the
-    policy does not fit the world, or an episode outlasts the world's own horizon.
+    watch: called with None before the first chunk, then with every executed chunk. Raises SpecError if the policy does
+    not fit the world, or an episode outlasts the world's own horizon.
     """
     count = len(seeds)
     rows = world.batch_size
@@ -107,9 +107,9 @@ def play_wave(
 
 
 class KeptWaves:
-    """One file of JSON lines: what is judged, then a wave a line.
+    """Saved batches of an evaluation in one file of JSON lines: its description, then one batch per line.
 
-    of: all that the outcomes depend on, JSON-ready; what was kept of anything else is dropped.
+    of: everything that the outcomes depend on, JSON-serialisable; batches saved under another description are dropped.
     """
 
     def __init__(self, path: Path, of: Mapping[str, Any]):
@@ -125,20 +125,20 @@ class KeptWaves:
 
     @property
     def episodes(self) -> int:
-        """How many episodes were played before this process."""
+        """Number of episodes played before this process."""
         return sum(len(wave.success) for wave, _ in self._known.values())
 
     def known(self, name: str, seeds: np.ndarray) -> tuple[Wave, float] | None:
-        """Return a wave of the evaluation `name` on these seeds [n], and what it took, s; None where there is none."""
+        """Return a saved batch of the evaluation `name` on these seeds [n] and its seconds; None if there is none."""
         return self._known.get(_key(name, seeds))
 
     def keep(self, name: str, seeds: np.ndarray, wave: Wave, seconds: float) -> None:
-        """Keep a wave of the evaluation `name` on these seeds [n], which took so long, s."""
+        """Save a batch of the evaluation `name` on these seeds [n], which took this many seconds."""
         with storage_errors(self.path), self.path.open("a") as file:
             file.write(_line(_key(name, seeds), wave, seconds) + "\n")
 
     def remove(self) -> None:
-        """Drop everything: it is in the result."""
+        """Delete the file: the result contains everything."""
         self.path.unlink(missing_ok=True)
 
 

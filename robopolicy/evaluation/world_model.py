@@ -1,6 +1,7 @@
-"""Is a world model any good? Open-loop errors beside copying and beside shuffled actions, and what its heads are worth.
+"""Quality of a world model: open-loop errors compared with copying and with shuffled actions, and the accuracy of its
+heads.
 
-One examination for every model: it only imagines. The model starts in held-out episodes and follows their actions.
+One evaluation for every model, which only imagines. The model starts in held-out episodes and follows their actions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +34,15 @@ def examine(
     steps: int = 20_000,
     horizons: Sequence[int] = HORIZONS,
 ) -> dict[str, Any]:
-    """Return figures of `model` on held-out `episodes`.
+    """Return quality metrics of `model` on held-out `episodes`.
 
-    open_loop: by horizon and observation key, three figures of following recorded actions from `rows` steps: "model",
-    "shuffled" (it follows other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the
-    frame it began with). A model without a decoder is compared with the latents of recorded frames. Vectors: root mean
-    squared error in standard deviations of the data, less is better. Images:
-    PSNR in dB, more is better, and with SSIM or LPIPS behind their key, these. Of one step from `steps` contexts,
-    success: precision, recall and F1 of the head; reward_error: squared error over variance. None where the data
-    does not define one: no success, none predicted, or rewards that are all the same.
+    open_loop: by horizon and observation key, three errors when following recorded actions from `rows` steps: "model",
+    "shuffled" (with other rows' actions: must be clearly worse, or the model ignores actions) and "copy" (the initial
+    frame). A model without a decoder is compared with the latents of recorded frames. Vectors: root mean squared error
+    in standard deviations of the data, lower is better. Images: PSNR in dB, higher is better, and SSIM or LPIPS under
+    keys with their suffix. For one step from `steps` contexts, success: precision, recall and F1 of the head;
+    reward_error: squared error over variance. None if the data does not define one: no success, none predicted, or
+    constant rewards.
     """
     return {"steps": episodes.step_count, **one_step(model, episodes, generator, steps)} | {
         "open_loop": open_loop(model, episodes, generator, rows, horizons)
@@ -49,7 +50,7 @@ def examine(
 
 
 def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator, steps: int) -> dict[str, Any]:
-    """Return the figures of the heads after one imagined step each."""
+    """Return the accuracy of the heads after one imagined step each."""
     chosen = _shuffled(episodes.step_count, generator)[:steps].sort().values
     reward, success = [], []
     for part in chosen.split(4096):
@@ -69,19 +70,19 @@ def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator
 
 
 def _shuffled(count: int, generator: torch.Generator) -> Tensor:
-    """Return the numbers up to `count` in random order, on the CPU, where recorded episodes are."""
+    """Return the integers below `count` in random order, on the CPU, where recorded episodes are stored."""
     return torch.randperm(count, generator=generator, device=generator.device).cpu()
 
 
 def _imagine(model: LearnedModel, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-    """Advance `model` by recorded actions [R, A], which are on the CPU and the latent where the model is."""
+    """Advance `model` by recorded actions [R, A], moving them from the CPU to the latent's device."""
     return model.imagine(latent, actions.to(next(iter(latent.values())).device))
 
 
 def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int | None]:
     """Return precision, recall, F1 and the number of positives of a detector, from booleans [N].
 
-    None where undefined: precision where nothing is predicted, recall and F1 without positives.
+    None when undefined: precision without predictions, recall and F1 without positives.
     """
     hits = int((predicted & label).sum())
     found = int(predicted.sum())
@@ -102,9 +103,9 @@ def open_loop(
     horizons: Sequence[int],
     begin: Tensor | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return horizon -> key -> figures; horizons that fewer than ten rows live to see are left out.
+    """Return horizon -> key -> errors; horizons that fewer than ten rows reach are omitted.
 
-    begin: the steps from which rows are followed, [R]; None draws `rows` of them.
+    begin: the steps from which rows are followed, [R]; None samples `rows` of them.
     """
     if begin is None:
         begin = _shuffled(episodes.step_count, generator)[:rows].sort().values
@@ -141,7 +142,7 @@ def open_loop(
 
 
 def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> dict[str, float]:
-    """Compare predicted observations, key -> [R, ...], with recorded frames, over the rows that are alive."""
+    """Compare predicted observations, key -> [R, ...], with recorded frames, over rows whose episode has not ended."""
     found: dict[str, float] = {}
     for key, value in predicted.items():
         true = episodes.observation[key]
@@ -159,10 +160,10 @@ def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor,
 
 @dataclass(frozen=True)
 class Followed:
-    """Recorded images beside those imagined from the same starts under the same actions.
+    """Recorded images and those imagined from the same initial states under the same actions.
 
-    real, imagined: camera key -> [R, T + 1, height, width, 3] uint8, the first frame is the one it began with; lengths:
-    [R], how many steps were recorded; after them the last real frame repeats.
+    real, imagined: camera key -> [R, T + 1, height, width, 3] uint8, starting with the initial frame; lengths: [R],
+    number of recorded steps; after them the last real frame repeats.
     """
 
     real: Mapping[str, np.ndarray]
@@ -171,7 +172,7 @@ class Followed:
 
 
 def images_imagined(model: LearnedModel) -> tuple[str, ...]:
-    """Return the keys of the images that a model imagines, or can draw of its latent; none where it knows vectors."""
+    """Return the keys of the images that a model predicts or can decode from its latent; none for models of vectors."""
     fields = fields_read(model) if isinstance(model, DrawsLatents) else model.spec.observation
     return tuple(key for key in fields if key.startswith(IMAGE_PREFIX))
 

@@ -1,1 +1,1 @@
-"""How a trained policy acts fast and smoothly: engines, fewer steps, caches, and chunks that follow one another."""
+"""Fast and smooth inference of trained policies: engines, few-step samplers, block caches and action chunking."""

@@ -1,8 +1,8 @@
-"""Block caching: what a denoiser's blocks said in earlier steps of a chain, in the place of computing them again.
+"""Block caching: reuse outputs of a denoiser's blocks from earlier steps of a chain instead of recomputing them.
 
-A denoiser asks somebody for the output of each of its residual branches (`robopolicy.nn.branches`). Whoever
-answers may remember it: by a plan made beforehand, which says of every block in which steps it is computed, or by what
-the first block does. Axes: N row, K step, P predicted step, A action dimension.
+A denoiser requests the output of each residual branch from a provider (`robopolicy.nn.branches`). The provider may
+cache it, either by a precomputed plan of the steps in which each block is computed, or depending on changes of the
+first block. Axes: N row, K step, P predicted step, A action dimension.
 """
 
 import math
@@ -19,11 +19,11 @@ from robopolicy.nn.denoisers import Denoiser, TransformerDenoiser
 
 
 class CachedSteps:
-    """A denoiser at work on N observations that remembers its blocks, for one chain: make a new one for the next.
+    """A denoiser applied to N observations with block caching, for one chain; create a new one per chain.
 
-    times: its features of the times [K, E]; condition: of the conditions [N, F]; caching: a `CachePlan` or another way
-    to remember. A plan asks Python's numbers and never a tensor which blocks to compute, so the steps of a chain can be
-    unrolled by torch.compile and recorded in a CUDA graph. Raises ConfigError where the plan is another network's.
+    times: its features of the times [K, E]; condition: of the conditions [N, F]; caching: a `CachePlan` or another
+    strategy. A plan selects blocks by Python integers, never by tensor values, so the steps of a chain can be unrolled
+    by torch.compile and recorded in a CUDA graph. Raises ConfigError when the plan is for another network.
     """
 
     def __init__(self, denoiser: Denoiser, times: Tensor, condition: Tensor, caching: Caching):
@@ -34,9 +34,9 @@ class CachedSteps:
         self.memory = caching.begin()
 
     def one(self, x: Tensor, step: int) -> Tensor:
-        """Predict [N, P, A] of latents x [N, P, A] about to take step number `step`; the steps come in order.
+        """Predict [N, P, A] for latents x [N, P, A] at the input of step `step`; call the steps in order.
 
-        A chain may begin in a later step than the first: what is not known yet is computed, whatever the plan says.
+        A chain may start at a later step: outputs that are not cached yet are computed, whatever the plan says.
         """
         if isinstance(self.denoiser, TransformerDenoiser) and isinstance(self.memory, _Planned):
             outputs = self.memory.all_held(step)
@@ -45,9 +45,10 @@ class CachedSteps:
         return self.denoiser.denoise(x, self.times[step], self.condition, self.memory.at(step))
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """Predict [N, k, P, A] of latents x [N, k, P, A] about to take the steps chosen [N, k], all blocks computed.
+        """Predict [N, k, P, A] for latents x [N, k, P, A] at the input of the steps chosen [N, k], computing all
+        blocks.
 
-        Scores ask for the network itself: what a chain remembers is not known here.
+        Log-probabilities use the network itself, because the caches of the original chain are not available.
         """
         times = self.times if chosen is None else self.times[chosen]
         return self.denoiser.denoise(x, times, self.condition[:, None])
@@ -55,11 +56,12 @@ class CachedSteps:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """Which blocks are computed in which of K steps; in between they are held, or extrapolated (TaylorSeer).
+    """Plan of which blocks are computed in which of K steps; in between, outputs are reused or extrapolated
+    (TaylorSeer).
 
-    blocks: their names; updates: of each block, whether it is computed in each step (in the first one always);
-    scheduler, budget: who made the plan, for how many updates a block; order: of the extrapolation from the last
-    computed outputs (arXiv:2503.06923), 0 holds the last one. Raises ConfigError where these do not fit together.
+    blocks: their names; updates: per block, whether it is computed in each step (always in the first); scheduler,
+    budget: algorithm that created the plan and its number of updates per block; order: of the extrapolation from
+    computed outputs (arXiv:2503.06923), 0 reuses the last one. Raises ConfigError when these are inconsistent.
     """
 
     blocks: tuple[str, ...]
@@ -80,27 +82,27 @@ class CachePlan:
     def of(
         blocks: tuple[str, ...], updates: Tensor, scheduler: str = "", budget: int = 0, order: int = 0
     ) -> "CachePlan":
-        """Return the plan of a table `updates` [blocks, K] bool; raises ConfigError as the class does."""
+        """Build a plan from a table `updates` [blocks, K] bool; raises ConfigError as the class does."""
         rows = tuple(tuple(bool(item) for item in row) for row in updates.tolist())
         return CachePlan(blocks, rows, scheduler, budget, order)
 
     @property
     def steps(self) -> int:
-        """How many steps K the chain has."""
+        """Number of steps K of the chain."""
         return len(self.updates[0])
 
     @property
     def share(self) -> float:
-        """Block evaluations, as a share of those of the chain that remembers nothing."""
+        """Fraction of block evaluations compared with a chain without cache."""
         return sum(map(sum, self.updates)) / (len(self.blocks) * self.steps)
 
     @property
     def masks(self) -> int:
-        """How many different sets of blocks are computed in a step."""
+        """Number of different sets of blocks computed in a step."""
         return len(set(zip(*self.updates, strict=True)))
 
     def check(self, blocks: tuple[str, ...], steps: int) -> None:
-        """Raise ConfigError unless the plan was made for these blocks and so many steps."""
+        """Raise ConfigError unless the plan was made for these blocks and this number of steps."""
         if blocks != self.blocks:
             raise ConfigError(
                 f"The cache plan is for another network: its blocks are {', '.join(self.blocks)}; this one's are "
@@ -110,7 +112,7 @@ class CachePlan:
             raise ConfigError(f"The cache plan is for chains of {self.steps} steps, and this one takes {steps}.")
 
     def begin(self) -> Memory:
-        """Return the memory of a chain that is about to begin."""
+        """Return an empty cache for a new chain."""
         return _Planned(self)
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class CachePlan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: object = "The cache plan") -> "CachePlan":
-        """Rebuild from `to_json`; raises CheckpointError, beginning with `where`, on what is none."""
+        """Rebuild from `to_json`; raises CheckpointError, prefixed with `where`, on invalid data."""
         try:
             steps, rows = range(int(data["steps"])), [frozenset(map(int, row)) for row in data["updates"]]
             if not all(row <= frozenset(steps) for row in rows):
@@ -134,7 +136,9 @@ class CachePlan:
 
 
 class _Planned:
-    """Blocks by plan. Of each it keeps the last output and its differences up to the plan's order, not copied."""
+    """Block cache following a plan. Stores each block's last output and its differences up to the plan's order, without
+    copies.
+    """
 
     def __init__(self, plan: CachePlan):
         self.updates, self.order = plan.updates, plan.order
@@ -144,9 +148,9 @@ class _Planned:
         self.stacks: list[Tensor] = []
 
     def all_held(self, step: int) -> Tensor | None:
-        """Return the outputs of all blocks [N, B, ...] in a step that computes none, together; else None.
+        """Return the outputs of all blocks [N, B, ...] stacked if the step computes none; else None.
 
-        Blocks are extrapolated together where they were all computed in the same steps.
+        Blocks that were computed in the same steps are extrapolated together.
         """
         if not self.quiet[step] or not all(self.known):
             return None
@@ -157,7 +161,7 @@ class _Planned:
         return _extrapolated(self.stacks, step - self.last[0])
 
     def at(self, step: int) -> Blocks:
-        """Return who answers in `step`."""
+        """Return the provider of block outputs in `step`."""
 
         def answer(index: int, branch: Callable[[], Tensor]) -> Tensor:
             if not self.known[index] or self.updates[index][step]:
@@ -168,10 +172,10 @@ class _Planned:
         return answer
 
     def _learn(self, index: int, step: int, output: Tensor) -> None:
-        """Keep an output [N, ...], and its divided differences to the ones before.
+        """Store an output [N, ...] and its divided differences.
 
-        diffusers' TaylorSeerState.update: difference j + 1 is what difference j has changed by a step since the last
-        update. Differences grow in number update by update, up to the order.
+        As diffusers' TaylorSeerState.update: difference j + 1 is the change of difference j per step since the last
+        update. The number of differences grows with every update, up to the order.
         """
         before, found = self.known[index], [output]
         for place in range(min(self.order, len(before))):
@@ -191,13 +195,13 @@ def _extrapolated(terms: list[Tensor], offset: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FirstBlockCaching:
-    """First-block caching: the first block is always computed, the others only in steps in which it has changed.
+    """First-block caching: the first block is always computed, the others only if its output has changed.
 
-    Those are the steps with mean |output - remembered output| > threshold mean |remembered output|, of the first
-    block's output in the last step that computed everything (diffusers' first_block_cache, after TeaCache,
-    arXiv:2411.19108). Deviations from diffusers: a block is a residual branch, not a layer, and the others' outputs are
-    remembered one by one, not as their sum, so that gates follow the time. It waits for a tensor's value in every step,
-    and all rows decide together: for eager engines. Raises ConfigError for a negative threshold.
+    They are computed in steps with mean |output - cached output| > threshold mean |cached output|, for the first
+    block's output in the last fully computed step (diffusers' first_block_cache, after TeaCache, arXiv:2411.19108).
+    Differences from diffusers: a block is a residual branch, not a layer, and the outputs of the others are cached
+    individually, not as a sum, so that gates follow the time. Every step synchronises on a tensor value, and all rows
+    are decided together: suited to eager engines. Raises ConfigError for a negative threshold.
     """
 
     threshold: float = 0.05
@@ -212,12 +216,12 @@ class FirstBlockCaching:
             raise ConfigError("The network has no blocks to remember.")
 
     def begin(self) -> "FirstBlockMemory":
-        """Return the memory of a chain that is about to begin."""
+        """Return an empty cache for a new chain."""
         return FirstBlockMemory(self.threshold)
 
 
 class FirstBlockMemory:
-    """What first-block caching knows in one chain; computed: the steps in which it computed everything."""
+    """First-block cache of one chain; computed: the steps that were fully computed."""
 
     def __init__(self, threshold: float):
         self.threshold = threshold
@@ -225,7 +229,7 @@ class FirstBlockMemory:
         self._known: dict[int, Tensor] = {}
 
     def at(self, step: int) -> Blocks:
-        """Return who answers in `step`."""
+        """Return the provider of block outputs in `step`."""
 
         def answer(index: int, branch: Callable[[], Tensor]) -> Tensor:
             if index == 0:
@@ -241,7 +245,7 @@ class FirstBlockMemory:
         return answer
 
     def _changed(self, first: Tensor) -> bool:
-        """Whether the first block's output [N, ...] differs from the remembered one by more than the threshold."""
+        """Whether the first block's output [N, ...] differs from the cached one by more than the threshold."""
         if 0 not in self._known:
             return True
         remembered = self._known[0]

@@ -1,6 +1,6 @@
-"""What a denoiser's blocks do in chains from recorded observations: what cache plans are made of.
+"""Calibration of block caches: record block outputs in chains from recorded observations, as input of cache plans.
 
-Axes: B block, N observation or start, K step, P predicted step, A action dimension.
+Axes: B block, N observation or initial state, K step, P predicted step, A action dimension.
 """
 
 from collections.abc import Callable
@@ -29,10 +29,10 @@ from worldmodels.starts import context_at
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was seen in `rows` chains.
+    """Statistics of `rows` chains.
 
-    blocks: names; similarity: cosine of a block's outputs in every two steps [B, K, K], the mean over rows; surge: how
-    much a block's output changes, the mean absolute difference over every two steps and all rows and elements [B].
+    blocks: names; similarity: cosine between a block's outputs in every pair of steps [B, K, K], averaged over rows;
+    surge: mean absolute change of a block's output over every pair of steps, all rows and elements [B].
     """
 
     blocks: tuple[str, ...]
@@ -42,28 +42,28 @@ class Calibration:
 
     @property
     def steps(self) -> int:
-        """How many steps K a chain has."""
+        """Number of steps K of a chain."""
         return self.similarity.shape[-1]
 
 
 class Recorder:
-    """Computes every block, and keeps what it says: features, per block one [N, ...] for each step; blocks: names."""
+    """Computes every block and records its outputs: features, per block one [N, ...] for each step; blocks: names."""
 
     def __init__(self) -> None:
         self.blocks: tuple[str, ...] = ()
         self.features: list[list[Tensor]] = []
 
     def check(self, blocks: tuple[str, ...], steps: int) -> None:
-        """Get ready for a network: it fits every one."""
+        """Accepts every network."""
         if not self.features:
             self.blocks, self.features = blocks, [[] for _ in blocks]
 
     def begin(self) -> "Recorder":
-        """Return itself: base and network write to one record."""
+        """Return itself: base and network share one record."""
         return self
 
     def at(self, step: int) -> Blocks:
-        """Return who answers in `step`."""
+        """Return the provider of block outputs in `step`."""
 
         def answer(index: int, branch: Callable[[], Tensor]) -> Tensor:
             self.features[index].append(branch())
@@ -82,12 +82,12 @@ def calibrate(
     sampler: Sampler | None = None,
     rows: int = 8,
 ) -> Calibration:
-    """Let the policy decide on observations [N, H, ...] and return what its blocks did.
+    """Run the policy on observations [N, H, ...] and return the statistics of its blocks.
 
-    Of a policy of LeRobot's the chain is its own. Of ours deterministic: the noise-free chain, instead of the one with
-    noise; sampler: another noise-free chain. rows: how many observations at a time. Nothing is pooled or rounded: B x
-    rows x K outputs of one step [P, width] are in memory together, and only their cosines and changes are kept. Raises
-    ConfigError for a network without blocks that are known or no observation, else what `act` raises.
+    A LeRobot policy runs its own chain. For built-in policies deterministic selects the noise-free chain instead of the
+    noisy one; sampler: another noise-free chain. rows: observations per batch. Nothing is pooled or rounded: B x rows x
+    K outputs of one step [P, width] are in memory together, and only their cosines and changes are stored. Raises
+    ConfigError for a network without known blocks or without observations, otherwise the errors of `act`.
     """
     count = len(next(iter(observation.values()))) if observation else 0
     if count < 1 or rows < 1:
@@ -111,11 +111,11 @@ def calibrate(
 
 @torch.no_grad()
 def calibrate_model(model: Cacheable, episodes: Episodes, begin: Tensor, steps: int, rows: int = 8) -> Calibration:
-    """Let a world model imagine `steps` recorded actions together, from just before those of `begin` [N], and return
-    what its network's branches did in that one chain.
+    """Let a world model imagine `steps` recorded actions jointly, starting just before those of `begin` [N], and return
+    statistics of its network's branches in that chain.
 
-    rows: how many starts at a time; where an episode ends sooner its last action repeats. Raises ConfigError where
-    there is no start, where `steps` are no one chain, or for a model that does not predict several steps together.
+    rows: initial states per batch; if an episode ends sooner its last action is repeated. Raises ConfigError when there
+    is no initial state, when `steps` is not one chain, or for a model that does not predict several steps jointly.
     """
     if not isinstance(model, ChunkModel):
         raise ConfigError(f"{type(model).__name__} does not predict several steps together (`ChunkModel`).")
@@ -136,12 +136,12 @@ def calibrate_model(model: Cacheable, episodes: Episodes, begin: Tensor, steps: 
 
 
 def _context_of(model: Cacheable) -> int:
-    """Return how many frames a model is conditioned on, 1 where it does not say."""
+    """Return the number of frames that a model is conditioned on; 1 if it does not declare it."""
     return int(getattr(model, "context", 1))
 
 
 def _measured(recorder: Recorder, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the sums over `rows` of cosines [B, K, K] and changes [B]; a branch may have several outputs a row."""
+    """Return the sums over `rows` of cosines [B, K, K] and changes [B]; a branch may have several outputs per row."""
     found = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
     shares = [rows / len(each[0]) for each in recorder.features]
     similarity, surge = (
@@ -164,7 +164,7 @@ def _run(
     sampler: Sampler | None,
     recorder: Recorder,
 ) -> None:
-    """Decide on observations [N, H, ...], the frozen base of a fine-tuned policy taking its steps."""
+    """Run the policy on observations [N, H, ...], including the steps of a fine-tuned policy's frozen base."""
     schedule, quiet = policy.schedule, deterministic or sampler is not None
     sampler = own_sampler(schedule, deterministic=quiet) if sampler is None else sampler
     condition = policy.encode(observation)
@@ -198,23 +198,23 @@ def _run(
 
 
 def _steps(network: DenoisingNetwork, times: Tensor, condition: Tensor, recorder: Recorder) -> CachedSteps:
-    """Return the network at work on conditions [N, D] at times [K], recorded."""
+    """Return the network bound to conditions [N, D] at times [K], with recording."""
     denoiser = _network(network).denoiser
     return CachedSteps(denoiser, denoiser.encode_time(times), denoiser.encode_condition(condition), recorder)
 
 
 def _network(network: DenoisingNetwork) -> ChunkNetwork:
-    """Return the network, which is ours; raises ConfigError where it is not."""
+    """Return the built-in network; raises ConfigError for any other."""
     if not isinstance(network, ChunkNetwork):
         raise ConfigError(f"Cache plans are made for our own networks, and this is a {type(network).__name__}.")
     return network
 
 
 def _measure(features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums over rows of cosines [K, K] and of mean absolute differences, of outputs [N, K, D].
+    """Return the sums over rows of cosines [K, K] and of mean absolute differences, for outputs [N, K, D].
 
-    Sorted over the steps, the sum of all pairs' differences is a weighted sum: the i-th of K values is the larger one
-    of i pairs and the smaller one of K - 1 - i.
+    With values sorted over steps, the sum of all pairwise differences is a weighted sum: the i-th of K values is the
+    larger one in i pairs and the smaller one in K - 1 - i.
     """
     unit, steps = normalize(features, dim=-1), features.shape[1]
     ranks = torch.arange(steps, device=features.device, dtype=features.dtype)

@@ -1,4 +1,4 @@
-"""Delay: what a robot does while its policy thinks, simulated in any world, and how one chunk follows another.
+"""Action chunking under inference latency: simulate the delay in any world, and connect consecutive chunks.
 
 A decision takes d control steps: what is seen at step t leads to a plan that is at hand at t + d. A chunking is a way
 of living with that. Each is a function that returns a `core.policy.Policy` around another one, so players, worlds and
@@ -33,16 +33,16 @@ REACH = (
     "train it with more prediction_steps, or let it execute fewer of those that it predicts (of LeRobot's policies "
     "n_action_steps in config.json, and more are chunk_size or horizon)"
 )
-"""What to do about plans that end too soon."""
+"""Remedy for plans that are too short."""
 
 
 @dataclass(frozen=True)
 class Delay:
-    """How long a decision takes, in control steps, and what holding still is: see `RobotSettings.hold` of serving.
+    """Inference latency in control steps, and the hold action: see `RobotSettings.hold` of serving.
 
-    hold: of elements of which neither name nor unit says it: zero, no motion, where they are velocities or differences;
-    last, the last action, where they are positions. positions: names of action elements that are positions even where
-    the others are not, such as a gripper's. Raises ConfigError below 0.
+    hold: for elements whose kind follows from neither name nor unit: zero (no motion) for velocities or differences;
+    last (the last action) for positions. positions: names of action elements that are positions even if the others are
+    not, such as a gripper's. Raises ConfigError below 0.
     """
 
     steps: int = 0
@@ -54,11 +54,10 @@ class Delay:
             raise ConfigError(f"latency_steps is {self.steps}: a decision takes 0 control steps or more.")
 
     def still(self, action: Field, plan: Tensor, last: Tensor | None = None) -> Tensor:
-        """Return what holds robots still that wait for `plan` [B, P, A], [B, d, A].
+        """Return the hold actions [B, d, A] of robots waiting for `plan` [B, P, A].
 
-        action: its elements' names and unit say which are positions and which velocities, where they say it; last:
-        their last actions [B, A]. Where there are none, as an episode begins, the plan's first action stands for the
-        position that they are in.
+        action: field whose names and unit identify positions and velocities, if declared; last: last actions [B, A]. At
+        the start of an episode there are none, and the plan's first action stands for the current position.
         """
         position = plan[:, 0] if last is None else last
         kept = keeps_value(self.hold, self.positions, action.names, position.shape[-1], action.unit)
@@ -68,41 +67,43 @@ class Delay:
 
 @runtime_checkable
 class PredictsAhead(Policy, Protocol):
-    """A policy that can say all P steps that it predicts, beyond the C that it executes."""
+    """A policy that can return all P predicted steps, beyond the C that it executes."""
 
     def predict(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Tensor:
-        """Return [B, P, A] in the world's units and bounds; with equal draws `act` returns the first C of them."""
+        """Return all predicted steps [B, P, A] in world units and bounds; with equal random draws `act` returns the
+        first C of them.
+        """
         ...
 
 
 class Chunking(Protocol):
-    """What a chunking's name stands for; what else it takes are its options, by name."""
+    """Signature of chunking functions; additional arguments are its options, by name."""
 
     def __call__(self, policy: Policy, delay: Delay, **options: Any) -> Policy:
-        """Return a policy that acts by `policy`, whose decisions take `delay`.
+        """Wrap `policy` so that it acts with inference latency `delay`.
 
-        Raises ConfigError where it cannot.
+        Raises ConfigError when it is not supported.
         """
         ...
 
 
 @runtime_checkable
 class HasSeams(Protocol):
-    """A policy of which it is known where in its chunks another plan takes over."""
+    """A policy with known positions in its chunks at which another plan takes over."""
 
     @property
     def seams(self) -> tuple[int, ...]:
-        """Places in every chunk whose action belongs to another plan than the one before."""
+        """Positions in every chunk whose action belongs to another plan than the previous one."""
         ...
 
 
 def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str, Any] | None = None) -> Policy:
-    """Return `policy` as it acts with a delay; as it is where decisions take no time and are waited for.
+    """Wrap `policy` with a chunking under latency; returned unchanged for synchronous execution without latency.
 
-    kind: a name in `CHUNKINGS` or a dotted path; options: its own settings. Raises ConfigError, also for a policy that
-    decides ahead, whose delay is its world's.
+    kind: a name in `CHUNKINGS` or an import path; options: options of that chunking. Raises ConfigError, also for a
+    policy that predicts ahead, whose delay is part of its world.
     """
     if kind == SYNCHRONOUS and not delay.steps and not options:
         return policy
@@ -119,10 +120,10 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
 
 
 def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None) -> "Plans | None":
-    """Return how `policy` makes a plan that follows on from the one underway, None where it does not (synchronous).
+    """Return the function by which `policy` plans given the plan in execution; None for synchronous chunking.
 
-    For those who keep account of what is underway themselves, such as robots that ask a server; see `with_chunking`.
-    Raises ConfigError, also where plans end with the chunk, so that nothing is left of them to follow on from.
+    For callers that track the executed plan themselves, such as robots that query a server; see `with_chunking`. Raises
+    ConfigError, also when the policy predicts no more than it executes, so that no remaining actions exist.
     """
     if kind == SYNCHRONOUS:
         return None
@@ -140,17 +141,17 @@ def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None
 
 
 def synchronous(policy: Policy, delay: Delay) -> Policy:
-    """Hold still for d steps, then execute a whole chunk: nothing to set, any policy, the slowest robot."""
+    """Hold position for d steps, then execute a whole chunk: no options, works with any policy, slowest robot."""
     return WaitingPolicy(policy, delay)
 
 
 def prefetch(policy: Policy, delay: Delay) -> Policy:
-    """Go on with the last plan for d steps, then switch to the new one, wherever that is by then."""
+    """Continue the previous plan for d steps, then switch abruptly to the new one."""
     return OverlappingPolicy(policy, delay, fresh_plan)
 
 
 class WaitingPolicy:
-    """A `Policy` that holds still while it thinks; its chunks have d + s steps."""
+    """A `Policy` that holds position during inference; its chunks have d + s steps."""
 
     def __init__(self, policy: Policy, delay: Delay):
         self.policy, self.delay = policy, delay
@@ -159,20 +160,20 @@ class WaitingPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """The policy's, with longer chunks and no scores."""
+        """Spec of the policy with longer chunks and no log-probabilities."""
         spec, steps = self.policy.spec, self.delay.steps
         chunk = spec.chunk + steps
         return replace(spec, chunk=chunk, prediction=max(chunk, spec.prediction), scored_steps=0, steps_per_action=0)
 
     @property
     def seams(self) -> tuple[int, ...]:
-        """Where it stops, and where it goes on."""
+        """Positions at which it stops and continues."""
         return (0, self.delay.steps) if self.delay.steps else (0,)
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return d steps of holding still and the policy's chunk, [B, d + s, A]; raises as the policy does."""
+        """Return d hold actions followed by the policy's chunk, [B, d + s, A]; raises as the policy does."""
         chunk = self.policy.act(observation, generator, deterministic=deterministic).actions
         if self._last is None:
             self._last, self._known = chunk[:, 0], torch.zeros(len(chunk), dtype=torch.bool, device=chunk.device)
@@ -181,7 +182,7 @@ class WaitingPolicy:
         return Decision(torch.cat([self.delay.still(self.policy.spec.action, chunk, last), chunk], 1))
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget the last actions of `rows` [R], all for None, and let the policy forget them."""
+        """Clear the last actions of `rows` [R] (None: all) and the policy's memory of them."""
         self.policy.reset(rows)
         if rows is None:
             self._last = None
@@ -191,11 +192,11 @@ class WaitingPolicy:
 
 @dataclass(frozen=True)
 class Underway:
-    """What is being executed while the next plan is made.
+    """Plan in execution while the next plan is computed.
 
-    rest: what remains of the last plan from now on [B, P - s, A] in the world's units, of which the first d steps will
-    be executed whatever the next plan says; decisions: how many plans each row's episode has had so far [B] int64,
-    those with none have no rest; delay: d; chunk: s.
+    rest: remaining actions of the last plan from now on [B, P - s, A] in world units, of which the first d steps will
+    be executed in any case; decisions: number of plans in each row's episode so far [B] int64, 0 means no remaining
+    actions; delay: d; chunk: s.
     """
 
     rest: Tensor
@@ -205,12 +206,12 @@ class Underway:
 
     @property
     def known(self) -> Tensor:
-        """Rows [B] bool that have a plan to go on with."""
+        """Rows [B] bool that have a plan in execution."""
         return self.decisions > 0
 
 
 class Plans(Protocol):
-    """How the next plan is made."""
+    """Function that computes the next plan."""
 
     def __call__(
         self,
@@ -221,9 +222,9 @@ class Plans(Protocol):
         *,
         deterministic: bool,
     ) -> Tensor:
-        """Return the next plan [B, P, A] in the world's units, its first step that of the observation.
+        """Return the next plan [B, P, A] in world units, starting at the step of the observation.
 
-        Its first d steps will have passed when it is at hand.
+        Its first d steps will have passed when it becomes available.
         """
         ...
 
@@ -236,15 +237,15 @@ def fresh_plan(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Return what the policy predicts [B, P, A], whatever is underway; see `Plans`."""
+    """Return the policy's prediction [B, P, A], independent of the plan in execution; see `Plans`."""
     return policy.predict(observation, generator, deterministic=deterministic)
 
 
 class OverlappingPolicy:
-    """A `Policy` that executes its last plan while the next is made.
+    """A `Policy` that executes its last plan while the next one is computed.
 
-    plans: makes the next plan. Raises ConfigError where d > s (the next question would come before the answer), where
-    the policy predicts fewer than s + d steps, or cannot say what it predicts.
+    plans: computes the next plan. Raises ConfigError when d > s (the next query would come before the answer), or the
+    policy predicts fewer than s + d steps or does not provide `predict`.
     """
 
     def __init__(self, policy: Policy, delay: Delay, plans: Plans):
@@ -274,20 +275,20 @@ class OverlappingPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """The policy's, without scores: what is executed is of two plans."""
+        """Spec of the policy without log-probabilities, because executed chunks combine two plans."""
         return replace(self.policy.spec, scored_steps=0, steps_per_action=0)
 
     @property
     def seams(self) -> tuple[int, ...]:
-        """Where the next plan takes over."""
+        """Position at which the next plan takes over."""
         return (self.delay.steps % self.policy.spec.chunk,)
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return the d steps that are left of the last plan and s - d steps of the next one, [B, s, A].
+        """Return the remaining d steps of the last plan and s - d steps of the next one, [B, s, A].
 
-        Raises what the policy raises, and SpecError for other rows than before without a reset.
+        Raises the errors of the policy, and SpecError when the number of rows changes without a reset.
         """
         chunk, steps = self.policy.spec.chunk, self.delay.steps
         underway = self._underway(observation, generator.device)
@@ -299,7 +300,7 @@ class OverlappingPolicy:
         return Decision(plan[:, :chunk])
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget the plans of `rows` [R], all for None, and let the policy forget what it remembers."""
+        """Clear the plans of `rows` [R] (None: all) and the policy's memory of them."""
         self.policy.reset(rows)
         if rows is None:
             self._rest = None
@@ -319,7 +320,7 @@ class OverlappingPolicy:
 
 
 def _require_deciding_now(policy: Policy, kind: str, steps: int) -> None:
-    """Raise ConfigError for a policy that decides ahead."""
+    """Raise ConfigError for a policy that predicts ahead."""
     ahead = steps_ahead(policy.spec.observation, policy.spec.action)
     if ahead:
         raise ConfigError(
@@ -330,7 +331,7 @@ def _require_deciding_now(policy: Policy, kind: str, steps: int) -> None:
 
 
 def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
-    """Raise ConfigError where an option is not of the type that its parameter says: a finite number, a text."""
+    """Raise ConfigError if an option does not have the type of its parameter: a finite number, a string."""
     parameter = inspect.signature(make).parameters.get(name)
     wanted = None if parameter is None else parameter.annotation
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -345,21 +346,21 @@ def _takes_anything(make: Chunking) -> bool:
 
 
 def ensembling(policy: Policy, delay: Delay, decay: float = 0.01) -> Policy:
-    """Average all plans that say something of a step, with weights exp(-decay i), i = 0 the oldest; grippers and
-    toggles as the newest one says.
+    """Average all plans that predict a step, with weights exp(-decay i), i = 0 the oldest; grippers and toggles follow
+    the newest plan.
 
-    Temporal ensembling of ACT (arXiv:2304.13705), whose policy is asked in every step; here in every chunk. decay: a
-    large one trusts old plans, a negative one new ones.
+    Temporal ensembling of ACT (arXiv:2304.13705), whose policy is called in every step; here in every chunk. decay: a
+    large one favours old plans, a negative one new ones.
     """
     return OverlappingPolicy(policy, delay, Averaged(decay))
 
 
 def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float = 0.5) -> Policy:
-    """Draw several plans and take the one that is closest to what was planned before.
+    """Sample several plans and take the one closest to the previous plan.
 
     Backward coherence of bidirectional decoding (arXiv:2408.17355): the sum over the overlap of decay^step times the
-    distance. The paper also contrasts the samples with those of a weaker policy (forward contrast), which needs another
-    checkpoint and is left out. Raises ConfigError for fewer than one sample, or a decay outside (0, 1].
+    distance. The paper also contrasts the samples with those of a weaker policy (forward contrast), which requires
+    another checkpoint and is omitted. Raises ConfigError for fewer than one sample, or a decay outside (0, 1].
     """
     if samples < 1 or not 0 < decay <= 1:
         raise ConfigError(f"samples is {samples} and decay {decay}: draw 1 plan or more, and decay is in (0, 1].")
@@ -368,7 +369,7 @@ def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float 
 
 @dataclass(frozen=True)
 class Averaged:
-    """`Plans` that average the next prediction with the average of those before."""
+    """`Plans` that average the next prediction with the running average of earlier ones."""
 
     decay: float
 
@@ -402,7 +403,7 @@ class Averaged:
 
 @dataclass(frozen=True)
 class Coherent:
-    """`Plans` that choose among samples; see `bidirectional`."""
+    """`Plans` that select one of several samples; see `bidirectional`."""
 
     samples: int
     decay: float
@@ -416,7 +417,9 @@ class Coherent:
         *,
         deterministic: bool,
     ) -> Tensor:
-        """Return each row's most coherent plan [B, P, A], the first sample where nothing was planned; see `Plans`."""
+        """Return each row's most coherent plan [B, P, A], the first sample if there is no previous plan; see
+        `Plans`.
+        """
         many: TensorObservation = {
             key: [text for text in value for _ in range(self.samples)]
             if isinstance(value, list)

@@ -1,4 +1,4 @@
-"""What tells two ways of deciding apart: how long a decision takes, and how far its actions are from the other's."""
+"""Compare two inference methods: time per decision and difference between actions."""
 
 import time
 from collections.abc import Mapping
@@ -12,28 +12,28 @@ from robopolicy.core.arrays import Array
 from robopolicy.core.policy import Policy, TensorObservation
 
 EXACT = 1e-4
-"""Error, in standard deviations of the actions, up to which two ways decide the same: rounding, K steps of it."""
+"""Maximum error, in standard deviations of the actions, of equivalent methods: rounding over K steps."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each decision, [rounds]."""
+    """Seconds per decision, [rounds]."""
 
     seconds: Array
 
     @property
     def median(self) -> float:
-        """The middle one."""
+        """Median time."""
         return float(np.median(self.seconds))
 
     @property
     def least(self) -> float:
-        """The shortest one."""
+        """Minimum time."""
         return float(self.seconds.min())
 
     @property
     def spread(self) -> float:
-        """The interquartile range."""
+        """Interquartile range."""
         low, high = np.percentile(self.seconds, [25, 75])
         return float(high - low)
 
@@ -45,9 +45,9 @@ class Timing:
 def timed(
     policies: Mapping[str, Policy], seen: TensorObservation, rounds: int, *, deterministic: bool = True
 ) -> dict[str, Timing]:
-    """Return the times of decisions at an observation `seen` [B, H, ...], by policy; the first of each is not counted.
+    """Measure decision times at an observation `seen` [B, H, ...], by policy; the first decision of each is excluded.
 
-    That one may compile. Policies take turns, so that a load on the machine meets all of them.
+    The first one may include compilation. Policies alternate, so that other load on the machine affects all of them.
     """
     device = device_of(seen)
     draws = torch.Generator(device).manual_seed(0)
@@ -64,7 +64,7 @@ def timed(
 
 
 def device_of(seen: TensorObservation) -> torch.device:
-    """Return where an observation [B, H, ...] lies."""
+    """Return the device of an observation [B, H, ...]."""
     return next(value.device for value in seen.values() if isinstance(value, Tensor))
 
 
@@ -75,9 +75,9 @@ def decided(policy: Policy, seen: TensorObservation) -> Tensor:
 
 
 def action_error(actions: Tensor, reference: Tensor) -> float:
-    """Return how far actions [N, C, A] are from the reference's: the root mean square, in standard deviations.
+    """Return the root mean square difference of actions [N, C, A] from the reference's, in standard deviations.
 
-    Those are the reference's, of each element over all observations and steps.
+    Standard deviations are those of the reference's actions, per element over all observations and steps.
     """
     scale = reference.flatten(0, 1).std(0).clamp_min(1e-6)
     return float(((actions - reference) / scale).square().mean().sqrt())

@@ -1,8 +1,9 @@
-"""The compiled engine: the lean one in machine code, by torch.compile; on a GPU a decision is one CUDA graph.
+"""Compiled engine: the lean engine compiled by torch.compile; on a GPU each decision is one CUDA graph.
 
-What is compiled is the whole way from an encoded observation and noise to clean latents, unrolled over the K steps; of
-long chains the network alone, whose code serves every step. The code is made for a number of rows: others are filled up
-to the next power of four, so that few are ever made. The first decision of each takes seconds to a minute.
+The compiled program covers everything from encoded observation and noise to clean latents, unrolled over the K steps;
+for long chains only the network, whose code serves every step. Programs are specific to the number of rows: other
+numbers are padded to the next power of four, so that few are compiled. The first decision of each takes seconds to a
+minute.
 """
 
 import shutil
@@ -25,12 +26,12 @@ from robopolicy.policies.network import ChunkNetwork, Condition, DenoisingNetwor
 from robopolicy.policies.sampler import Draws
 
 UNROLLED = 20
-"""Most steps that are compiled as one program; the compiler's time grows with them."""
+"""Maximum number of steps compiled as one program; compile time grows with them."""
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
-    """Return `policy` computed in machine code; see `robopolicy.inference.engine.Engine`."""
+    """Return `policy` computed by compiled code; see `robopolicy.inference.engine.Engine`."""
     denoising = require_denoising(
         policy, f"engine=compiled computes denoising policies, and this is a {type(policy).__name__}."
     )
@@ -56,7 +57,7 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
 
 
 class CompiledDenoising(LeanDenoising):
-    """A `LeanDenoising` whose chain is machine code, for each bucket of rows and each kind of noise."""
+    """A `LeanDenoising` with a compiled chain for each bucket of rows and each kind of noise."""
 
     def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
         super().__init__(policy, config, caching)
@@ -67,7 +68,7 @@ class CompiledDenoising(LeanDenoising):
         return tuple(dict.fromkeys(map(bucket, range(1, most + 1))))
 
     def _is_long(self, quiet: bool) -> bool:
-        """Whether the chain of such decisions, noise-free or not, has too many steps to be unrolled."""
+        """Whether such a chain, noise-free or not, has too many steps to be unrolled."""
         return len(self.samplers[quiet].steps) > UNROLLED
 
     def _prepare(self) -> None:
@@ -85,7 +86,9 @@ class CompiledDenoising(LeanDenoising):
                 self._at[flag] = early, late, first
 
     def _each_step(self, network: DenoisingNetwork, times: Tensor) -> Prepared:
-        """Return a network whose single step is compiled, prepared for times [K]; others than ours stay as they are."""
+        """Return a network with a compiled single step, prepared for times [K]; custom networks are returned
+        unchanged.
+        """
         if not isinstance(network, ChunkNetwork):
             return prepared(network, times, self.config.precision)
         denoiser, table = denoiser_in(self.config.precision, network, times)
@@ -128,7 +131,7 @@ class CompiledDenoising(LeanDenoising):
         return self._programs[key](inputs)[:rows]
 
     def _of_tensors(self, quiet: bool, names: tuple[tuple[str, ...], tuple[str, ...]]) -> Callable[..., Tensor]:
-        """Return the chain as a function of tensors alone: those of both conditions by name, the noise, its steps."""
+        """Return the chain as a function of tensors only: both conditions by name, the noise, its steps."""
         lean = super()._chain
 
         def chain(*inputs: Tensor) -> Tensor:
@@ -141,15 +144,15 @@ class CompiledDenoising(LeanDenoising):
 
 
 Program = Callable[[list[Tensor]], Tensor]
-"""Machine code: the inputs' tensors -> the result."""
+"""Compiled program: input tensors -> result."""
 
 
 def program(function: Callable[..., Tensor], inputs: list[Tensor]) -> Program:
-    """Return `function` in machine code for tensors of the shapes and device of `inputs`.
+    """Compile `function` for tensors with the shapes and device of `inputs`.
 
-    Traced by hand and not by torch.compile, whose guards ask again at every call whether anything has changed; they
-    cost more than a small policy's whole decision, and here nothing can change: weights are constants of the code, and
-    new weights get new code.
+    Traced explicitly rather than with torch.compile, whose guards check for changes at every call and cost more than a
+    small policy's whole decision. Here nothing can change: weights are constants of the program, and new weights
+    trigger recompilation.
     """
     import torch._inductor  # seconds, so only where something is compiled
 
@@ -160,9 +163,9 @@ def program(function: Callable[..., Tensor], inputs: list[Tensor]) -> Program:
 
 
 def graphed(function: Program, inputs: list[Tensor]) -> Program:
-    """Return `function` as one CUDA graph: its hundreds of small kernels are launched at once.
+    """Record `function` as one CUDA graph, so that its hundreds of small kernels are launched at once.
 
-    The graph reads and writes the same memory every time, so that inputs are copied in and the result is copied out.
+    The graph reads and writes fixed memory, so inputs are copied in and the result is copied out.
     """
     held = [value.clone() for value in inputs]
     stream = torch.cuda.Stream()
@@ -189,7 +192,7 @@ def _only(found: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def bucket(rows: int) -> int:
-    """Return the number of rows that code is made for: the next power of four, and above 1024 the number itself."""
+    """Return the number of rows to compile for: the next power of four, and above 1024 the number itself."""
     size = 1
     while size < rows and size < 1024:
         size *= 4
@@ -197,7 +200,7 @@ def bucket(rows: int) -> int:
 
 
 def filled(value: Tensor, rows: int, axis: int = 0) -> Tensor:
-    """Return `value` with its last row repeated along `axis` until there are `rows`."""
+    """Pad `value` to `rows` by repeating its last row along `axis`."""
     missing = rows - value.shape[axis]
     if not missing:
         return value

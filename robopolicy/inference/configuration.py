@@ -1,6 +1,6 @@
-"""How a trained policy computes its decisions, and the ways of living with a delay; nothing heavy is imported here.
+"""Settings of inference engines and action chunking; no heavy imports.
 
-The next chunking is one line here, an entry point, or a dotted path: a function (policy, delay, options by name) ->
+Add a chunking with a line here, an entry point, or an import path: a function (policy, delay, options by name) ->
 policy; see `robopolicy.inference.chunking.Chunking`.
 """
 
@@ -29,21 +29,21 @@ CHUNKINGS = Registry(
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """How fast, and how exactly, a policy decides."""
+    """Speed and exactness of a policy's inference."""
 
     engine: str = "reference"
-    """reference computes as training does; lean the same (to 1e-5) without what acting does not need; compiled is lean
-    in machine code (torch.compile, which needs a C++ compiler), on a GPU one CUDA graph a decision. Your own is named
-    by its dotted path.
+    """Inference engine. reference computes as in training; lean computes the same (to 1e-5) without what only training
+    needs; compiled is lean compiled to machine code (torch.compile, which needs a C++ compiler), on a GPU one CUDA
+    graph per policy call. A custom engine is given by its import path.
     """
     sampler: str = ""
-    """Noise-free sampler in the place of a denoising policy's own: ddim, dpm++, unipc (diffusions), euler, heun
-    (flows), or a dotted path. Empty for its own.
+    """Noise-free sampler that replaces a denoising policy's own: ddim, dpm++, unipc (diffusion), euler, heun (flow), or
+    an import path. Empty for its own.
     """
     steps: Count | None = None
-    """Its calls of the network, null for as many as the policy takes."""
+    """Number of network calls of the sampler, null for the policy's own."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the network; bf16 is faster where the processor multiplies it, and not exact."""
+    """Precision of the network; bf16 is faster where the hardware supports it, and not exact."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
@@ -55,5 +55,5 @@ class InferenceConfig:
 
     @property
     def exact(self) -> bool:
-        """Whether decisions are those of the reference, up to rounding."""
+        """Whether decisions equal those of the reference, up to rounding."""
         return not self.sampler and self.precision == "fp32"

@@ -1,7 +1,7 @@
-"""Engines: who computes the decisions of a trained policy.
+"""Inference engines: compute the decisions of a trained policy.
 
-An engine takes a policy and returns one that decides the same faster, or approximately so where it is told to. What it
-returns acts and nothing else: scores, gradients and checkpoints stay with the policy that it was made of.
+An engine takes a policy and returns an equivalent faster one, or an approximation if requested. The result only acts:
+log-probabilities, gradients and checkpoints remain with the original policy.
 """
 
 from collections.abc import Callable
@@ -34,24 +34,24 @@ The last argument is who remembers its blocks from step to step, None for nobody
 
 @runtime_checkable
 class CompilesForRows(Policy, Protocol):
-    """A policy whose first decision for a number of rows takes long, because code is made for it."""
+    """A policy whose first decision for a number of rows is slow because of compilation."""
 
     def sizes(self, most: int) -> tuple[int, ...]:
-        """Return for which numbers of rows code is made where at most so many decide together."""
+        """Return the numbers of rows that are compiled for when at most `most` rows decide together."""
         ...
 
 
 def reference(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
-    """Return the policy as it is; raises ConfigError with caching."""
+    """Return the policy unchanged; raises ConfigError with caching."""
     if caching is not None:
         raise ConfigError("The reference engine remembers nothing: block caching needs engine=lean.")
     return policy
 
 
 def with_engine(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
-    """Return `policy`, computed by the engine that config names; raises ConfigError where it cannot be.
+    """Return `policy` computed by the engine set in config; raises ConfigError if it is not supported.
 
-    Of a policy that decides by means of another one, the other is computed so.
+    For a policy that wraps another one, the engine computes the inner policy.
     """
     engine: Engine = ENGINES.load(config.engine)
     if isinstance(policy, PolicyWrapper):

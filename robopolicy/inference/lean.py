@@ -1,4 +1,4 @@
-"""The lean engine: the same decisions as the reference, to 1e-5, without what only training needs.
+"""Lean engine: the reference's decisions, to 1e-5, without computations that only training needs.
 
 Time embeddings are computed once for a checkpoint, the observation's part of the network once for a decision, and a
 step's schedule is a few numbers (`samplers`). Nothing is scored, recorded or checked between noise and action; what
@@ -56,7 +56,7 @@ def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None
 
 @singledispatch
 def _lean(policy: Policy, config: InferenceConfig, caching: Caching | None) -> Policy:
-    """Compute one kind of policies; the next kind is a function that is registered for its class."""
+    """Build the engine for one class of policies; register a function to support another class."""
     del config, caching
     raise ConfigError(f"engine=lean computes denoising policies, and this is a {type(policy).__name__}.")
 
@@ -91,11 +91,11 @@ def _require_exact(policy: Policy, exact: bool) -> None:
 
 
 class LeanDenoising:
-    """A `core.policy.Policy` that decides as a denoising policy does; make one with `lean`.
+    """A `core.policy.Policy` equivalent to a denoising policy; create it with `lean`.
 
-    Its tables follow the policy's weights: they are computed again where those have changed. Another sampler and
-    remembered blocks are for noise-free decisions, of which it is known what they cost: what explores takes the
-    policy's own chain, every step computed.
+    Its tables follow the policy's weights and are recomputed when these change. Other samplers and block caches apply
+    to noise-free decisions only, for which their error is measured; with exploration noise the policy's own chain is
+    run in full.
     """
 
     def __init__(self, policy: DenoisingPolicy, config: InferenceConfig, caching: Caching | None = None):
@@ -116,22 +116,22 @@ class LeanDenoising:
 
     @property
     def spec(self) -> PolicySpec:
-        """As the policy's own."""
+        """As in the wrapped policy."""
         return self.policy.spec
 
     @property
     def reads_instructions(self) -> bool:
-        """As the policy's own."""
+        """As in the wrapped policy."""
         return self.policy.reads_instructions
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions, of whatever rows [R]."""
+        """Do nothing; no row [R] has state between policy calls."""
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row, with the draws of the policy itself; actions [B, C, A] alone.
+        """Return actions [B, C, A] for every row, with the policy's own random draws.
 
         Raises SpecError or NonFiniteError as the policy does.
         """
@@ -170,12 +170,12 @@ class LeanDenoising:
 
     @torch.no_grad()
     def from_noise(self, observation: TensorObservation, noise: Tensor) -> Tensor:
-        """Return what is executed, [B, C, A], of noise [B, P, A], noise-free; see `core.policy.ActsFromNoise`."""
+        """Return the executed actions [B, C, A] for noise [B, P, A], noise-free; see `core.policy.ActsFromNoise`."""
         condition, before = self._conditions(observation)
         return self.policy.to_actions(self._chain(True, condition, before, Draws(noise)))
 
     def _conditions(self, observation: TensorObservation) -> tuple[Condition, Condition]:
-        """Return what the network makes of an observation, and what the frozen base makes of it in its steps."""
+        """Return the network's condition for an observation, and that of the frozen base for its steps."""
         policy = self.policy
         self._prepare()
         condition = self._encode(observation)
@@ -184,7 +184,7 @@ class LeanDenoising:
         return condition, condition
 
     def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
-        """Return clean latents [B, P, A]; quiet: noise-free; before: the condition of the frozen base's steps."""
+        """Return clean latents [B, P, A]; quiet: noise-free; before: condition of the frozen base's steps."""
         sampler = self.samplers[quiet]
         leading, scored, first = self._at[quiet]
         late = scored(condition)
@@ -196,7 +196,7 @@ class LeanDenoising:
         return sample(sampler, predict, draws.start, noise, self._quiet_steps(sampler, draws, noise))
 
     def _stds(self, sampler: Sampler, condition: Condition) -> Tensor:
-        """Return the noise's standard deviations, broadcastable to [K, B, P, A]."""
+        """Return the standard deviations of the noise, broadcastable to [K, B, P, A]."""
         policy, network = self.policy, self.policy.network
         stds = sampler.stds.to(policy.action_low.device)[:, None, None, None]
         if not learns_noise(policy.config):
@@ -206,9 +206,9 @@ class LeanDenoising:
         return torch.cat([stds[:first].expand(-1, *learned.shape[1:]), learned])
 
     def _quiet_steps(self, sampler: Sampler, draws: Draws, noise: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
-        """Return the weights of x and clean in the steps of which some rows or elements are noise-free.
+        """Return the weights of x and clean for the steps in which some rows or elements are noise-free.
 
-        Their `noise` [K, B, P, A] becomes 0, if it is not yet.
+        Sets their `noise` [K, B, P, A] to 0.
         """
         first = self.policy.first_step
         size = noise.shape[-1]
@@ -231,7 +231,7 @@ class LeanDenoising:
         return found
 
     def _encode(self, observation: TensorObservation) -> Condition:
-        """Return the condition; raises SpecError or NonFiniteError on a bad observation."""
+        """Return the condition; raises SpecError or NonFiniteError on an invalid observation."""
         if self._vectors is not None:
             return self._vectors.encode(observation)
         policy = self.policy
@@ -241,7 +241,7 @@ class LeanDenoising:
         return found if self.config.precision == "fp32" else {name: value.float() for name, value in found.items()}
 
     def _prepare(self) -> None:
-        """Compute the tables, unless the weights are those of the last time."""
+        """Compute the tables, unless the weights are unchanged."""
         version = sum(weight._version for weight in self._weights)
         if version == self._known:
             return
@@ -262,7 +262,7 @@ class LeanDenoising:
 
 
 class Vectors:
-    """The encoder of a policy that reads vectors alone, [B, H, *shape] of each field, in four operations."""
+    """Encoder of a policy with vector inputs only, [B, H, *shape] of each field, in four operations."""
 
     def __init__(self, policy: DenoisingPolicy, encoder: ObservationEncoder):
         self.fields = policy.fields
@@ -276,14 +276,14 @@ class Vectors:
 
     @classmethod
     def of(cls, policy: DenoisingPolicy) -> "Vectors | None":
-        """Return the encoder of `policy`, None where it reads images or text, or its network is not ours."""
+        """Return the encoder of `policy`; None if it reads images or text, or has a custom network."""
         network = policy.network
         if not isinstance(network, ChunkNetwork) or network.reads_instructions or policy.spec.cameras:
             return None
         return cls(policy, network.encoder)
 
     def encode(self, observation: TensorObservation) -> Condition:
-        """Return {"condition": [B, D]}; raises SpecError or NonFiniteError on a bad observation."""
+        """Return {"condition": [B, D]}; raises SpecError or NonFiniteError on an invalid observation."""
         values = [value for key in self.keys if isinstance(value := observation.get(key), Tensor)]
         if [value.shape[1:] for value in values] == self.shapes and len({value.shape[0] for value in values}) == 1:
             raw = torch.cat([value.flatten(1) for value in values], 1).float()
@@ -295,15 +295,15 @@ class Vectors:
 
 
 Prepared = Callable[[Condition], Predicts]
-"""A network, with what does not depend on the observation computed: condition -> the network at work on it."""
+"""Function condition -> network bound to it, with everything independent of the observation precomputed."""
 
 
 def prepared(
     network: DenoisingNetwork, times: Tensor, precision: str = "fp32", caching: Caching | None = None
 ) -> Prepared:
-    """Return `network` prepared for steps at times [K]; caching: who remembers its blocks from step to step.
+    """Return `network` prepared for steps at times [K]; caching: block cache between steps.
 
-    Raises ConfigError for bf16 or caching of a network that is not ours, and for a plan that does not fit.
+    Raises ConfigError for bf16 or caching of a custom network, and for a plan that does not fit.
     """
     if not isinstance(network, ChunkNetwork):
         if precision != "fp32" or caching is not None:
@@ -331,13 +331,13 @@ def denoiser_in(precision: str, network: ChunkNetwork, times: Tensor) -> tuple[D
 
 
 CONTEXTS = 2**25
-"""Most numbers of a table [K, B, M] that is filled before the first step."""
+"""Maximum number of elements of a table [K, B, M] that is filled before the first step."""
 
 
 def at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Callable[[Tensor], Predicts]:
-    """Return what makes a condition [B, D] the denoiser at work on it; table: its features of the times [K, M].
+    """Return a function from condition [B, D] to the denoiser bound to it; table: its features of the times [K, M].
 
-    Raises ConfigError where caching does not fit.
+    Raises ConfigError when caching does not fit.
     """
     if caching is not None:
         caching.check(denoiser.block_names, len(table))
@@ -355,7 +355,9 @@ def at_work(denoiser: Denoiser, table: Tensor, caching: Caching | None) -> Calla
 
 
 def _contexts(table: Tensor, features: Tensor) -> Callable[[int], Tensor]:
-    """Return step -> the sum of time's and condition's features [B, M], added up for all steps at once if that fits."""
+    """Return step -> sum of time and condition features [B, M], computed for all steps at once if it fits into
+    memory.
+    """
     if len(table) * features.numel() <= CONTEXTS:
         return (table[:, None] + features).__getitem__
     return lambda step: table[step] + features
@@ -434,11 +436,11 @@ def _transformer(denoiser: TransformerDenoiser, table: Tensor) -> Callable[[Tens
 
 
 READINGS = 64
-"""Sets of instructions whose reading is kept."""
+"""Maximum number of cached instruction sets."""
 
 
 class LeanTokens:
-    """A `core.policy.Policy` that decides as a token policy does; its readings follow the policy's weights."""
+    """A `core.policy.Policy` equivalent to a token policy; its caches follow the policy's weights."""
 
     def __init__(self, policy: TokenPolicy):
         self.policy = policy
@@ -448,22 +450,22 @@ class LeanTokens:
 
     @property
     def spec(self) -> PolicySpec:
-        """As the policy's own."""
+        """As in the wrapped policy."""
         return self.policy.spec
 
     @property
     def reads_instructions(self) -> bool:
-        """As the policy's own."""
+        """As in the wrapped policy."""
         return self.policy.reads_instructions
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered of any rows [R]."""
+        """No memory to clear for any rows [R]."""
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; actions [B, C, A] alone. Raises as the policy does."""
+        """Return actions [B, C, A] for every row. Raises as the policy does."""
         version = sum(weight._version for weight in self._weights)
         if version != self._known:
             self._readings.clear()
@@ -474,7 +476,7 @@ class LeanTokens:
         return Decision(policy.say(prompt, generator, deterministic=deterministic).actions)
 
     def _reading(self, texts: list[str], device: torch.device) -> Reading:
-        """Return what N rows have read of their instructions, for one decision to go on from."""
+        """Return the cached instructions of N rows, to be extended in one decision."""
         distinct = tuple(sorted(set(texts)))
         if distinct not in self._readings:
             if len(self._readings) >= READINGS:

@@ -1,4 +1,4 @@
-"""LeRobot's denoising policies without what they compute anew at every step: the same chunks, sooner.
+"""Lean inference of LeRobot's denoising policies: the same chunks without repeated computations.
 
 Of `diffusion` and `multi_task_dit` (0.6.1), what depends on the step alone is computed once for the policy, and what
 depends on the observation alone once for a decision. The modulation of a block is linear in SiLU or Mish of [t; c], so
@@ -31,19 +31,18 @@ from robopolicy.policies.lerobot.acting import LeRobotPolicy
 
 
 class AtWork(Protocol):
-    """A network at work on B observations."""
+    """A network bound to B observations."""
 
     def __call__(self, x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
-        """Return its prediction [B, T, A] of latents x [B, T, A] at time number `index`."""
+        """Return its prediction [B, T, A] for latents x [B, T, A] at time index `index`."""
         ...
 
 
 @dataclass(frozen=True)
 class Lean:
-    """A network at K times.
+    """A network prepared for K times.
 
-    blocks: names of its residual branches, in the order of their computation; bind: a condition [B, D] -> the network
-    at work under it.
+    blocks: names of its residual branches in computation order; bind: condition [B, D] -> network bound to it.
     """
 
     blocks: tuple[str, ...]
@@ -54,7 +53,7 @@ Maps = Callable[[Tensor], Tensor]
 
 
 def lean_transformer(network: Any, times: Tensor) -> Lean:
-    """Return LeRobot's DiffusionTransformer at `times` [K]."""
+    """Prepare LeRobot's DiffusionTransformer for `times` [K]."""
     layers, split = list(network.transformer_blocks), network.timestep_embed_dim
     read = [block.adaLN_modulation[-1] for block in layers]
     timed = functional.silu(network.time_mlp(times))
@@ -96,7 +95,9 @@ def lean_transformer(network: Any, times: Tensor) -> Lean:
 
 
 def _modulated(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """Return scale * norm(x) + shift of x [B, T, H]; scale, shift: [B, 1, H]. For one row that is one layer norm."""
+    """Return scale * norm(x) + shift for x [B, T, H]; scale, shift: [B, 1, H]. For one row this is a single layer
+    norm.
+    """
     if len(x) == 1:
         return functional.layer_norm(x, x.shape[-1:], scale[0, 0], shift[0, 0], eps)
     return torch.addcmul(shift, functional.layer_norm(x, x.shape[-1:], eps=eps), scale)
@@ -134,9 +135,9 @@ def _attention(block: Any) -> Maps:
 
 
 def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None, *, gelu: bool = False) -> Maps:
-    """Return a linear layer, [..., inputs] -> [..., outputs]; on a CPU by oneDNN on weights in its own layout.
+    """Return a linear layer, [..., inputs] -> [..., outputs]; on a CPU by oneDNN with weights in its own layout.
 
-    gelu: whether GELU (approximated by tanh) follows, which oneDNN applies while the product is at hand.
+    gelu: whether GELU (tanh approximation) follows, which oneDNN fuses into the product.
     """
     if isinstance(weight, nn.Linear):
         weight, bias = weight.weight, weight.bias
@@ -151,7 +152,7 @@ def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None, *, gelu: boo
 
 
 def lean_unet(network: Any, times: Tensor) -> Lean:
-    """Return LeRobot's DiffusionConditionalUnet1d at `times` [K]."""
+    """Prepare LeRobot's DiffusionConditionalUnet1d for `times` [K]."""
     parts = {"down": network.down_modules, "middle": [network.mid_modules], "up": network.up_modules}
     named = {
         f"{part}.{place}": block for part, stages in parts.items() for place, block in enumerate(_residual(stages))
@@ -193,11 +194,13 @@ def _residual(stages: Any) -> Iterator[Any]:
 
 
 Residual = tuple[Callable[[Tensor, Tensor], Tensor], Maps]
-"""A block's branch, of maps [B, C, T] and FiLM's modulation [B, C' or 2 C', 1], and its shortcut; both [B, C', T]."""
+"""(branch, shortcut) of a block: the branch takes maps [B, C, T] and FiLM's modulation [B, C' or 2 C', 1]; both return
+[B, C', T].
+"""
 
 
 def _two(x: Tensor, todo: Iterator[tuple[int, Residual, Tensor]], blocks: Blocks) -> Tensor:
-    """Return maps [B, C, T] after the next two residual blocks."""
+    """Apply the next two residual blocks to maps [B, C, T]."""
     for _ in range(2):
         number, (branch, shortcut), modulation = next(todo)
         x = blocks(number, partial(branch, x, modulation)) + shortcut(x)
@@ -228,7 +231,7 @@ def _conv_block(block: Any) -> Maps:
 
 
 def _layer(layer: nn.Module) -> Maps:
-    """Return a layer of the U-Net, maps [B, C, T] -> [B, C', T']: what it is, or the same with packed weights."""
+    """Return a layer of the U-Net, maps [B, C, T] -> [B, C', T']: unchanged, or with packed weights."""
     if isinstance(layer, nn.Conv1d):
         return Convolution(layer.weight, layer.bias, layer.stride[0], int(layer.padding[0]))
     if isinstance(layer, nn.ConvTranspose1d):
@@ -237,7 +240,7 @@ def _layer(layer: nn.Module) -> Maps:
 
 
 def _doubling(layer: nn.ConvTranspose1d) -> Maps:
-    """Return a transposed convolution of 4 taps and stride 2, as an ordinary one that makes both phases of its output.
+    """Convert a transposed convolution with 4 taps and stride 2 to an ordinary one that computes both output phases.
 
     y[2 t] = w[1] x[t] + w[3] x[t - 1] and y[2 t + 1] = w[2] x[t] + w[0] x[t + 1].
     """
@@ -254,9 +257,9 @@ def _doubling(layer: nn.ConvTranspose1d) -> Maps:
 
 
 class Convolution:
-    """A convolution over time, [B, inputs, T] -> [B, outputs, T'], on a CPU by oneDNN on weights in its own layout.
+    """Convolution over time, [B, inputs, T] -> [B, outputs, T'], on a CPU by oneDNN with weights in its own layout.
 
-    That layout depends on the size of what is convolved, so weights are packed again where that changes.
+    That layout depends on the input size, so weights are packed again when it changes.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, stride: int, padding: int):
@@ -280,16 +283,16 @@ class Convolution:
 
 
 def _packs(weight: Tensor) -> bool:
-    """Whether oneDNN can have such weights in its own layout."""
+    """Whether oneDNN can store these weights in its own layout."""
     there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
     return there and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 Predict = Callable[[Tensor, int], Tensor]
-"""(latents x [B, T, A], evaluation k) -> what the network says of them, [B, T, A]."""
+"""Function (latents x [B, T, A], evaluation k) -> network output [B, T, A]."""
 
 TEXTS = 4096
-"""Features of so many instructions are kept at most."""
+"""Maximum number of instructions whose features are cached."""
 
 
 class StepWeights(NamedTuple):
@@ -307,12 +310,12 @@ class StepWeights(NamedTuple):
 
 
 def lean_lerobot(policy: LeRobotPolicy, caching: Caching | None = None) -> LeRobotPolicy:
-    """Return a policy that decides as `policy` does, to 1e-5 and with the same random numbers, without repetitions.
+    """Return a policy equivalent to `policy` to 1e-5, with the same random numbers, without repeated computations.
 
-    caching: who remembers the network's blocks from step to step, which is not exact; None for nobody. Its tables
-    follow from the weights as they are now; weights are shared, but for those on a CPU that are kept a second time in
-    another layout. Raises ConfigError where there is no lean path: see `why_not_lean`; and for caching of Runge-Kutta's
-    method, which comes back to times, or with a plan for another network or chain.
+    caching: cache of the network's blocks between steps (not exact), None for none. Its tables are computed from the
+    current weights; weights are shared, except copies in another layout on a CPU. Raises ConfigError when lean
+    inference is not supported: see `why_not_lean`; and for caching with Runge-Kutta's method, which revisits times, or
+    with a plan for another network or chain.
     """
     reason = why_not_lean(policy)
     if reason:
@@ -333,7 +336,7 @@ def lean_lerobot(policy: LeRobotPolicy, caching: Caching | None = None) -> LeRob
 
 
 def why_not_lean(policy: LeRobotPolicy) -> str:
-    """Return why there is no lean path for this policy, nothing where there is one."""
+    """Return the reason why lean inference does not support this policy, "" if it does."""
     config: Any = policy.policy.config
     if config.type not in ("diffusion", "multi_task_dit"):
         return (
@@ -359,21 +362,21 @@ def _limit(config: Any) -> float | None:
 
 
 def _with(module: Any, parts: dict[str, nn.Module]) -> Any:
-    """Return a shallow copy of a module in which `parts` take the place of the submodules of their names."""
+    """Return a shallow copy of a module with the submodules in `parts` replaced, by name."""
     twin = copy.copy(module)
     twin._modules = {**module._modules, **parts}
     return twin
 
 
 def _sampling(module: nn.Module, sample: Callable[..., Tensor]) -> nn.Module:
-    """Return a shallow copy of a module of LeRobot's whose `conditional_sample` is `sample`."""
+    """Return a shallow copy of a LeRobot module whose `conditional_sample` is `sample`."""
     twin: Any = copy.copy(module)
     twin.conditional_sample = sample
     return twin
 
 
 class Remembered:
-    """A network whose chains of `steps` evaluations remember blocks as `caching` says; see `CachedSteps`."""
+    """A network with block caching by `caching` in chains of `steps` evaluations; see `CachedSteps`."""
 
     def __init__(self, network: Lean, steps: int, caching: Caching | None):
         if caching is not None:
@@ -381,7 +384,7 @@ class Remembered:
         self.network, self.caching = network, caching
 
     def begin(self, condition: Tensor) -> Predict:
-        """Return the network at work under a condition [B, D], for one chain."""
+        """Return the network bound to a condition [B, D], for one chain."""
         predict = self.network.bind(condition)
         if self.caching is None:
             return predict
@@ -390,7 +393,7 @@ class Remembered:
 
 
 def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None) -> dict[str, nn.Module]:
-    """Return the parts of a multi_task_dit that are replaced: how it samples, and who encodes its instructions."""
+    """Return the replacements for parts of a multi_task_dit: its sampling and its instruction encoder."""
     config, objective = inner.config, inner.objective
     shape = objective.horizon, objective.action_dim
     if _diffuses(config):
@@ -416,7 +419,7 @@ def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None
 
 
 class RememberedTexts(nn.Module):
-    """A frozen text encoder that encodes every text once."""
+    """A frozen text encoder that caches the features of every text."""
 
     def __init__(self, encoder: nn.Module):
         super().__init__()
@@ -424,7 +427,7 @@ class RememberedTexts(nn.Module):
         self._known: dict[bytes, Tensor] = {}
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the features [B, F] of texts as tokens [B, L] with a mask [B, L], False on padding."""
+        """Return the features [B, F] of texts given as tokens [B, L] with a mask [B, L], False on padding."""
         keys = [row.numpy().tobytes() for row in torch.cat([tokens, mask.to(tokens.dtype)], 1).cpu()]
         new = list(dict.fromkeys(key for key in keys if key not in self._known))
         if len(self._known) + len(new) > TEXTS:
@@ -438,7 +441,9 @@ class RememberedTexts(nn.Module):
 def _diffusion(
     network: Remembered, weights: Sequence[StepWeights], limit: float | None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what turns a condition [B, D] and noise [B, T, A] into actions [B, T, A], clean ones within `limit`."""
+    """Return a function from condition [B, D] and noise [B, T, A] to actions [B, T, A], with clean ones within
+    `limit`.
+    """
 
     def denoise(condition: Tensor, x: Tensor) -> Tensor:
         predict = network.begin(condition)
@@ -458,9 +463,9 @@ def _diffusion(
 
 
 def _flow(network: Remembered, steps: int, fourth_order: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what turns a condition [B, D] and noise [B, T, A] into actions [B, T, A], by Euler or Runge-Kutta.
+    """Return a function from condition [B, D] and noise [B, T, A] to actions [B, T, A], by Euler or Runge-Kutta.
 
-    Evaluation k of the network is at time k / steps, or k / (2 steps) in Runge-Kutta's method of fourth order.
+    Network evaluation k is at time k / steps, or k / (2 steps) with fourth-order Runge-Kutta.
     """
     width = 1 / steps
 
@@ -481,9 +486,9 @@ def _flow(network: Remembered, steps: int, fourth_order: bool) -> Callable[[Tens
 
 
 def _scheduled(scheduler: Any, count: int) -> tuple[Tensor, list[StepWeights]]:
-    """Return the training steps [K] that one of diffusers' schedulers visits in `count` steps, and what each does.
+    """Return the training steps [K] that a diffusers scheduler visits in `count` steps, and the weights of each.
 
-    DDPM with the posterior's variance (fixed_small), or DDIM without noise: what LeRobot makes.
+    DDPM with the posterior variance (fixed_small), or DDIM without noise, as configured by LeRobot.
     """
     scheduler.set_timesteps(count)
     steps = scheduler.timesteps.clone()

@@ -1,7 +1,7 @@
-"""What `robopolicy optimize` chose for a checkpoint, kept beside it: inference.json, read where a policy acts.
+"""Inference plan of a checkpoint (inference.json), written by `robopolicy optimize` and read when the policy acts.
 
-It holds names and numbers, no weights and no code. It belongs to the weights whose hash it holds: for others it is
-refused, because what was measured on those says nothing about these.
+It contains names and numbers, no weights and no code. It is bound to the hash of the weights and rejected for others,
+because measurements on those do not apply.
 """
 
 import os
@@ -29,10 +29,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """How a checkpoint's policy is to decide.
+    """Inference settings chosen for a checkpoint's policy.
 
-    weights: hash of the weights that it was made for; version, device, batch: torch's version and the device where it
-    was measured, and for how many rows at once; measured: what was found, for people.
+    weights: hash of the weights; version, device, batch: torch version, device and number of rows of the measurement;
+    measured: results, for information only.
     """
 
     config: InferenceConfig
@@ -46,9 +46,9 @@ class InferencePlan:
     def applied[T](
         self, plain: T, planned: Callable[[], T], folder: Path, device: torch.device, chunking: str = SYNCHRONOUS
     ) -> T:
-        """Return what `planned` makes by the plan in `folder`; `plain`, with a warning, where that is not for it.
+        """Return the result of `planned`; `plain`, with a warning, if the plan in `folder` does not apply.
 
-        One that was measured elsewhere is used, with a warning.
+        A plan measured on another device or version is used, with a warning.
         """
         if said := self.unfit(folder, chunking) or self.refusal(folder):  # the latter reads all weights
             warnings.warn(said, RobopolicyWarning, stacklevel=3)
@@ -62,13 +62,13 @@ class InferencePlan:
             return plain
 
     def refusal(self, folder: Path) -> str:
-        """Return why the plan is not for the checkpoint in `folder`, "" where it is."""
+        """Return the reason why the plan does not apply to the checkpoint in `folder`, "" if it does."""
         if weights_hash(folder) == self.weights:
             return ""
         return self.useless(folder, "it was made for other weights than those beside it")
 
     def useless(self, folder: Path, why: object) -> str:
-        """Return that the plan beside the checkpoint in `folder` is not used, why, and the way out."""
+        """Return a message that the plan of the checkpoint in `folder` is not used, with reason and remedy."""
         of_model = self.cache is not None and self.config.engine == "reference"
         model, policy = "the world model remembers no blocks", "the policy decides as it was trained"
         return (
@@ -77,9 +77,10 @@ class InferencePlan:
         )
 
     def unfit(self, folder: Path, chunking: str) -> str:
-        """Return that it is not used with `chunking`, which asks for more than engines compute, and the way out.
+        """Return a message that the plan is not used with `chunking`, which needs more than engines compute, with the
+        remedy.
 
-        "" where it is used, or is to decide as trained.
+        "" if it is used, or selects the reference engine.
         """
         if chunking == SYNCHRONOUS or self.config.engine == "reference":
             return ""
@@ -90,9 +91,10 @@ class InferencePlan:
         )
 
     def elsewhere(self, folder: Path, device: torch.device) -> str:
-        """Return where the plan in `folder` was measured, if not here; what is fastest there need not be so here.
+        """Return a message if the plan in `folder` was measured on another device or version, where another choice may
+        be faster.
 
-        Else "".
+        "" otherwise.
         """
         own = {"torch": self.version, "device": self.device}
         here = {"torch": str(torch.__version__), "device": device_name(device)}
@@ -101,7 +103,7 @@ class InferencePlan:
 
 
 def weights_hash(folder: Path) -> str:
-    """Return the hash of a checkpoint's weights file; raises CheckpointError where there is none."""
+    """Return the hash of a checkpoint's weights file; raises CheckpointError if there is none."""
     path = Checkpoint.open(folder).folder / WEIGHTS
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: this is no checkpoint that a plan can be kept beside.")
@@ -114,17 +116,17 @@ def device_name(device: torch.device) -> str:
 
 
 def save_plan(folder: Path, plan: InferencePlan) -> None:
-    """Write the plan beside the checkpoint in `folder`, atomically."""
+    """Write the plan next to the checkpoint in `folder` atomically."""
     given = {name: value for name, value in vars(plan).items() if name not in ("config", "cache")}
     cache = None if plan.cache is None else plan.cache.to_json()
     write_json(folder / FILE, {"format": FORMAT, "config": to_plain(plan.config), "cache": cache, **to_plain(given)})
 
 
 def load_plan(folder: Path) -> InferencePlan | None:
-    """Read the plan beside a checkpoint, None where there is none.
+    """Read the plan next to a checkpoint; None if there is none.
 
-    Raises CheckpointError where it cannot be read, or names code that the user has not named: files do not choose what
-    is imported.
+    Raises CheckpointError when it cannot be read, or names code that the user has not named: files must not choose
+    imports.
     """
     path = Checkpoint.open(folder).folder / FILE
     if not os.path.lexists(path):

@@ -1,18 +1,18 @@
-"""Real-time chunking (Black, Galliker, Levine 2025, arXiv:2506.07339): the next plan is inpainted around the last one.
+"""Real-time chunking (Black, Galliker, Levine 2025, arXiv:2506.07339): inpaint the next plan around the last one.
 
-The d steps that will have been executed when the plan is at hand are given, those behind them, which both plans
-describe, are given less and less, and the last s are free. Every prediction of the network is corrected on its way from
-noise to plan so that its clean estimate agrees with the last plan there (PiGDM, Song et al. 2023).
+The d steps that will have been executed when the plan becomes available are fixed, the following steps of the overlap
+have decreasing weights, and the last s are free. Every network prediction is corrected during denoising so that its
+clean estimate agrees with the last plan there (PiGDM, Song et al. 2023).
 
 Let x = signal * clean + noise * n be the latents of a step, t = noise / (signal + noise), and J the derivative of the
 clean estimate by x / (signal + noise). The paper's correction of the velocity at flow time 1 - t, multiplied by -t, is
-one of the clean estimate:
+a correction of the clean estimate:
 
     clean + min(beta t, (t^2 + (1 - t)^2) / (1 - t)) J^T W (last plan - clean)
 
 A diffusion's latents divided by signal + noise are those of the flow at t, with the same clean estimate and the same
-posterior (r^2 = t^2 / (t^2 + (1 - t)^2), Tweedie's formula), so the same formula corrects its chain, DDIM's or DDPM's,
-with beta bounding alike. Axes: B row, K step, P predicted step, A action dimension; s chunk, d delay.
+posterior (r^2 = t^2 / (t^2 + (1 - t)^2), Tweedie's formula), so the same formula corrects a DDIM or DDPM chain, with
+the same bound beta. Axes: B row, K step, P predicted step, A action dimension; s chunk, d delay.
 """
 
 import math
@@ -35,12 +35,12 @@ from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.network import PrefixedSteps, Steps
 
 OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."
-"""What to do about a policy that cannot be looked into any more."""
+"""Remedy for a policy whose network is not accessible, because an engine computes it."""
 
 
 class Mask(Enum):
-    """How the weights fall over the steps that both plans describe and nobody will have executed: not (ones), at once
-    (zeros), evenly (linear), or as the paper has it (exponential).
+    """Decay of the weights over the overlap of both plans after the executed steps: none (ones), immediate (zeros),
+    linear, or as in the paper (exponential).
     """
 
     ONES = "ones"
@@ -50,29 +50,30 @@ class Mask(Enum):
 
 
 def rtc(policy: Policy, delay: Delay, max_guidance_weight: float = 5.0, mask: str = "exponential") -> Policy:
-    """Real-time chunking as published, differentiated through the network; of flows, and of diffusions alike.
+    """Real-time chunking as published, differentiated through the network; for flows and diffusions.
 
-    max_guidance_weight: beta, which keeps the noisy steps, where the formula's weight is infinite, from overshooting; a
-    chain of K < beta steps would overshoot all the same, so its beta is K (not in the paper).
-    Raises ConfigError for other policies than denoising ones, and a beta that is not positive.
+    max_guidance_weight: beta, which prevents overshooting in the noisy steps, where the formula's weight is infinite. A
+    chain of K < beta steps would still overshoot, so its beta is K (not in the paper). Raises ConfigError for policies
+    that do not denoise, and unless beta is positive.
     """
     return _guided(policy, delay, max_guidance_weight, mask, jacobian=True)
 
 
 def lerobot_rtc(policy: Policy, delay: Delay, max_guidance_weight: float = 10.0, mask: str = "linear") -> Policy:
-    """Real-time chunking as LeRobot 0.6.1 computes it, with its defaults: the network's derivative is taken for zero.
+    """Real-time chunking as in LeRobot 0.6.1, with its defaults: the network's derivative is approximated by zero.
 
-    It differentiates x - t v with v computed before, so J is the identity; nothing is differentiated here either, and
-    it costs no more than no guidance. Raises ConfigError as `rtc`.
+    LeRobot differentiates x - t v with v computed before, so J is the identity. Nothing is differentiated here either,
+    so it costs no more than no guidance. Raises ConfigError as `rtc`.
     """
     return _guided(policy, delay, max_guidance_weight, mask, jacobian=False)
 
 
 def trained_rtc(policy: Policy, delay: Delay) -> Policy:
-    """Training-time real-time chunking (Black et al. 2025, arXiv:2512.05964): the d steps are given to the network.
+    """Training-time real-time chunking (Black et al. 2025, arXiv:2512.05964): the network is conditioned on the d
+    steps.
 
-    It has learned to continue them (policy.prefix_steps), so nothing is differentiated and nothing guided. Raises
-    ConfigError for other policies than denoising ones, and for one that has not learned it, or not for so many steps.
+    It was trained to continue them (policy.prefix_steps), so there is no differentiation and no guidance. Raises
+    ConfigError for policies that do not denoise, and for those not trained this way or with fewer prefix steps.
     """
     known = _continuing(policy).config.prefix_steps
     if known < max(delay.steps, 1):
@@ -91,7 +92,9 @@ def continued(
     *,
     deterministic: bool,
 ) -> Tensor:
-    """Return the plan [B, P, A] that continues the next d steps of the one underway, with these; see `Plans`."""
+    """Return a plan [B, P, A] that starts with the next d steps of the plan in execution and continues them; see
+    `Plans`.
+    """
     learned = _continuing(policy)
     overlap, steps = underway.rest.shape[1], learned.config.prediction_steps
     behind = (0, 0, 0, steps - overlap)
@@ -135,11 +138,11 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
 
 @dataclass(frozen=True)
 class Inpainted:
-    """`Plans` that agree with the one underway.
+    """`Plans` that agree with the plan in execution.
 
-    guided: whose denoising is corrected, the policy that is asked or, of LeRobot's, the same weights taken apart;
-    strongest: beta; jacobian: whether the network is differentiated; quiet: whether no step draws noise, whatever is
-    asked for: LeRobot's flows draw none, and its diffusions are walked by DDIM.
+    guided: policy whose denoising is corrected (the policy itself, or a LeRobot policy's weights as a
+    `DenoisingPolicy`); strongest: beta; jacobian: whether the network is differentiated; quiet: whether all steps are
+    noise-free regardless of the request: LeRobot's flows have no noise, and its diffusions are sampled with DDIM.
     """
 
     guided: DenoisingPolicy
@@ -157,7 +160,7 @@ class Inpainted:
         *,
         deterministic: bool,
     ) -> Tensor:
-        """Return the guided plan [B, P, A], an unguided one where nothing is underway; see `Plans`."""
+        """Return the guided plan [B, P, A], unguided in rows without a plan in execution; see `Plans`."""
         policy, deterministic = self.guided, deterministic or self.quiet
         overlap, steps = underway.rest.shape[1], policy.spec.prediction
         weights = prefix_weights(underway.delay, overlap, steps, self.mask).to(underway.rest)
@@ -181,10 +184,10 @@ class Inpainted:
 
 
 def prefix_weights(delay: int, overlap: int, steps: int, mask: Mask = Mask.EXPONENTIAL) -> Tensor:
-    """Return how much each step of a plan is bound to the last one, [P]: 1 for `delay` steps, 0 from `overlap` on.
+    """Return the weight that binds each step of a plan to the last plan, [P]: 1 for `delay` steps, 0 from `overlap` on.
 
-    Between them, with c = (overlap - i) / (overlap - delay + 1), c (e^c - 1) / (e - 1) (the paper's equation 5), or c
-    where linear. steps: P; overlap: P - s.
+    In between, with c = (overlap - i) / (overlap - delay + 1), c (e^c - 1) / (e - 1) (the paper's equation 5), or c if
+    linear. steps: P; overlap: P - s.
     """
     place = torch.arange(steps, dtype=torch.float64)
     c = ((overlap - place) / (overlap - delay + 1)).clamp(0.0, 1.0)
@@ -199,11 +202,11 @@ def prefix_weights(delay: int, overlap: int, steps: int, mask: Mask = Mask.EXPON
 
 @dataclass(frozen=True)
 class Guidance:
-    """What clean latents are led to.
+    """Target and weights of the guidance of clean latents.
 
     target: [B, P, L], clean latents; weights: W, [B, P, 1] in [0, 1]; strongest: beta; jacobian: whether the error is
-    pulled back through the network, or taken as it is (J = 1); turns: how latents [L] go round that are normalised
-    angles, None for not at all.
+    backpropagated through the network, or used directly (J = 1); turns: periodicity of latents [L] that are normalised
+    angles, None for none.
     """
 
     target: Tensor
@@ -214,7 +217,7 @@ class Guidance:
 
 
 class GuidedSteps:
-    """`Steps` of a network whose predictions are corrected by `guidance`; see the module."""
+    """`Steps` of a network with predictions corrected by `guidance`; see the module."""
 
     def __init__(self, steps: Steps, schedule: NoiseSchedule, guidance: Guidance):
         self.steps = steps
@@ -226,7 +229,7 @@ class GuidedSteps:
         self._of_prediction = schedule.deterministic_table[:, 1].tolist()
 
     def one(self, x: Tensor, step: int) -> Tensor:
-        """Predict [B, P, A] of latents x [B, P, A] about to take `step`, corrected."""
+        """Predict [B, P, A] for latents x [B, P, A] at the input of `step`, with correction."""
         guidance = self.guidance
         with torch.set_grad_enabled(guidance.jacobian):
             leaf = x.detach().requires_grad_(guidance.jacobian)
@@ -241,12 +244,12 @@ class GuidedSteps:
         return prediction.detach() + (self._gains[step] / self._of_prediction[step]) * pull
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """Predict [B, k, P, A] as the network does: what is scored is not guided."""
+        """Predict [B, k, P, A] without guidance, for log-probabilities."""
         return self.steps.several(x, chosen)
 
 
 def noise_levels(schedule: NoiseSchedule) -> Tensor:
-    """Return how much signal and noise the latents of each step have, [K, 2] fp64."""
+    """Return signal and noise level of the latents of each step, [K, 2] fp64."""
     times = schedule.times.double()
     if not isinstance(schedule, DiffusionSchedule):
         return torch.stack([1 - times, times], -1)
@@ -255,7 +258,7 @@ def noise_levels(schedule: NoiseSchedule) -> Tensor:
 
 
 def guidance_gains(levels: Tensor, strongest: float) -> Tensor:
-    """Return how much of J^T W (target - clean) is added to the clean estimate in each step, [K].
+    """Return the factor of J^T W (target - clean) added to the clean estimate in each step, [K].
 
     levels: [K, 2], signal and noise; strongest: beta.
     """

@@ -1,12 +1,12 @@
-"""Samplers as tables of numbers: what remains of a schedule once everything that can be known before is computed.
+"""Samplers as tables: schedules with everything precomputed that is known before sampling.
 
-Every step of the chains that we have, and of diffusers' deterministic samplers, is linear in the latents and the clean
-estimates that came before:
+Every step of the supported chains and of diffusers' deterministic samplers is linear in the previous latents and clean
+estimates:
 
     clean_i = clip(a_i x_i + b_i prediction_i),   x_{i+1} = sum_j u_ij x_j + sum_j w_ij clean_j + std_i noise_i
 
-DDPM, DDIM and the flow's Euler step look back at step i alone, DPM-Solver++(2M) at the clean estimate before, Heun at
-the latent before. So one loop runs all of them, without a scheduler in it.
+DDPM, DDIM and the flow's Euler step depend on step i only, DPM-Solver++(2M) also on the previous clean estimate, Heun
+on the previous latent. So one loop runs all of them, without a scheduler.
 """
 
 import itertools
@@ -35,17 +35,17 @@ SAMPLERS = Registry(
         "heun": "robopolicy.inference.samplers:heun",
     },
 )
-"""Samplers other than a policy's own: functions (schedule, steps) -> `Sampler`."""
+"""Registry of samplers besides a policy's own: functions (schedule, steps) -> `Sampler`."""
 
 Weights = tuple[tuple[int, float], ...]
-"""(index of an earlier step, its weight), those that are not zero."""
+"""(index of an earlier step, its weight), for non-zero weights."""
 
 
 @dataclass(frozen=True)
 class SamplerStep:
-    """One call of the network and what is made of it; the names are those of the formula above.
+    """One network call and the update after it; names are those of the formula above.
 
-    time: what the network is told, in (0, 1], 1 is noise; latents: u; cleans: w.
+    time: time input of the network in (0, 1], 1 is noise; latents: u; cleans: w.
     """
 
     time: float
@@ -58,34 +58,34 @@ class SamplerStep:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A whole chain; clip: bound on the clean estimates, None for none."""
+    """A complete chain; clip: bound on the clean estimates, None for none."""
 
     steps: tuple[SamplerStep, ...]
     clip: float | None
 
     @property
     def times(self) -> Tensor:
-        """What the network is told in each step, [K]."""
+        """Time input of the network in each step, [K]."""
         return torch.tensor([step.time for step in self.steps])
 
     @property
     def stds(self) -> Tensor:
-        """Of the noise of each step, [K]."""
+        """Standard deviation of the noise in each step, [K]."""
         return torch.tensor([step.std for step in self.steps])
 
 
 type MakesSampler = Callable[[NoiseSchedule, int], Sampler]
 """What a sampler's name stands for: returns the sampler of so many steps for a policy of this schedule.
 
-Raises ConfigError where it has none for such policies.
+Raises ConfigError when such policies are not supported.
 """
 
 
 def own_sampler(schedule: NoiseSchedule, *, deterministic: bool) -> Sampler:
-    """Return the steps that a policy takes by itself, noise-free or not.
+    """Return the policy's own sampling steps, noise-free or not.
 
-    Raises ConfigError where its steps are not linear in latents and clean estimates: noise that does not follow a
-    bounded estimate.
+    Raises ConfigError when its steps are not linear in latents and clean estimates, because the noise is not re-derived
+    from a bounded estimate.
     """
     if schedule.signals is not None and schedule.clip is not None:
         raise ConfigError(
@@ -101,9 +101,9 @@ def own_sampler(schedule: NoiseSchedule, *, deterministic: bool) -> Sampler:
 
 
 def make_sampler(name: str, schedule: NoiseSchedule, steps: int | None = None) -> Sampler:
-    """Return the named sampler, of as many steps as the schedule has for None.
+    """Return the named sampler; steps None uses the number of steps of the schedule.
 
-    Raises ConfigError where there is no such sampler, or none for this schedule and number of steps.
+    Raises ConfigError when there is no such sampler, or it does not support this schedule or number of steps.
     """
     make: MakesSampler = SAMPLERS.load(name)
     return make(schedule, schedule.steps if steps is None else steps)
@@ -125,16 +125,16 @@ def ddim(schedule: NoiseSchedule, steps: int) -> Sampler:
 
 
 def euler(schedule: NoiseSchedule, steps: int) -> Sampler:
-    """Euler's method for the flow's differential equation, in equal steps."""
+    """Euler's method for the flow's ODE, in equal steps."""
     return own_sampler(FlowSchedule(steps, clip=_flow(schedule, "euler").clip), deterministic=True)
 
 
 def heun(schedule: NoiseSchedule, steps: int) -> Sampler:
-    """Heun's method for flows: of every two calls of the network the second corrects the first.
+    """Heun's method for flows: of every two network calls the second corrects the first.
 
-    x' = x + h/2 (v(x, t) + v(x + h v(x, t), t + h)); at t + h = 0 the velocity of a flow is not defined (nothing is
-    left of the noise), so that the last step to 0 is Euler's. With v = (x - clean) / t everything is linear in latents
-    and clean estimates. Raises ConfigError for fewer than 2 steps. steps: calls of the network.
+    x' = x + h/2 (v(x, t) + v(x + h v(x, t), t + h)); at t + h = 0 the velocity of a flow is undefined (no noise is
+    left), so the last step to 0 is Euler's. With v = (x - clean) / t everything is linear in latents and clean
+    estimates. Raises ConfigError for fewer than 2 steps. steps: network calls.
     """
     flow = _flow(schedule, "heun")
     if steps < 2:
@@ -161,7 +161,7 @@ def heun(schedule: NoiseSchedule, steps: int) -> Sampler:
 
 
 def dpm_solver(schedule: NoiseSchedule, steps: int) -> Sampler:
-    """DPM-Solver++(2M) of diffusers (Lu et al. 2022, arXiv:2211.01095), for diffusions."""
+    """DPM-Solver++(2M) of diffusers (Lu et al. 2022, arXiv:2211.01095), for diffusion policies."""
     from diffusers.schedulers.scheduling_dpmsolver_multistep import DPMSolverMultistepScheduler
 
     # Below about 15 steps its last step of second order swings out: diffusers' own switch for that.
@@ -169,17 +169,17 @@ def dpm_solver(schedule: NoiseSchedule, steps: int) -> Sampler:
 
 
 def unipc(schedule: NoiseSchedule, steps: int) -> Sampler:
-    """UniPC of order 2 of diffusers (Zhao et al. 2023, arXiv:2302.04867), for diffusions."""
+    """UniPC of order 2 of diffusers (Zhao et al. 2023, arXiv:2302.04867), for diffusion policies."""
     from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
     return _probed(UniPCMultistepScheduler, schedule, steps, "unipc", lower_order_final=True)
 
 
 def _probed(kind: type[Any], schedule: NoiseSchedule, steps: int, name: str, **settings: Any) -> Sampler:
-    """Return the table of one of diffusers' deterministic schedulers, found by letting it step with unit vectors.
+    """Return the table of a deterministic diffusers scheduler, determined by stepping it with unit vectors.
 
-    The scheduler only scales and adds what it is given. Given unit vectors, one for each latent and clean estimate, it
-    therefore answers with its own weights.
+    The scheduler is linear in its inputs. With one unit vector for each latent and clean estimate, it therefore returns
+    its own weights.
     """
     diffusion = _diffusion(schedule, name)
     if not 2 <= steps <= diffusion.training_steps:
@@ -242,10 +242,10 @@ def sample(
     noise: Sequence[Tensor] | Tensor | None = None,
     quiet: Mapping[int, tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Return the clean latents [N, P, A] that the chain makes of noise x [N, P, A].
+    """Run the chain from noise x [N, P, A] and return the clean latents [N, P, A].
 
-    noise: of every step [K, N, P, A], scaled already; quiet: step -> weights [N or 1, 1, 1 or A] of x_i and clean_i
-    instead of the table's, for chains of which some rows or elements follow another sampler.
+    noise: of every step [K, N, P, A], already scaled; quiet: step -> weights [N or 1, 1, 1 or A] of x_i and clean_i
+    that replace the table's, for chains in which some rows or elements use another sampler.
     """
     latents: list[Tensor] = [x]
     cleans: list[Tensor] = []
@@ -268,7 +268,7 @@ def sample(
 
 
 def _sum(latents: Sequence[Tensor], u: Weights, cleans: Sequence[Tensor], w: Weights) -> Tensor:
-    """Return sum_j u_j latents_j + sum_j w_j cleans_j; what has no weight costs nothing."""
+    """Return sum_j u_j latents_j + sum_j w_j cleans_j, skipping zero weights."""
     terms = [(cleans[j], weight) for j, weight in w if weight] + [(latents[j], weight) for j, weight in u if weight]
     total, weight = terms[0]
     total = total if weight == 1 else total * weight

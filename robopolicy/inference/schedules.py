@@ -1,7 +1,7 @@
-"""How cache plans are made: Block-wise Adaptive Caching (BAC, arXiv:2506.13456), and what it must be compared with.
+"""Schedulers of block cache plans: Block-wise Adaptive Caching (BAC, arXiv:2506.13456) and its baselines.
 
-A scheduler turns what was seen of the blocks (`calibration`) into a table [B, K]: which of B blocks is computed in
-which of K steps. A stranger's is a function like those here, named by its dotted path.
+A scheduler converts block statistics (`calibration`) into a table [B, K]: which of B blocks is computed in which of K
+steps. Custom schedulers are functions with the same signature, named by their import path.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,24 +29,24 @@ CACHE_SCHEDULERS = Registry(
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How a cache plan is made; raises ConfigError on what cannot be."""
+    """Settings of a cache plan; raises ConfigError on invalid values."""
 
     scheduler: str = "bac"
-    """uniform (all blocks in evenly spaced steps), shared (all blocks in the steps that suit them together), bac (each
-    block in its own steps), or a dotted path.
+    """Block cache scheduler: uniform (all blocks at evenly spaced steps), shared (all blocks at the steps that suit
+    them together), bac (each block at its own steps), or an import path.
     """
     budget: int = 10
-    """Updates S a block, the first step's included; BAC's union adds to them."""
+    """Number of updates S per block, including the first step; the union in BAC adds more."""
     top_blocks: int = 5
-    """BAC: so many blocks, those that change most, are computed whenever a feed-forward layer after them is; 0 for
-    none.
+    """BAC: number of blocks, those with the largest change, that are computed whenever a later feed-forward layer is; 0
+    for none.
     """
     last_steps: int = 2
-    """So many of the updates are the chain's last steps, which nothing corrects any more; 0 leaves them to the
+    """Number of updates fixed at the last steps of the chain, whose errors no later step corrects; 0 leaves them to the
     scheduler.
     """
     order: int = 0
-    """Between updates a block's output is held (0) or extrapolated (TaylorSeer of order 1 or 2)."""
+    """Output of a block between updates: 0 reuses the last one, 1 or 2 extrapolates it (order of TaylorSeer)."""
 
     def __post_init__(self) -> None:
         if min(self.top_blocks, self.last_steps, self.order) < 0:
@@ -65,7 +65,7 @@ all of them.
 
 
 def make_plan(calibration: Calibration, config: CacheConfig) -> CachePlan:
-    """Return the plan that config asks for; raises ConfigError where there can be none."""
+    """Return the plan set by config; raises ConfigError if there is none."""
     if config.budget > calibration.steps:
         raise ConfigError(f"budget is {config.budget}, and the chain takes {calibration.steps} steps at most.")
     scheduler: CacheScheduler = CACHE_SCHEDULERS.load(config.scheduler)
@@ -82,7 +82,7 @@ def make_plan(calibration: Calibration, config: CacheConfig) -> CachePlan:
 def plans_to_try(
     calibration: Calibration, schedulers: Sequence[str], budgets: Sequence[int], orders: Sequence[int]
 ) -> dict[str, CachePlan]:
-    """Return a plan of every combination by name, "bac cache 10" or "bac cache 10, order 1"; raises as `make_plan`."""
+    """Return a plan for every combination by name, "bac cache 10" or "bac cache 10, order 1"; raises as `make_plan`."""
     return {
         f"{scheduler} cache {budget}{f', order {order}' if order else ''}": make_plan(
             calibration, CacheConfig(scheduler, budget, order=order)
@@ -94,7 +94,7 @@ def plans_to_try(
 
 
 def uniform(calibration: Calibration, config: CacheConfig) -> Tensor:
-    """Return every block at evenly spaced steps, [B, K] bool."""
+    """Update every block at evenly spaced steps, [B, K] bool."""
     free, spaced = calibration.steps - config.last_steps, config.budget - config.last_steps
     updates = torch.zeros(len(calibration.blocks), calibration.steps, dtype=torch.bool)
     updates[:, torch.arange(spaced) * free // spaced] = True
@@ -103,27 +103,27 @@ def uniform(calibration: Calibration, config: CacheConfig) -> Tensor:
 
 
 def shared(calibration: Calibration, config: CacheConfig) -> Tensor:
-    """Return all blocks at the steps that are best for the sum of their similarities, [B, K] bool."""
+    """Update all blocks at the steps that are optimal for the sum of their similarities, [B, K] bool."""
     summed = calibration.similarity.sum(0, keepdim=True)
     return anchors(summed, config.budget, config.last_steps).expand(len(calibration.blocks), -1).clone()
 
 
 def bac(calibration: Calibration, config: CacheConfig) -> Tensor:
-    """Return each block at its own best steps, and then at those of feed-forward layers after it, [B, K] bool.
+    """Update each block at its own optimal steps, and additionally at those of later feed-forward layers, [B, K] bool.
 
-    Deviation from the paper's text, whose objective sums similarities of neighbouring steps and so only picks the
-    lowest ones: `anchors` counts the similarity of every step to the one that it is answered from.
+    Difference from the paper's text, whose objective sums similarities of neighbouring steps and so only selects the
+    lowest ones: `anchors` counts the similarity of every step to the step whose output it reuses.
     """
     own = anchors(calibration.similarity, config.budget, config.last_steps)
     return bubbling_union(own, calibration.surge, spreading(calibration.blocks), config.top_blocks)
 
 
 def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
-    """Choose `budget` of K steps, such that the steps in between are most similar to the chosen ones before them.
+    """Choose `budget` of K steps, such that the steps in between are most similar to the preceding chosen ones.
 
-    similarity: [B, K, K]; last: how many of the chosen ones are the last steps. Returns [B, K] bool, step 0 always
-    chosen. Each of B problems is solved exactly, in O(budget K^2): with gain[a, b] = sum_{t=a..b} similarity[a, t],
-    what the best m choices gain in steps before j is best_m[j] = max_{i < j} best_{m-1}[i] + gain[i, j - 1].
+    similarity: [B, K, K]; last: number of chosen steps that are the last steps. Returns [B, K] bool, step 0 always
+    chosen. Each of B problems is solved exactly, in O(budget K^2): with gain[a, b] = sum_{t=a..b} similarity[a, t], the
+    best total of m choices before step j is best_m[j] = max_{i < j} best_{m-1}[i] + gain[i, j - 1].
     """
     problems, steps = similarity.shape[:2]
     free = steps - last
@@ -146,12 +146,12 @@ def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
 
 
 def bubbling_union(updates: Tensor, surge: Tensor, spreads: Tensor, top: int) -> Tensor:
-    """Return updates [B, K] bool in which the blocks of the greatest surge [B] also are updated where others are.
+    """Return updates [B, K] bool in which the `top` blocks of greatest surge [B] are also updated in the steps of later
+    spreading blocks.
 
-    Blocks are in the order of their computation; spreads: [B] bool, those that make errors surge. A spreading block
-    that is computed from a stale input spreads that input's error, so its updates bubble up to the `top` blocks before
-    it. What they get from a block after them, that one has got from nowhere else but blocks after itself: the order of
-    the unions does not matter.
+    Blocks are in computation order; spreads: [B] bool, blocks that amplify errors. A spreading block computed from a
+    stale input propagates that input's error, so its updates are added to those of the `top` blocks before it. All
+    additions come from blocks further back, so the order of the unions does not matter.
     """
     after = torch.ones(len(updates), len(updates), device=updates.device).triu() * spreads  # [u, v]: v spreads, v >= u
     asked = after @ updates.to(after.dtype) > 0
@@ -161,10 +161,11 @@ def bubbling_union(updates: Tensor, surge: Tensor, spreads: Tensor, top: int) ->
 
 
 def spreading(blocks: tuple[str, ...]) -> Tensor:
-    """Return which blocks play the part of feed-forward layers, [B] bool.
+    """Return the mask of blocks that act like feed-forward layers, [B] bool.
 
-    Of a transformer these are its feed-forward layers. Networks without any have one kind of block only, hidden layers
-    (MLP) or convolutions (U-Net), each of which mixes channels and so makes errors surge like them: there it is all.
+    In a transformer these are its feed-forward layers. Networks without them have a single kind of block, hidden layers
+    (MLP) or convolutions (U-Net), each of which mixes channels and amplifies errors in the same way; there it is all
+    blocks.
     """
     named = torch.tensor([name.endswith(FEED_FORWARD) for name in blocks])
     return named if bool(named.any()) else torch.ones_like(named)

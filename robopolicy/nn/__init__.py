@@ -1,1 +1,1 @@
-"""Network blocks, encoders, normalisers and noise schedules: written once, used by policies and world models."""
+"""Network blocks, encoders, normalisers and noise schedules, shared by policies and world models."""

@@ -15,7 +15,7 @@ def dense(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def perceptron(inputs: int, width: int, layers: int, outputs: int, scale: float = 1.0) -> nn.Sequential:
-    """`layers` dense layers, then a linear one whose initial weights are multiplied by `scale`."""
+    """MLP with `layers` dense layers and a linear output layer, whose initial weights are multiplied by `scale`."""
     head = nn.Linear(width if layers else inputs, outputs)
     with torch.no_grad():
         head.weight.mul_(scale)
@@ -24,19 +24,19 @@ def perceptron(inputs: int, width: int, layers: int, outputs: int, scale: float 
 
 
 class ChannelNorm(nn.Module):
-    """RMS norm over the channels of maps [N, C, height, width]."""
+    """RMS norm over the channels of feature maps [N, C, height, width]."""
 
     def __init__(self, channels: int):
         super().__init__()
         self.norm = nn.RMSNorm(channels, eps=1e-4)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Normalise every pixel of maps [N, C, height, width]."""
+        """Normalise every pixel of feature maps [N, C, height, width]."""
         return rearrange(self.norm(rearrange(maps, "n c h w -> n h w c")), "n h w c -> n c h w")
 
 
 class TimeEmbedding(nn.Module):
-    """Fourier features of times in [0, 1], from 1/4 to 16 periods over the range, then one hidden layer."""
+    """Fourier features of times in [0, 1], with 1/4 to 16 periods over the range, followed by one hidden layer."""
 
     frequencies: Tensor
 
@@ -52,9 +52,9 @@ class TimeEmbedding(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """ReinFlow's learned noise: the std of every step and action dimension, bounded, from observation and time.
+    """ReinFlow's learned noise: bounded std of every step and action dimension, from observation and time.
 
-    The last layer starts at zero, so exploration begins in the middle of [low, high].
+    The last layer is initialised to zero, so exploration starts in the middle of [low, high].
     """
 
     def __init__(self, condition: int, action_size: int, low: float, high: float, width: int = 64):
@@ -73,10 +73,10 @@ class NoiseHead(nn.Module):
 
 
 class Members(nn.Module):
-    """M perceptrons of `depth` hidden layers: [M, N, inputs] -> [M, N, outputs], each member on its own batch.
+    """M MLPs with `depth` hidden layers: [M, N, inputs] -> [M, N, outputs], each member on its own batch.
 
-    activation: silu, smooth, or relu, which extrapolates linearly; layer_norm: normalise hidden layers, which keeps
-    what is predicted far from the data from growing (Ball et al. 2023, arXiv:2302.02948).
+    activation: silu (smooth) or relu (extrapolates linearly); layer_norm: normalise hidden layers, which limits
+    extrapolated predictions far from the data (Ball et al. 2023, arXiv:2302.02948).
     """
 
     def __init__(
@@ -116,6 +116,6 @@ class Members(nn.Module):
 
 @torch.no_grad()
 def follow(slow: nn.Module, fast: nn.Module, rate: float) -> None:
-    """Move the weights of a slow copy by `rate` of the way to those of `fast` (Polyak averaging of target networks)."""
+    """Polyak-average the weights of a target network: move them by `rate` of the difference towards `fast`."""
     for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
         old.lerp_(new, rate)

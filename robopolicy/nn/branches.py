@@ -1,7 +1,7 @@
-"""Residual branches of a denoiser that somebody may remember from step to step of a chain.
+"""Residual branches of a denoiser, whose outputs may be cached between the steps of a chain.
 
-A network asks for the output of each of its branches instead of computing it; whoever answers computes it, or says what
-it was before. Who remembers what is decided elsewhere (`robopolicy.inference.caching`).
+A network requests the output of each branch instead of computing it; the provider computes it or returns a cached
+output. Cache strategies are in `robopolicy.inference.caching`.
 """
 
 from collections.abc import Callable
@@ -10,36 +10,36 @@ from typing import Protocol
 from torch import Tensor
 
 type Blocks = Callable[[int, Callable[[], Tensor]], Tensor]
-"""Who answers for the residual branches of a step: they compute, or somebody remembers what they said before.
+"""Provider of residual branch outputs in one step: computes them or returns cached ones.
 
 Called with the number of a block and what computes its output, returns that, computed now or in an earlier step.
 """
 
 
 def fresh(index: int, branch: Callable[[], Tensor]) -> Tensor:
-    """Compute every block in every step, [..., P, width]; see `Blocks`."""
+    """Compute every block in every step without caching, [..., P, width]; see `Blocks`."""
     return branch()
 
 
 FEED_FORWARD = "feed_forward"
-"""What the names of blocks end with that are a transformer's feed-forward layers."""
+"""Suffix in the names of blocks that are a transformer's feed-forward layers."""
 
 
 class Memory(Protocol):
-    """What is known of the blocks in one chain, whose steps are taken in their order."""
+    """Block cache of one chain, whose steps are taken in order."""
 
     def at(self, step: int) -> Blocks:
-        """Return who answers for the blocks in step number `step`."""
+        """Return the provider of block outputs for step `step`."""
         ...
 
 
 class Caching(Protocol):
-    """How blocks are remembered."""
+    """Strategy for caching blocks."""
 
     def check(self, blocks: tuple[str, ...], steps: int) -> None:
-        """Raise ConfigError unless it fits a network of these blocks that takes so many steps."""
+        """Raise ConfigError unless the strategy fits a network with these blocks and this number of steps."""
         ...
 
     def begin(self) -> Memory:
-        """Return the memory of a chain that is about to begin."""
+        """Return an empty cache for a new chain."""
         ...

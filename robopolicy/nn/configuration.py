@@ -1,4 +1,4 @@
-"""What can be chosen about networks, normalisation and noise, with its defaults; imports nothing heavy."""
+"""Settings of networks, normalisation and noise with their defaults; no heavy imports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,22 +11,22 @@ from robopolicy.core.ranges import Count, Natural, NonNegative, Positive, Share
 
 @dataclass(frozen=True)
 class ImageEncoderConfig:
-    """A small convolutional encoder a camera, for some 64 pixels."""
+    """Small convolutional image encoder, one per camera, for images of about 64 pixels."""
 
     features: Count = 64
-    """Size of each frame's vector."""
+    """Number of features per frame."""
     channels: tuple[Count, Count, Count] = (32, 64, 64)
-    """Channels of the three convolutions, multiples of 8."""
+    """Number of channels of the three convolutions, multiples of 8."""
     frozen: bool = False
-    """Whether the encoder stays as it is: never trained."""
+    """Whether the encoder is frozen, i.e. never trained."""
     random_shift: Natural = 0
-    """Pixels of shift in training (DrQ, arXiv:2107.09645)."""
+    """Random shift augmentation during training, in pixels (DrQ, arXiv:2107.09645)."""
     layer_norm: bool = False
-    """Of a frame's vector (arXiv:1910.01741)."""
+    """Apply layer normalisation to the features of a frame (arXiv:1910.01741)."""
 
 
 class NormalizationMode(Enum):
-    """mean_std: zero mean, unit deviation; min_max: the data's range becomes [-1, 1]; identity: untouched."""
+    """mean_std: zero mean, unit deviation; min_max: the data's range is mapped to [-1, 1]; identity: unchanged."""
 
     MEAN_STD = "mean_std"
     MIN_MAX = "min_max"
@@ -34,7 +34,7 @@ class NormalizationMode(Enum):
 
 
 class ActionTokens(Enum):
-    """bins: one token per action element; frequencies: one per kept frequency and action dimension."""
+    """bins: one token per action element; frequencies: one per retained frequency and action dimension."""
 
     BINS = "bins"
     FREQUENCIES = "frequencies"
@@ -49,7 +49,7 @@ class DenoiserKind(Enum):
 
 
 class Prediction(Enum):
-    """What the denoiser predicts: the noise, the clean sample or the velocity (diffusion's v, flow's noise - data)."""
+    """Prediction target of the denoiser: noise, clean sample or velocity (diffusion's v, flow's noise - data)."""
 
     EPSILON = "epsilon"
     SAMPLE = "sample"
@@ -57,15 +57,15 @@ class Prediction(Enum):
 
 
 class Spacing(Enum):
-    """Which training steps are sampled: trailing starts at the noisiest one, leading ends at the cleanest one."""
+    """Choice of training steps for sampling: trailing starts at the noisiest step, leading ends at the cleanest one."""
 
     TRAILING = "trailing"
     LEADING = "leading"
 
 
 class FlowNoise(Enum):
-    """ode: none; sde: Flow-GRPO's marginal-preserving noise; constant: the same bounded noise on every step; learned:
-    ReinFlow's, a network's function of observation and time within the bounds.
+    """ode: no noise; sde: Flow-GRPO's marginal-preserving noise; constant: the same bounded noise at every step;
+    learned: ReinFlow's, a network of observation and time within the bounds.
     """
 
     ODE = "ode"
@@ -82,9 +82,9 @@ CHURN_NOISE = 1.003
 
 @dataclass(frozen=True)
 class EdmConfig:
-    """Diffusion's noise and sampler (EDM); by default the paper's training and a deterministic sampler.
+    """EDM noise and sampler for diffusion; defaults are the paper's training settings and a deterministic sampler.
 
-    Raises ConfigError on no steps, another order than 1 and 2, and noise levels in the wrong order.
+    Raises ConfigError on zero steps, an order other than 1 or 2, or noise levels in the wrong order.
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"rho": RHO, "churn_low": 0.0, "churn_high": 1e6, "churn_noise": CHURN_NOISE}
@@ -92,21 +92,21 @@ class EdmConfig:
     sigma_data: Positive = 0.5
     """Standard deviation of the data."""
     log_mean: float = -1.2
-    """Mean of the training noise's logarithm."""
+    """Mean of the logarithm of the training noise level."""
     log_std: Positive = 1.2
-    """Standard deviation of the training noise's logarithm."""
+    """Standard deviation of the logarithm of the training noise level."""
     sigma_min: Positive = 0.002
     """Lowest noise level of the sampler."""
     sigma_max: Positive = 80.0
     """Highest noise level of the sampler."""
     steps: Count = 18
-    """Number of the sampler's steps, from each noise level to the next and from the last to 0."""
+    """Number of sampler steps, including the last one to noise level 0."""
     order: Count = 2
-    """Order of the sampler: 2 is Heun's method, 1 Euler's."""
+    """Order of the sampler: 2 for Heun's method, 1 for Euler's."""
     churn: NonNegative = 0.0
-    """Amount of noise that is added and taken out again on the way (churn), 0 for none (an ODE)."""
+    """Amount of noise added and removed again during sampling (churn); 0 for none, i.e. an ODE."""
     offset_noise: Share = 0.0
-    """Share of training noise that is one draw per channel (keeps frames from drifting in brightness)."""
+    """Fraction of the training noise that is drawn once per channel, which prevents brightness drift between frames."""
 
     def __post_init__(self):
         if self.steps > 10_000:
@@ -120,10 +120,10 @@ class EdmConfig:
 Precision = Literal["auto", "float32", "bfloat16"]
 
 LearningPrecision = Literal["fp32", "bf16", "bf16_backward"]
-"""In which numbers policies and critics multiply while they learn, see `robopolicy.nn.precision`."""
+"""Number format of multiplications during training of policies and critics, see `robopolicy.nn.precision`."""
 
 Optimiser = Literal["adamw", "adamw8bit"]
-"""What takes the steps, see `robopolicy.nn.optimisers.make_optimiser`."""
+"""Optimiser algorithm, see `robopolicy.nn.optimisers.make_optimiser`."""
 
 AGGREGATES = ("mean", "lower_bound", "median", "majority")
-"""How the scores of several imagined futures become one."""
+"""Aggregations of the scores of several imagined futures into one."""

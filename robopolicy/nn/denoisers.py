@@ -1,4 +1,5 @@
-"""Denoisers: three networks with one call, `(x [..., P, A], time [...], condition [..., D]) -> [..., P, A]`.
+"""Denoising networks: three architectures with one signature, `(x [..., P, A], time [...], condition [..., D]) -> [...,
+P, A]`.
 
 The residual MLP of DPPO (arXiv:2409.00588), lean enough for fine-tuning on two CPU cores; a transformer over the steps
 of a chunk, conditioned through adaptive layer norm (DiT, arXiv:2212.09748); a U-Net (`nn.unet`, which imports
@@ -25,11 +26,12 @@ from robopolicy.nn.configuration import DenoiserKind
 
 
 class ResidualMLP(nn.Module):
-    """A first layer over [x, time, condition], `depth - 1` residual layers, a linear head.
+    """First layer over [x, time, condition], `depth - 1` residual layers, and a linear head.
 
-    The first layer is split by input, so that the time's part is computed once for K steps and the condition's part
-    once for N observations instead of N * K times each. Deviations: SiLU for Mish (half the time on a CPU), and hidden
-    layers without bias (the first layer's biases run along the residual stream), so each is one fused addmm.
+    The first layer is split by input, so that the time part is computed once for K steps and the condition part once
+    for N observations instead of N * K times each. Differences: SiLU instead of Mish (half the time on a CPU), and
+    hidden layers without bias (the first layer's biases propagate along the residual stream), so each is one fused
+    addmm.
     """
 
     def __init__(self, prediction_steps: int, action_size: int, condition_size: int, width: int = 256, depth: int = 3):
@@ -44,15 +46,15 @@ class ResidualMLP(nn.Module):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The hidden layers."""
+        """Names of the hidden layers."""
         return tuple(f"{place}.hidden" for place in range(len(self.hidden)))
 
     def encode_time(self, time: Tensor) -> Tensor:
-        """Return the time's part of the first layer, [..., width]."""
+        """Return the time part of the first layer, [..., width]."""
         return self.time(time)
 
     def encode_condition(self, condition: Tensor) -> Tensor:
-        """Return the condition's part of the first layer, [..., width]."""
+        """Return the condition part of the first layer, [..., width]."""
         return self.condition(condition)
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
@@ -68,7 +70,7 @@ class ResidualMLP(nn.Module):
         return self.head(self.activation(rows)).view(x.shape)
 
     def _layer(self, rows: Tensor, weight: Tensor, blocks: Blocks, place: int) -> Tensor:
-        """Return rows [N, width] and what a hidden layer adds to them."""
+        """Return rows [N, width] and the residual that a hidden layer adds to them."""
         if blocks is fresh:
             return torch.addmm(rows, self.activation(rows), weight.T)  # the sum inside the product
         return rows + blocks(place, lambda: self.activation(rows) @ weight.T)
@@ -94,9 +96,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor, modulation: Tensor, blocks: Blocks = fresh, place: int = 0) -> Tensor:
-        """Return tokens [N, P, width] of tokens [N, P, width] under modulation [N, 6, width].
+        """Transform tokens [N, P, width] under modulation [N, 6, width]; returns [N, P, width].
 
-        place: of this block in the network; its branches are number 2 place and 2 place + 1 of `blocks`.
+        place: index of this block in the network; its branches have indices 2 place and 2 place + 1 in `blocks`.
         """
         shift, scale, gate, shift_forward, scale_forward, gate_forward = modulation[:, :, None].unbind(1)
         attended = blocks(2 * place, lambda: self._attend(torch.addcmul(shift, self.norm(tokens), 1 + scale)))
@@ -115,11 +117,11 @@ class TransformerBlock(nn.Module):
 
 
 class TransformerDenoiser(nn.Module):
-    """One token per chunk step; time and condition enter as modulations, each projected once a chain.
+    """One token per chunk step; time and condition enter as modulations, each projected once per chain.
 
-    Deviation from DiT: the modulation is linear in SiLU(time) and in SiLU(condition) apart, so the time's part is a
-    table over the K steps and the condition's part is computed once for all of them. No dropout. Raises ConfigError
-    unless heads divide the width.
+    Difference from DiT: the modulation is a sum of linear functions of SiLU(time) and of SiLU(condition), so the time
+    part is a table over the K steps and the condition part is computed once for all of them. No dropout. Raises
+    ConfigError unless heads divide the width.
     """
 
     def __init__(
@@ -152,15 +154,15 @@ class TransformerDenoiser(nn.Module):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Attention and feed-forward layer of every block."""
+        """Names of the attention and feed-forward layers of every block."""
         return tuple(f"{place}.{part}" for place in range(self.depth) for part in ("attention", "feed_forward"))
 
     def encode_time(self, time: Tensor) -> Tensor:
-        """Return the time's part of all modulations, [..., (6 depth + 2) width]."""
+        """Return the time part of all modulations, [..., (6 depth + 2) width]."""
         return self.time(time)
 
     def encode_condition(self, condition: Tensor) -> Tensor:
-        """Return the condition's part of all modulations, [..., (6 depth + 2) width]."""
+        """Return the condition part of all modulations, [..., (6 depth + 2) width]."""
         return self.condition(condition)
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
@@ -171,19 +173,21 @@ class TransformerDenoiser(nn.Module):
         return self._end(tokens, modulation).view(x.shape)
 
     def hold(self, x: Tensor, time_features: Tensor, condition_features: Tensor, outputs: Tensor) -> Tensor:
-        """`denoise` where every block's output is known, [N, 2 depth, P, width]: one weighted sum of them all."""
+        """`denoise` with all block outputs cached, [N, 2 depth, P, width], as one weighted sum."""
         tokens, modulation = self._begin(x, time_features, condition_features)
         gates = modulation[:, :-2].unflatten(1, (2 * self.depth, _PARTS // 2))[:, :, -1, None]
         return self._end(tokens + (gates * outputs).sum(1), modulation).view(x.shape)
 
     def _begin(self, x: Tensor, time_features: Tensor, condition_features: Tensor) -> tuple[Tensor, Tensor]:
-        """Return tokens [N, P, width] and modulations [N, 6 depth + 2, width]; N rows are x's leading axes together."""
+        """Return tokens [N, P, width] and modulations [N, 6 depth + 2, width]; the N rows are x's flattened leading
+        axes.
+        """
         modulation = (time_features + condition_features).expand(*x.shape[:-2], -1)
         modulation = modulation.reshape(-1, _PARTS * self.depth + 2, self.width)
         return self.embedding(x.reshape(-1, *x.shape[-2:])) + self.position, modulation
 
     def _end(self, tokens: Tensor, modulation: Tensor) -> Tensor:
-        """Return predictions [N, P, A] of tokens [N, P, width]."""
+        """Return predictions [N, P, A] from tokens [N, P, width]."""
         shift, scale = modulation[:, -2:, None].unbind(1)
         return self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
 
@@ -193,11 +197,11 @@ class TransformerDenoiser(nn.Module):
 
 
 class Denoiser(Protocol):
-    """What the three networks share; E and F are sizes of their own."""
+    """Common interface of the three networks; feature sizes E and F differ between networks."""
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the residual branches, in the order of their computation."""
+        """Names of the residual branches in computation order."""
         ...
 
     def encode_time(self, time: Tensor) -> Tensor:
@@ -213,16 +217,16 @@ class Denoiser(Protocol):
         ...
 
     def __call__(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
-        """`denoise` with both features computed here."""
+        """Compute both features and call `denoise`."""
         ...
 
 
 def make_denoiser(
     kind: DenoiserKind, prediction_steps: int, action_size: int, condition_size: int, width: int, depth: int, heads: int
 ) -> Denoiser:
-    """Build a denoiser of chunks [P, A] = [prediction_steps, action_size] under conditions of `condition_size`.
+    """Build a denoiser of chunks [P, A] = [prediction_steps, action_size] for conditions of size `condition_size`.
 
-    depth: hidden layers (MLP), blocks (transformer) or resolutions (U-Net); heads: of the transformer only. Raises
+    depth: hidden layers (MLP), blocks (transformer) or resolutions (U-Net); heads: for the transformer only. Raises
     ConfigError when a size is below 1.
     """
     if min(prediction_steps, action_size, condition_size, width, depth, heads) < 1:
@@ -237,11 +241,11 @@ def make_denoiser(
 
 
 class PrefixDenoiser(nn.Module):
-    """A `Denoiser` of latents [..., P, A], or [..., P, A + 1] where the last channel says which steps are given (1).
+    """A `Denoiser` of latents [..., P, A], or [..., P, A + 1] with a last channel that marks given steps (1).
 
-    Given steps hold clean actions, whatever the time is; what is predicted there means nothing. inner: a denoiser of A
-    + 1 channels. Deviation from Black et al. 2025 (arXiv:2512.05964), who tell each step its own time, which is that of
-    clean actions where they are given: one bit says as much, and any denoiser can read it.
+    Given steps contain clean actions at any time; predictions there are ignored. inner: a denoiser with A + 1 channels.
+    Difference from Black et al. 2025 (arXiv:2512.05964), who pass a separate time per step (that of clean actions for
+    given steps): one bit is sufficient and works with any denoiser.
     """
 
     def __init__(self, inner: Denoiser, action_size: int):
@@ -250,7 +254,7 @@ class PrefixDenoiser(nn.Module):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Those of the denoiser inside."""
+        """Block names of the inner denoiser."""
         return self.inner.block_names
 
     def encode_time(self, time: Tensor) -> Tensor:
@@ -272,11 +276,12 @@ class PrefixDenoiser(nn.Module):
 
 
 def draw_counts(samples: int, most: int, decay: float, generator: torch.Generator) -> Tensor:
-    """Draw how many steps each of so many samples is given, [N] int64 in 0 .. most, n with probability ~ exp(-decay n).
+    """Draw the number of given steps for each of `samples` samples, [N] int64 in 0 .. most, n with probability ~
+    exp(-decay n).
 
-    decay 0: all alike. A sample that is given much has little left to learn, so a few of them teach it, and the many
-    that are given nothing keep what the policy does without a delay. FluxVLA's training-time RTC recommends such a law
-    too, with temperature 1 / decay.
+    decay 0: uniform. A sample with a long prefix has little left to predict, so few of them suffice, and the many
+    without prefix preserve the behaviour without latency. FluxVLA's training-time RTC recommends the same distribution
+    with temperature 1 / decay.
     """
     if decay == 0:
         return torch.randint(most + 1, (samples,), generator=generator, device=generator.device)
@@ -285,7 +290,7 @@ def draw_counts(samples: int, most: int, decay: float, generator: torch.Generato
 
 
 def with_prefix(x: Tensor, clean: Tensor, count: Tensor) -> Tensor:
-    """Return latents [N, P, A + 1] whose first count[n] steps are those of `clean` and flagged as given.
+    """Return latents [N, P, A + 1] whose first count[n] steps are copied from `clean` and marked as given.
 
     x, clean: [N, P, A]; count: [N] int64.
     """
@@ -294,5 +299,5 @@ def with_prefix(x: Tensor, clean: Tensor, count: Tensor) -> Tensor:
 
 
 def given_steps(count: Tensor, steps: int) -> Tensor:
-    """Return which of P = `steps` steps are given, [N, P] bool: the first count[n]."""
+    """Return the mask of given steps among P = `steps` steps, [N, P] bool: the first count[n]."""
     return torch.arange(steps, device=count.device) < count[:, None]

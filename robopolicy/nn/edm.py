@@ -1,8 +1,8 @@
-"""EDM: one way to train and sample every diffusion model of worlds (Karras et al. 2022, arXiv:2206.00364).
+"""EDM diffusion (Karras et al. 2022, arXiv:2206.00364): training and sampling of all diffusion world models.
 
-A network F sees scaled noisy data and predicts a mixture of data and noise, so that inputs and targets have unit
+A network F reads scaled noisy data and predicts a mixture of data and noise, so that inputs and targets have unit
 variance at every noise level sigma: D(x, sigma) = c_skip x + c_out F(c_in x, c_noise). Time runs from noise to data.
-Used with three sets of numbers: trajectories (policy-guided diffusion), pixels (DIAMOND) and latent video (Ctrl-World).
+Used with three parameter sets: trajectories (policy-guided diffusion), pixels (DIAMOND) and latent video (Ctrl-World).
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from robopolicy.core.randomness import normal
 from robopolicy.nn.configuration import CHURN_NOISE, RHO, EdmConfig
 
 Network = Callable[[Tensor, Tensor], Tensor]
-"""(scaled input [N, ...], c_noise [N]) -> prediction [N, ...]; what it is conditioned on is bound before."""
+"""(scaled input [N, ...], c_noise [N]) -> prediction [N, ...], with conditions already bound."""
 
 Guidance = Callable[[Tensor, float], Tensor]
-"""(denoised data [N, ...], how much of the way is done in [0, 1]) -> what to add to it."""
+"""(denoised data [N, ...], progress in [0, 1]) -> correction to add to it."""
 
 
 def levels(config: EdmConfig) -> Tensor:
@@ -29,7 +29,7 @@ def levels(config: EdmConfig) -> Tensor:
 
 
 def calls(config: EdmConfig) -> int:
-    """Return how often the sampler calls the network in a chain."""
+    """Return the number of network evaluations per sampled chain."""
     return config.steps if config.order == 1 else 2 * config.steps - 1
 
 
@@ -59,10 +59,11 @@ def training_noise(clean: Tensor, config: EdmConfig, generator: torch.Generator)
 def training_noise_with_starts(
     clean: Tensor, config: EdmConfig, share: float, generator: torch.Generator, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return noisy data like `clean` [N, C, ...], its noise levels [N], and which rows begin as unscaled samplers do.
+    """Return noisy data like `clean` [N, C, ...], its noise levels [N], and the mask of rows that start from pure
+    noise.
 
-    A `share` of the rows are noise of deviation `temperature` that shows nothing, at sigma_max: there a network learns
-    what its conditions alone say. Which rows: [N] bool.
+    A fraction `share` of the rows is pure noise with deviation `temperature` at sigma_max, as at the start of unscaled
+    sampling: there the network must rely on its conditions. Mask: [N] bool.
     """
     noisy, sigma = training_noise(clean, config, generator)
     first = torch.rand(len(clean), generator=generator, device=generator.device).to(clean.device) < share
@@ -72,13 +73,13 @@ def training_noise_with_starts(
 
 
 def loss(network: Network, clean: Tensor, config: EdmConfig, generator: torch.Generator) -> Tensor:
-    """Return the squared error of F at random noise levels (so of D, weighted), elementwise, [N, ...]."""
+    """Return the elementwise squared error of F (equivalently of D, weighted) at random noise levels, [N, ...]."""
     noisy, sigma = training_noise(clean, config, generator)
     return weighted_error(denoise(network, noisy, sigma, config), clean, sigma, config)
 
 
 def weighted_error(denoised: Tensor, clean: Tensor, sigma: Tensor, config: EdmConfig) -> Tensor:
-    """Return the squared error of F, elementwise, [N, ...], given that of D at noise levels [N]."""
+    """Return the elementwise squared error of F, [N, ...], from the output of D at noise levels [N]."""
     wide, data = sigma.reshape(-1, *[1] * (clean.dim() - 1)), config.sigma_data
     # D = c_skip x + c_out F, so the squared error of F is that of D divided by c_out squared.
     weight = (wide.square() + data**2) / (wide * data).square()
@@ -94,11 +95,11 @@ def sample(
     *,
     scaled: bool = True,
 ) -> Tensor:
-    """Turn standard normal `noise` [N, ...] into data, without gradient.
+    """Generate data from standard normal `noise` [N, ...], without gradients.
 
-    generator: draws the churn, and is needed for nothing else. guidance: shifts what was denoised at every level but
-    the last. scaled=False starts from the noise as it is, at sigma_max: DIAMOND's choice, which drifts less.
-    Raises ConfigError when config.churn is not 0 and there is no generator.
+    generator: only needed for churn. guidance: shifts the denoised data at every level but the last. scaled=False
+    starts from the unscaled noise at sigma_max, as DIAMOND does, which drifts less. Raises ConfigError when
+    config.churn is not 0 and there is no generator.
     """
     if config.churn and generator is None:
         raise ConfigError("A sampler with churn draws noise: pass it a generator.")

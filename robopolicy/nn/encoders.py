@@ -17,11 +17,11 @@ from robopolicy.nn.normalizer import Normalizer
 
 
 class ImageEncoder(nn.Module):
-    """Convolutions with group norm, then a spatial softmax (Levine 2016): expected feature positions, then a layer.
+    """Convolutions with group norm, spatial softmax (Levine 2016; expected feature positions), and a linear layer.
 
-    At first positions hardly change from frame to frame, and what the layer makes of them a tenth as much as states do;
-    with layer_norm as much, so that what hangs on where something lies and on what is told is soon learned. Raises
-    ConfigError unless every channel count is a multiple of 8.
+    At initialisation feature positions hardly change between frames, and the layer's outputs vary a tenth as much as
+    states. With layer_norm they vary as much, so the effect of object positions and of the instruction is learned
+    early. Raises ConfigError unless every channel count is a multiple of 8.
     """
 
     def __init__(self, config: ImageEncoderConfig):
@@ -38,7 +38,7 @@ class ImageEncoder(nn.Module):
         self.norm = nn.LayerNorm(config.features) if config.layer_norm else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return [N, features] of uint8 images [N, height, width, 3]."""
+        """Encode uint8 images [N, height, width, 3] as [N, features]."""
         # Channel by channel in memory: group norm takes up to nine times as long where channels lie innermost.
         pixels = rearrange(images, "n h w c -> n c h w").float().contiguous() / 127.5 - 1
         maps = self.layers(pixels)
@@ -52,11 +52,11 @@ class ImageEncoder(nn.Module):
 
 
 class FieldReader(nn.Module):
-    """What reads observations field by field: vectors normalised per element and bounded, images as single frames.
+    """Reads observations field by field: vectors normalised per element and bounded, images as single frames.
 
-    fields: what is read, by key; bound: of normalised vectors, so that a state far from the data cannot blow up the
-    network; random_shift: pixels by which images are shifted in training losses, 0 for none. Raises ConfigError when
-    there is no field.
+    fields: fields to read, by key; bound: limit of normalised vectors, so that a state far from the data cannot
+    destabilise the network; random_shift: maximum image shift in pixels in training losses, 0 for none. Raises
+    ConfigError when there is no field.
     """
 
     def __init__(self, fields: Mapping[str, Field], normalization: NormalizationMode, bound: float, random_shift: int):
@@ -75,19 +75,19 @@ class FieldReader(nn.Module):
         )
 
     def normalizer(self, key: str) -> Normalizer:
-        """The normaliser of a vector field."""
+        """Normaliser of a vector field."""
         module = self.normalizers[module_name(key)]
         assert isinstance(module, Normalizer)
         return module
 
     def vector(self, key: str, value: Tensor) -> Tensor:
-        """Return a vector field's values [N, H, *shape] normalised, bounded and flat: [N, H * size]."""
+        """Return a vector field's values [N, H, *shape] normalised, bounded and flattened: [N, H * size]."""
         return self.normalizer(key)(value.float()).clamp(-self.bound, self.bound).flatten(1)
 
     def frames(self, key: str, value: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return a camera's images [N, H, height, width, 3] as frames [N * H, height, width, 3].
 
-        A generator shifts them at random. Raises SpecError unless they are uint8.
+        A generator enables random shifts. Raises SpecError unless images are uint8.
         """
         if value.dtype != torch.uint8:
             raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
@@ -100,7 +100,7 @@ class FieldReader(nn.Module):
 class ObservationEncoder(FieldReader):
     """Concatenates normalised vectors and encoded camera frames of H history frames into conditions [N, D].
 
-    fields: what is read, by key, in this order; vectors are normalised per element (fit `normalizers`). Every camera
+    fields: fields to read, by key, in this order; vectors are normalised per element (fit `normalizers`). Every camera
     frame is encoded once. Raises ConfigError when there is no field.
     """
 
@@ -125,7 +125,7 @@ class ObservationEncoder(FieldReader):
                 self.dimension += history * spec.size
 
     def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
-        """Return conditions [N, D]; a generator turns on the random shift of images (training losses only).
+        """Return conditions [N, D]; a generator enables the random shift of images (training losses only).
 
         observation: vectors [N, H, *shape], images [N, H, height, width, 3]. Raises SpecError unless images are uint8.
         """
@@ -145,7 +145,7 @@ class ObservationEncoder(FieldReader):
 
 
 def module_name(key: str) -> str:
-    """Return an observation key as a module name (which cannot hold dots)."""
+    """Return an observation key as a module name (which cannot contain dots)."""
     return key.replace(".", "/")
 
 
@@ -161,13 +161,12 @@ def shift_images(images: Tensor, pixels: int, generator: torch.Generator) -> Ten
 
 
 class WordEncoder(nn.Module):
-    """Reads the words of a text one after the other with a gated recurrent unit (GRU, arXiv:1406.1078).
+    """Encodes the words of a text sequentially with a gated recurrent unit (GRU, arXiv:1406.1078).
 
-    texts: whose words it knows; features: F, of words and texts alike; hidden: share of the words that training hides
-    (word dropout, arXiv:1511.06349), so that it learns to read texts in which it does not know every word; at 0 these
-    are refused. The text's vector is a layer over the mean of what the unit says after each word, so that an early word
-    counts as much as the last one. Texts that were never seen are read too. Scores are exact: only `forward` with a
-    generator hides anything.
+    texts: source of the vocabulary; features: F, size of word and text vectors; hidden: word dropout probability in
+    training (arXiv:1511.06349), so that texts with unknown words can be encoded; at 0 unknown words are rejected. The
+    text vector is a linear layer over the mean of the GRU states, so early and late words have equal weight. Unseen
+    texts can be encoded. Outputs are deterministic: only `forward` with a generator drops words.
     """
 
     def __init__(self, texts: Sequence[str], features: int, hidden: float = 0.0):
@@ -178,9 +177,9 @@ class WordEncoder(nn.Module):
         self.head = nn.Linear(features, features)
 
     def forward(self, texts: Sequence[str], generator: torch.Generator | None = None) -> Tensor:
-        """Return [N, F] of N texts, each distinct one read once; a generator hides words (training losses only).
+        """Encode N texts as [N, F], each distinct text once; a generator enables word dropout (training losses only).
 
-        Raises SpecError for words it does not know, unless words are hidden.
+        Raises SpecError on unknown words, unless word dropout is enabled.
         """
         device = self.embedding.weight.device
         if generator is not None and self.tokenizer.unknown is not None:
@@ -206,10 +205,10 @@ class WordEncoder(nn.Module):
 
 
 class Modulation(nn.Module):
-    """What is seen, weighed by what was read: scale(text) * layer(seen) + shift(text) (FiLM, arXiv:1709.07871).
+    """FiLM conditioning of observation features on text: scale(text) * layer(seen) + shift(text) (arXiv:1709.07871).
 
-    seen, features: sizes of what is seen and of a text's vector. A network that is given both side by side has to learn
-    that product first, say which of three positions the text is about; here one layer can say it.
+    seen, features: sizes of the observation features and of the text vector. With plain concatenation a network would
+    first have to learn this product, e.g. which of three positions the text refers to; FiLM expresses it in one layer.
     """
 
     def __init__(self, seen: int, features: int):
@@ -218,6 +217,6 @@ class Modulation(nn.Module):
         self.weights = nn.Linear(features, 2 * features)
 
     def forward(self, seen: Tensor, told: Tensor) -> Tensor:
-        """Return [N, F] of what is seen [N, S] and texts' vectors [N, F]."""
+        """Modulate observation features [N, S] by text vectors [N, F]; returns [N, F]."""
         scale, shift = self.weights(told).chunk(2, -1)
         return (1 + scale) * self.layer(seen) + shift

@@ -1,8 +1,8 @@
-"""Language models of transformers (extra `vla`) that read a prompt and are then fed embeddings, step by step.
+"""Language models of transformers (extra `vla`) that read a prompt and then consume embeddings step by step.
 
-A prompt of text alone has the same keys and values in all rows with that text: they are computed once per distinct text
-and copied, in sampling and in training alike (gradients add up through the copies). A prompt with images is read row by
-row, by the whole of a vision-language model.
+All rows with the same text-only prompt have the same keys and values: they are computed once per distinct text and
+copied, in sampling and in training (gradients accumulate through the copies). A prompt with images is processed row by
+row by the full vision-language model.
 """
 
 import copy
@@ -27,28 +27,28 @@ PADDING = "<pad>"
 BEGIN = "<begin>"
 UNKNOWN = "<unknown>"
 _BEFORE, _AFTER = "\"'([\u201c\u2018", ".,;:!?\"')]\u201d\u2019\u2026"
-"""Punctuation before and after a word that says nothing about it; a minus or a point before a number does."""
+"""Punctuation to strip before and after a word; a minus or a point before a number is kept."""
 _NAMED = 20
-"""Words that an error lists at most."""
+"""Maximum number of words listed in an error."""
 
 
 class TextTokenizer(Protocol):
-    """Texts to padded integers."""
+    """Converts strings to padded token ids."""
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return tokens [U, L] int64 and which of them are text [U, L] bool; padding is on the left."""
+        """Return tokens [U, L] int64 and the text mask [U, L] bool; padding is on the left."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `load_text_tokenizer` needs into `folder`."""
+        """Write the files that `load_text_tokenizer` reads into `folder`."""
         ...
 
 
 class WordTokenizer:
-    """Lower-case words of a fixed vocabulary, for models made from scratch; it is saved with the policy's config.
-    A word in other punctuation than it was taught in is that word.
+    """Tokenizer with a fixed vocabulary of lower-case words, for models trained from scratch; it is saved with the
+    policy's config. Words are matched regardless of surrounding punctuation.
 
-    texts: whose words it knows; unknown: whether all others are one more token, or refused.
+    texts: source of the vocabulary; unknown: whether other words map to one extra token or are rejected.
     """
 
     def __init__(self, texts: Sequence[str], *, unknown: bool = False):
@@ -64,7 +64,9 @@ class WordTokenizer:
         return len(self._index)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return tokens [U, L] and text [U, L]; raises SpecError for words never seen, unless they are one token."""
+        """Return tokens [U, L] and text mask [U, L]; raises SpecError on unknown words, unless there is a token for
+        them.
+        """
         rows = [[BEGIN, *self._words_of(text)] for text in texts]
         if self.unknown is not None:
             rows = [[word if word in self._index else UNKNOWN for word in row] for row in rows]
@@ -78,10 +80,10 @@ class WordTokenizer:
         return tokens, tokens != self._index[PADDING]
 
     def save(self, folder: Path) -> None:
-        """Nothing beyond the instructions is needed."""
+        """Saves nothing: the instructions in the config are sufficient."""
 
     def _words_of(self, text: str) -> list[str]:
-        """Return the words of a text, those that were taught in other punctuation as they were taught."""
+        """Return the words of a text, replacing words that differ only in punctuation by their known form."""
         found = [word if word in self._index else self._bare.get(_bare(word), word) for word in text.lower().split()]
         return [word for word in found if word in self._index or _bare(word)]
 
@@ -90,7 +92,7 @@ class WordTokenizer:
 
 
 def _bare(word: str) -> str:
-    """Return a word without the punctuation around it."""
+    """Strip the punctuation around a word."""
     return word.lstrip(_BEFORE).rstrip(_AFTER)
 
 
@@ -105,7 +107,7 @@ class PretrainedTokenizer:
             raise ConfigError("The checkpoint's tokenizer has no padding, end or beginning token: give it one of them.")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return tokens [U, L] and text [U, L]; raises SpecError where a text has no token at all."""
+        """Return tokens [U, L] and text mask [U, L]; raises SpecError when a text yields no token."""
         found: Any = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
         text = found["attention_mask"].bool()
         if text.shape[1] == 0 or not bool(text[:, -1].all()):
@@ -113,14 +115,14 @@ class PretrainedTokenizer:
         return found["input_ids"], text
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer's own files."""
+        """Write the files of the tokenizer."""
         self.tokenizer.save_pretrained(folder)
 
 
 @dataclass
 class Reading:
-    """What N rows have read so far: the model's cache, which of its L entries are no padding [N, L] bool, and the
-    position of what comes next [N] int64 (an image can take fewer positions than tokens).
+    """Key-value cache of N rows; seen: mask of the L entries that are not padding [N, L] bool; position: position id of
+    the next token [N] int64 (an image can take fewer positions than tokens).
     """
 
     cache: "Cache"
@@ -128,13 +130,13 @@ class Reading:
     position: Tensor
 
     def repeat(self, times: int) -> None:
-        """Have every row `times` times in succession, [N, L] -> [N * times, L]."""
+        """Repeat every row `times` times in succession, [N, L] -> [N * times, L]."""
         self.cache.batch_repeat_interleave(times)
         self.seen = self.seen.repeat_interleave(times, 0)
         self.position = self.position.repeat_interleave(times, 0)
 
     def copied(self, rows: Tensor) -> "Reading":
-        """Return what rows [R] of these have read, for others to go on from."""
+        """Return a copy of the cache of rows [R], to be extended separately."""
         cache = copy.deepcopy(self.cache)
         cache.batch_select_indices(rows)
         return Reading(cache, self.seen[rows], self.position[rows])
@@ -142,18 +144,18 @@ class Reading:
 
 @runtime_checkable
 class PlacesImages(Protocol):
-    """A vision-language model whose images have positions of several axes, which it works out itself (Qwen-VL)."""
+    """A vision-language model that computes its own multi-axis position ids for images (Qwen-VL)."""
 
     def get_rope_index(self, *inputs: Any, **options: Any) -> Any:
-        """Return positions and what they are behind the number of tokens."""
+        """Return position ids and their offset to the number of tokens."""
         ...
 
 
 class LanguageModel(nn.Module):
-    """A transformers backbone (no language head): a language model, or a vision-language model with one inside.
+    """A transformers backbone without language head: a language model, or a vision-language model that contains one.
 
-    backbone: e.g. a LlamaModel or the model of a checkpoint. It never leaves evaluation mode: dropout would make
-    sampling and scoring differ.
+    backbone: e.g. a LlamaModel or the model of a checkpoint. It stays in evaluation mode, because dropout would make
+    sampling and log-probabilities differ.
     """
 
     def __init__(self, backbone: "PreTrainedModel"):
@@ -166,12 +168,12 @@ class LanguageModel(nn.Module):
 
     @property
     def width(self) -> int:
-        """Size of an embedding."""
+        """Size of a token embedding."""
         return self._embedding.weight.shape[1]
 
     @property
     def decoder(self) -> "PreTrainedModel":
-        """The language model itself."""
+        """The language model inside the backbone."""
         return cast("PreTrainedModel", self.backbone.get_decoder())
 
     @property
@@ -179,11 +181,13 @@ class LanguageModel(nn.Module):
         return cast(nn.Embedding, self.backbone.get_input_embeddings())
 
     def train(self, mode: bool = True) -> "LanguageModel":
-        """Stay in evaluation mode."""
+        """Keep the model in evaluation mode."""
         return super().train(False)
 
     def read(self, tokens: Tensor, text: Tensor, rows: Tensor) -> Reading:
-        """Read distinct texts, tokens [U, L] with text [U, L] bool, and copy what was read to rows [N] (each < U)."""
+        """Process distinct texts, tokens [U, L] with text mask [U, L] bool, and copy their caches to rows [N] (each <
+        U).
+        """
         cache = self._cache()
         self._run(
             self.decoder,
@@ -196,10 +200,10 @@ class LanguageModel(nn.Module):
         return Reading(cache, text[rows], text[rows].sum(-1))
 
     def see(self, inputs: Mapping[str, Tensor]) -> Reading:
-        """Read N prompts with their images, as a processor of the checkpoint has made them.
+        """Process N prompts with images, as prepared by the checkpoint's processor.
 
-        inputs: "input_ids" and "attention_mask" [N, L], padded on the left, and what the model wants of images. What
-        sees what is the model's affair: PaliGemma reads its prompt in both directions.
+        inputs: "input_ids" and "attention_mask" [N, L], padded on the left, and the model's image inputs. The attention
+        pattern is the model's own: PaliGemma attends bidirectionally within its prompt.
         """
         cache, text = self._cache(), inputs["attention_mask"].bool()
         places = {} if isinstance(self.backbone, PlacesImages) else {"position_ids": _counted(text)}
@@ -210,7 +214,9 @@ class LanguageModel(nn.Module):
         return Reading(cache, text, position)
 
     def extend(self, reading: Reading, embeddings: Tensor) -> Tensor:
-        """Read on, [N, S, width] -> hidden states of the last layer [N, S, width]; `reading` grows in place."""
+        """Append embeddings [N, S, width] and return hidden states of the last layer [N, S, width]; `reading` is
+        extended in place.
+        """
         position, reading.seen = _next_positions(reading, embeddings)
         reading.position = position[:, -1] + 1
         found = self._run(
@@ -223,10 +229,10 @@ class LanguageModel(nn.Module):
         return found.last_hidden_state.to(embeddings.dtype)
 
     def attend(self, reading: Reading, embeddings: Tensor) -> Tensor:
-        """Like `extend`, but the S embeddings see one another in both directions, and `reading` stays as it is.
+        """Like `extend`, but the S embeddings attend to each other bidirectionally, and `reading` is unchanged.
 
-        embeddings: [N, S, width] -> hidden states of the last layer [N, S, width]. Raises ConfigError where some layer
-        sees less than all that is then read: its cache would have forgotten what `reading` goes on from.
+        embeddings: [N, S, width] -> hidden states of the last layer [N, S, width]. Raises ConfigError when a layer's
+        sliding window is shorter than the sequence: its cache would lose entries of `reading`.
         """
         position, seen = _next_positions(reading, embeddings)
         steps = embeddings.shape[1]
@@ -253,7 +259,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def require_attend(self, what: str) -> None:
-        """Raise ConfigError, saying that `what` needs it, where `attend` fails: some backbones are causal by nature."""
+        """Raise ConfigError, naming `what` needs it, if `attend` does not work: some backbones are always causal."""
         weight = self._embedding.weight
         token = torch.zeros((1, 1), dtype=torch.int64, device=weight.device)
         # Two rows, alike but for the second of their two embeddings: a causal backbone gives the first ones the same.
@@ -267,15 +273,15 @@ class LanguageModel(nn.Module):
             raise ConfigError(_causal_by_nature(self.backbone, what))
 
     def freeze_vision(self) -> None:
-        """Freeze what is not the language model itself: of a vision-language model what makes tokens of images."""
+        """Freeze everything but the language model: in a vision-language model the vision tower and connector."""
         inside = {id(weight) for weight in self.decoder.parameters()}
         for weight in self.backbone.parameters():
             weight.requires_grad_(weight.requires_grad and id(weight) in inside)
 
     def add_lora(self, rank: int, alpha: float) -> None:
-        """Freeze the weights and add low-rank adapters to every linear layer (Hu et al. 2021, arXiv:2106.09685).
+        """Freeze the weights and add LoRA adapters to every linear layer (Hu et al. 2021, arXiv:2106.09685).
 
-        Nothing changes at first: the second factor is zero. No dropout.
+        The output is initially unchanged, because the second factor is zero. No dropout.
         """
         peft = require_extra("peft", EXTRA)
         settings = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear")
@@ -286,7 +292,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def merge_lora(self) -> None:
-        """Add the adapters to the weights and remove them; all weights are trainable again."""
+        """Merge the adapters into the weights and remove them; all weights become trainable."""
         layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
         modules: list[tuple[str, Any]] = list(self.backbone.named_modules())
         for name, module in modules:
@@ -296,7 +302,7 @@ class LanguageModel(nn.Module):
         self.backbone.requires_grad_(True)
 
     def _run(self, network: "PreTrainedModel", **inputs: Any) -> Any:
-        """Return the outputs of a network that fills a cache, in the precision that the run learns in."""
+        """Run a network that fills a cache, in the run's training precision."""
         with lowering(self._embedding.weight.device):
             return network(**inputs, use_cache=True)
 
@@ -309,19 +315,19 @@ def _in_its_weights_precision(module: nn.Module, given: Any, made: Tensor) -> Te
 
 
 def _counted(text: Tensor) -> Tensor:
-    """Return the positions [N, L] of padded texts, text [N, L] bool: each counts from its own first token."""
+    """Return the position ids [N, L] of padded texts, text mask [N, L] bool; each counts from its first token."""
     return (text.long().cumsum(-1) - 1).clamp_min(0)
 
 
 def _next_positions(reading: Reading, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions [N, S] of embeddings [N, S, width] read next, and what is then seen [N, L + S] bool."""
+    """Return the position ids [N, S] of the next embeddings [N, S, width] and the extended mask [N, L + S] bool."""
     rows, steps = embeddings.shape[:2]
     position = reading.position[:, None] + torch.arange(steps, device=embeddings.device)
     return position, torch.cat([reading.seen, reading.seen.new_ones(rows, steps)], 1)
 
 
 def _window(cache: "Cache") -> int | None:
-    """Return the smallest number of tokens that a layer sees, None where all layers see all of them."""
+    """Return the smallest sliding window of any layer in tokens; None if all layers attend to everything."""
     layers: list[Any] = [layer for layer, slides in zip(cache.layers, cache.is_sliding, strict=True) if slides]
     return min((layer.sliding_window for layer in layers), default=None)
 
@@ -334,10 +340,10 @@ def _causal_by_nature(backbone: "PreTrainedModel", what: str) -> str:
 
 
 def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_forward: int) -> "PreTrainedModel":
-    """Return a Llama of random weights (drawn from torch's global generator).
+    """Return a Llama with random weights (drawn from torch's global generator).
 
-    They have a standard deviation of width^-1/2: the usual 0.02 is made for widths near a thousand and, at a hundred,
-    leaves so little of the signal that learning starts late. Raises ConfigError unless heads divide the width.
+    Weights have a standard deviation of width^-1/2: the usual 0.02 suits widths near a thousand; at a hundred it
+    attenuates the signal so much that learning starts late. Raises ConfigError unless heads divide the width.
     """
     transformers = require_extra("transformers", EXTRA)
     if width % heads:

@@ -1,4 +1,4 @@
-"""Affine normalisation fitted on data; it is a module, so it travels inside the checkpoint that needs it."""
+"""Affine normalisation fitted on data; a module, so its statistics are saved in the checkpoint."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -11,9 +11,9 @@ from robopolicy.core.spec import check_finite
 from robopolicy.nn.configuration import NormalizationMode
 
 ACTION = "action"
-"""The action's key among normalisers and in data that they are fitted on, LeRobot's."""
+"""Key of the action among normalisers and in the data that they are fitted on (LeRobot's name)."""
 CONSTANT_SCALE = 1e-4
-"""A dimension whose scale is below this is constant: it is centred, never divided by nearly nothing."""
+"""Dimensions with a scale below this are constant: they are centred but not divided."""
 
 
 class Normalizer(nn.Module):
@@ -36,7 +36,7 @@ class Normalizer(nn.Module):
     def fit(self, values: Tensor) -> "Normalizer":
         """Fit on values [..., *shape] (all leading axes are samples) and return itself.
 
-        Raises DataError when there is no sample or another shape, NonFiniteError on NaN or infinity.
+        Raises DataError when there are no samples or the shape differs, NonFiniteError on NaN or infinity.
         """
         rank = len(self.shape)
         if tuple(values.shape[values.ndim - rank :]) != self.shape or values.ndim <= rank or values.numel() == 0:
@@ -62,7 +62,7 @@ class Normalizer(nn.Module):
         return (values - self.offset) / self.scale
 
     def inverse(self, normalized: Tensor) -> Tensor:
-        """Return normalised values [..., *shape] to the data's units."""
+        """Convert normalised values [..., *shape] back to the data's units."""
         return normalized * self.scale + self.offset
 
 

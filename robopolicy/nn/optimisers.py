@@ -1,4 +1,4 @@
-"""Optimisers as everything here uses them: made, bounded, guarded against non-finite numbers, saved and restored."""
+"""Optimiser utilities: construction, gradient clipping, checks for non-finite values, saving and restoring."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +13,9 @@ NOTHING_TO_TRAIN = "There are no parameters to train: every parameter is frozen.
 
 
 def optimiser_tree(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """Return the per-parameter state of `optimiser`, numbered in the order of its parameters.
+    """Return the per-parameter state of `optimiser`, indexed in parameter order.
 
-    Number -> name of the state -> tensor: [*parameter.shape], such as a running mean, or a scalar [], such as a count.
+    Index -> state name -> tensor: [*parameter.shape], such as a running mean, or a scalar [], such as a step count.
     """
     state: dict[str, dict[str, Tensor]] = {}
     for number, parameter in enumerate(_parameters(optimiser)):
@@ -24,9 +24,9 @@ def optimiser_tree(optimiser: torch.optim.Optimizer) -> dict[str, dict[str, Tens
 
 
 def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Put back what `optimiser_tree` took from an optimiser over the same parameters.
+    """Restore the state saved by `optimiser_tree` to an optimiser over the same parameters.
 
-    tree: number -> name -> tensor, [*parameter.shape] or a scalar [], on any device. Raises CheckpointError when the
+    tree: index -> name -> tensor, [*parameter.shape] or a scalar [], on any device. Raises CheckpointError when the
     number of parameters differs.
     """
     parameters = _parameters(optimiser)
@@ -50,7 +50,7 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mappi
 
 
 def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` for every parameter."""
+    """Set the learning rate of every parameter group to `rate`."""
     for group in optimiser.param_groups:
         group["lr"] = rate
 
@@ -58,13 +58,13 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
 def make_optimiser(
     kind: Optimiser, parameters: Sequence[nn.Parameter], rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """Return an AdamW whose two averages have 32 bits a number, or 8 with a scale for every 256 of them (adamw8bit).
+    """Build an AdamW with 32-bit moments (adamw), or 8-bit moments with one scale per 256 values (adamw8bit).
 
-    Parameters in bfloat16 learn in fp32, see `MasterAdamW`, but not with adamw8bit, which warns of it.
+    bfloat16 parameters are updated in fp32, see `MasterAdamW`; adamw8bit does not support this and warns.
 
-    Source of the latter: 8-bit optimizers via block-wise quantization, Dettmers et al. 2021, arXiv:2110.02861, by the
-    authors' package bitsandbytes. Raises ConfigError when there is nothing to train, and for adamw8bit where weights
-    are not on CUDA or the package is missing.
+    Source of adamw8bit: 8-bit optimizers via block-wise quantization, Dettmers et al. 2021, arXiv:2110.02861, in the
+    authors' package bitsandbytes. Raises ConfigError when there is nothing to train, and for adamw8bit when weights are
+    not on CUDA or the package is missing.
     """
     if kind == "adamw":
         return adamw(parameters, rate, weight_decay)
@@ -88,9 +88,10 @@ def make_optimiser(
 
 
 def optimiser_bytes(kind: Optimiser, parameters: Iterable[nn.Parameter]) -> int:
-    """Return what the two averages of an optimiser over the parameters take.
+    """Return the bytes of an optimiser's moments for the parameters.
 
-    adamw8bit: bytes, with a float of scale for every block of 256; parameters of fewer than 4096 numbers have 32 bits.
+    adamw8bit: one byte per value, with a float scale for every block of 256; parameters with fewer than 4096 values use
+    32 bits.
     """
     total = 0
     for parameter in parameters:
@@ -104,7 +105,9 @@ def optimiser_bytes(kind: Optimiser, parameters: Iterable[nn.Parameter]) -> int:
 
 
 def adamw(parameters: Sequence[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """Return a fused AdamW, in fp32 of parameters in bfloat16 too; ConfigError when there is nothing to train."""
+    """Build a fused AdamW with fp32 updates, also for bfloat16 parameters; ConfigError when there is nothing to
+    train.
+    """
     if not parameters:
         raise ConfigError(NOTHING_TO_TRAIN)
     if any(parameter.dtype is torch.bfloat16 for parameter in parameters):
@@ -113,12 +116,13 @@ def adamw(parameters: Sequence[nn.Parameter], rate: float, weight_decay: float) 
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW that keeps an fp32 copy of each bfloat16 parameter, which takes the steps and is then rounded into it.
+    """AdamW with an fp32 master copy of each bfloat16 parameter: updates apply to the copy, which is rounded into the
+    parameter.
 
-    A bfloat16 number has 8 bits: what a step adds to it is lost where it is less than 2^-9 of it, which at the learning
-    rates of fine-tuning is nearly everywhere. The copy is "master" of the parameter's state, so that it is saved and
-    restored with the averages, which are fp32 too. Where a parameter was changed by others since the last step, the
-    copy begins anew at what it is now.
+    bfloat16 has 8 significant bits: an update smaller than 2^-9 of a weight is lost, which happens nearly everywhere at
+    fine-tuning learning rates. The copy is stored as "master" in the parameter's state, and saved and restored with the
+    moments, which are fp32 too. If a parameter was changed externally since the last step, the copy restarts from its
+    current value.
     """
 
     MASTER = "master"
@@ -150,11 +154,11 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 Kept = list[tuple[Tensor, Tensor | None]]
-"""Of every weight what it was, and what the optimiser's fp32 copy of it was, if it has one."""
+"""(weight, fp32 master copy or None) of every parameter."""
 
 
 def keep_weights(optimiser: torch.optim.Optimizer) -> Kept:
-    """Return what `put_back` needs to take back the optimiser's next step: weights [*shape] and their fp32 copies."""
+    """Save weights [*shape] and their fp32 copies, so that `put_back` can undo the optimiser's next step."""
     return [
         (weight.detach().clone(), optimiser.state.get(weight, {}).get(MasterAdamW.MASTER))
         for weight in _parameters(optimiser)
@@ -162,7 +166,7 @@ def keep_weights(optimiser: torch.optim.Optimizer) -> Kept:
 
 
 def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
-    """Return what `keep_weights` takes of memory at most."""
+    """Return the maximum bytes used by `keep_weights`."""
     return sum(
         (weight.element_size() + (4 if kind == "adamw" and weight.dtype is torch.bfloat16 else 0)) * weight.numel()
         for weight in weights
@@ -171,9 +175,10 @@ def kept_bytes(kind: Optimiser, weights: Iterable[nn.Parameter]) -> int:
 
 @torch.no_grad()
 def put_back(optimiser: torch.optim.Optimizer, kept: Kept) -> None:
-    """Let the optimiser's weights [*shape] be what they were when `keep_weights` was asked; its averages stay.
+    """Restore the optimiser's weights [*shape] saved by `keep_weights`; its moments are unchanged.
 
-    The fp32 copies too: a step that rounding hides would stay in them, and one that it shows would begin them anew.
+    The fp32 copies are restored too: otherwise a step too small to survive rounding would remain in them, and a larger
+    one would reset them.
     """
     for weight, (before, master) in zip(_parameters(optimiser), kept, strict=True):
         weight.copy_(before)
@@ -184,7 +189,7 @@ def put_back(optimiser: torch.optim.Optimizer, kept: Kept) -> None:
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], limit: float, where: str) -> Tensor:
-    """Scale the gradients to a global norm of at most `limit`, and return the norm before, a scalar [].
+    """Clip the gradients to a global norm of at most `limit` and return the norm before clipping, a scalar [].
 
     Raises NonFiniteError, naming `where`, if it is not finite.
     """

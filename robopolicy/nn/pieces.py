@@ -1,15 +1,16 @@
-"""Minibatches computed in pieces: what the whole comes to, with the activations of one piece.
+"""Micro-batching: full-minibatch losses and gradients with the activation memory of one micro-batch.
 
     with in_pieces(16):
         scores = scores_of(policy, observation, latents)  # of 256 decisions, 16 at a time
         loss(scores).backward()
 
-A piece is computed without keeping activations, and with them on the way back, when its gradient is added to that of
-the others. So a loss is made of all scores at once, whatever of the whole minibatch it looks at (means, quantiles,
-pairs, a stop by KL), and its gradient is the whole's, to the rounding of sums. The price is a second forward pass.
+A micro-batch is first computed without storing activations, then recomputed with them in the backward pass, where its
+gradient is accumulated. The loss is therefore a function of all log-probabilities of the minibatch at once (means,
+quantiles, pairs, early stopping by KL), and its gradient is exact up to summation rounding. The cost is a second
+forward pass.
 
-Sources: activation checkpointing, Chen et al. 2016, arXiv:1604.06174; in pieces, for losses of a whole minibatch,
-GradCache, Gao et al. 2021, arXiv:2101.06983.
+Sources: activation checkpointing, Chen et al. 2016, arXiv:1604.06174; for losses over a full minibatch, GradCache, Gao
+et al. 2021, arXiv:2101.06983.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sized
@@ -31,14 +32,16 @@ _minibatch: ContextVar[int] = ContextVar("rows of a minibatch", default=0)
 
 @contextmanager
 def in_pieces(rows: int) -> Iterator[None]:
-    """Let `scores_of`, `loss_of` and `values_of` compute at most so many rows at once, in this thread; 0 for all."""
+    """Limit `scores_of`, `loss_of` and `values_of` to micro-batches of at most `rows` rows in this thread; 0 disables
+    it.
+    """
     with _set(_at_once, rows):
         yield
 
 
 @contextmanager
 def in_minibatches(rows: int) -> Iterator[None]:
-    """Let what is computed of all decisions without gradient take no more rows at once than a step does with one."""
+    """Limit gradient-free computations over all decisions to the minibatch size of training, `rows` rows."""
     with _set(_minibatch, rows):
         yield
 
@@ -53,28 +56,32 @@ def _set(variable: ContextVar[int], value: int) -> Iterator[None]:
 
 
 def rows_at_once(most: int) -> int:
-    """Return how many rows are computed at once without gradient: at most `most`, a minibatch, and a piece of it."""
+    """Return the batch size of gradient-free computations: the minimum of `most`, the minibatch and the micro-batch
+    size.
+    """
     return min(each for each in (most, _at_once.get(), _minibatch.get()) if each)
 
 
 def pieces(rows: int, at_once: int) -> list[slice]:
-    """Return the pieces of so many rows, each of at most `at_once`."""
+    """Return slices that split `rows` rows into micro-batches of at most `at_once`."""
     return [slice(first, first + at_once) for first in range(0, rows, at_once)]
 
 
 def _parts(rows: Sized) -> list[slice]:
-    """Return the pieces of what has N rows, none where they are computed together."""
+    """Return the micro-batch slices of N rows; empty if they are computed together."""
     at_once = _at_once.get()
     return pieces(len(rows), at_once) if 0 < at_once < len(rows) else []
 
 
 def take(batch: Any, part: slice) -> Any:
-    """Return some rows of tensors [N, ...] and lists of N, in mappings of them."""
+    """Slice tensors [N, ...] and lists of length N in nested mappings."""
     return {key: take(value, part) for key, value in batch.items()} if is_mapping(batch) else batch[part]
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function makes of its arguments; for a gradient it is computed again, alike, with activations."""
+    """Call a function with activation checkpointing: for gradients it is recomputed identically in the backward
+    pass.
+    """
     if not torch.is_grad_enabled():
         return function(*arguments)
     lowered = is_lowered()
@@ -84,14 +91,16 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-    """Return policy.log_prob(observation, latents), in pieces: scores [N, K] of observations and latents [N, ...]."""
+    """Return policy.log_prob(observation, latents) computed in micro-batches: [N, K] for observations and latents [N,
+    ...].
+    """
     parts = _parts(next(iter(observation.values()), ()))
     if not parts:
         return policy.log_prob(observation, latents)
     found: list[Scores] = [recomputed(policy.log_prob, take(observation, part), take(latents, part)) for part in parts]
 
     def joined(name: str) -> Tensor:
-        """Join an extra, which rows may share."""
+        """Concatenate an extra, which rows may share."""
         return torch.cat([each.extras[name].expand(len(each.logp), *each.extras[name].shape[1:]) for each in found])
 
     extras = {name: joined(name) for name in found[0].extras}
@@ -99,9 +108,9 @@ def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Map
 
 
 def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """Return policy.loss(batch, generator), terms [N], in pieces; what is random is drawn for each of them.
+    """Return policy.loss(batch, generator), terms [N], in micro-batches; random numbers are drawn per micro-batch.
 
-    batch: as `Trainable.loss` takes it, "actions" [N, P, A] among others.
+    batch: as for `Trainable.loss`, including "actions" [N, P, A].
     """
     parts = _parts(batch.get("actions", ()))
     if not parts:
@@ -117,7 +126,7 @@ def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Genera
 
 
 def values_of(critic: Callable[[Mapping[str, Any]], Tensor], observation: Mapping[str, Any]) -> Tensor:
-    """Return the critic's values [N] of N observations, in pieces."""
+    """Return the critic's values [N] of N observations, computed in micro-batches."""
     parts = _parts(next(iter(observation.values()), ()))
     if not parts:
         return critic(observation)

@@ -1,8 +1,8 @@
-"""In which precision networks are run: bfloat16 where the hardware multiplies it.
+"""Numerical precision of networks: fp32, or bfloat16 if the hardware supports it.
 
-World models have a precision of their own, see `autocast`. Policies and critics learn in one that the run chooses:
-weights, their gradients and Adam's moments, what is added up in a decision's log-probability, advantages and losses are
-fp32 in all of them, and what differs is in which numbers matrices are multiplied, which is most of the work.
+World models use a separate precision, see `autocast`. Policies and critics train in the precision chosen by the run:
+weights, gradients, Adam's moments, sums of log-probabilities, advantages and losses are always fp32. Only the precision
+of matrix multiplications differs, which are most of the computation.
 
 - fp32: nothing differs.
 - bf16: networks that go through `multiplied` run in bfloat16 (denoisers between noisy actions and prediction, the
@@ -29,19 +29,20 @@ from robopolicy.nn.configuration import LearningPrecision, Precision
 from robopolicy.nn.shapes import META, NumberlessAutocast
 
 ROUNDING = 2**-5
-"""How far log-probabilities, means over elements, may be apart because of bfloat16."""
+"""Tolerance for log-probabilities, averaged over elements, due to bfloat16."""
 
 OF_TOKENS = 1e-4
-"""How far log-probabilities of tokens may be apart because of the number of rows they are computed with."""
+"""Tolerance for token log-probabilities due to different batch sizes."""
 
 _lowered: ContextVar[bool] = ContextVar("lowered", default=False)
 _again: ContextVar[bool] = ContextVar("again", default=False)
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
-    """Return the context in which networks run on `device`; "auto" is bfloat16 on CUDA and on CPUs that multiply it.
+    """Return the autocast context for `device`; "auto" is bfloat16 on CUDA and on CPUs with bfloat16 instructions.
 
-    On a core with AVX512_BF16 convolutions and transformers train 1.3 times as fast and imagine 1.5 times as fast.
+    On a core with AVX512_BF16, convolutions and transformers train 1.3 times as fast and imagined rollouts run 1.5
+    times as fast.
     """
     half = precision == "bfloat16"
     if precision == "auto":
@@ -50,7 +51,7 @@ def autocast(precision: Precision, device: torch.device) -> torch.autocast:
 
 
 def require_precision(precision: LearningPrecision, device: torch.device) -> None:
-    """Raise ConfigError where `device` has no bfloat16 that a run asks for, and warn where it merely imitates it."""
+    """Raise ConfigError if `device` lacks the requested bfloat16, and warn if it only emulates it."""
     if precision == "fp32":
         return
     told = f"precision={precision} multiplies in bfloat16"
@@ -73,7 +74,7 @@ def require_precision(precision: LearningPrecision, device: torch.device) -> Non
 
 @contextmanager
 def learning_in(precision: LearningPrecision) -> Iterator[None]:
-    """Let what goes through `multiplied` run in this precision, in this thread and until the context ends."""
+    """Context in which `multiplied` uses this precision, in the current thread."""
     token = _lowered.set(precision == "bf16")
     try:
         yield
@@ -82,28 +83,29 @@ def learning_in(precision: LearningPrecision) -> Iterator[None]:
 
 
 def tolerance_in(precision: LearningPrecision, tolerance: float, categorical: bool = False) -> float:
-    """Return how far the score of a fresh decision may be from the one it was taken with, if in fp32 it is `tolerance`.
+    """Return the tolerance for recomputed log-probabilities of fresh decisions, given the fp32 tolerance `tolerance`.
 
-    categorical: of tokens, at least 1e-4. A Gaussian step is scored from the prediction it was drawn with; a token's
-    log-probability is a difference of logits, each of which carries the rounding of a whole transformer in batches of
-    another size: some 1e-5 in networks of any use, which is nothing to a ratio of probabilities.
+    categorical: for tokens, at least 1e-4. A Gaussian step is recomputed from the prediction it was drawn with. A
+    token's log-probability is a difference of logits, each with the rounding of a full transformer at another batch
+    size: about 1e-5 in trained networks, negligible for probability ratios.
 
-    Kernels that are chosen by the number of rows may round a prediction differently, by 2^-8 of it. Divided by a
-    Gaussian's std of 0.1 or more and averaged over a decision's elements that moves a log-probability by some 0.01.
+    Kernels selected by batch size may round a prediction differently, by 2^-8 of it. Divided by a Gaussian std of 0.1
+    or more and averaged over a decision's elements, this changes a log-probability by about 0.01.
     """
     tolerance = max(tolerance, OF_TOKENS) if categorical else tolerance
     return max(tolerance, ROUNDING) if precision == "bf16" else tolerance
 
 
 def is_lowered() -> bool:
-    """Whether `multiplied` means bfloat16 here."""
+    """Whether `multiplied` currently uses bfloat16."""
     return _lowered.get()
 
 
 def multiplied(network: Callable[[], Tensor], device: torch.device) -> Tensor:
-    """Return what a network makes on `device`, [...], in the precision that the run learns in; always fp32 itself.
+    """Run a network on `device` in the run's training precision; the output [...] is always fp32.
 
-    Back in fp32 at once, because a bfloat16 prediction that a schedule's scalars go on with would stay one.
+    The output is converted to fp32 at once, because a bfloat16 prediction combined with a schedule's scalars would stay
+    bfloat16.
     """
     if not _lowered.get():
         return network()
@@ -112,23 +114,23 @@ def multiplied(network: Callable[[], Tensor], device: torch.device) -> Tensor:
 
 
 def lowering(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which networks on `device` multiply in the precision that the run learns in."""
+    """Return the autocast context for `device` in the run's training precision."""
     if not _lowered.get():
         return nullcontext()
     return NumberlessAutocast() if device == META else torch.autocast(device.type, torch.bfloat16)
 
 
 def to_keep(made: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return what a network made within `lowering`, name -> [N, ...], as it is kept: in bfloat16, which takes half."""
+    """Convert outputs computed within `lowering`, name -> [N, ...], for storage: bfloat16, which halves the memory."""
     if not _lowered.get():
         return made
     return {name: value.bfloat16() if value.is_floating_point() else value for name, value in made.items()}
 
 
 def as_kept(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tensor]:
-    """Return what `to_keep` kept, name -> [N, ...], for a network that runs now: in fp32 where nothing is lowered.
+    """Convert stored outputs of `to_keep`, name -> [N, ...], for use by a network: to fp32 unless precision is lowered.
 
-    A network with weights in bfloat16 has made it so by itself, and gets it back as it was.
+    A network with bfloat16 weights produced bfloat16 itself and gets it back unchanged.
     """
     if _lowered.get() or any(weight.dtype is torch.bfloat16 for weight in network.parameters()):
         return made
@@ -136,16 +138,16 @@ def as_kept(made: Mapping[str, Tensor], network: nn.Module) -> Mapping[str, Tens
 
 
 def backward_in(precision: LearningPrecision) -> AbstractContextManager[object]:
-    """Return the context for `loss.backward()`; with bf16 its products follow the forward pass by themselves."""
+    """Return the context for `loss.backward()`; with bf16 its matrix products follow the forward pass automatically."""
     return _BackwardProducts() if precision == "bf16_backward" else nullcontext()
 
 
 @contextmanager
 def computing_again(lowered: bool) -> Iterator[None]:
-    """Let a forward pass that is computed again on the way back be as it was: lowered or not, whatever its thread.
+    """Context for recomputing a forward pass during backward, with the precision of the original pass in any thread.
 
-    CUDA goes backward on a thread of its own, where nothing is lowered; and what `backward_in` lowers is the products
-    of the gradient, not these.
+    CUDA runs backward in a separate thread without the lowered setting. `backward_in` lowers gradient products only,
+    not these recomputed ones.
     """
     tokens = _lowered.set(lowered), _again.set(True)
     try:
@@ -156,7 +158,7 @@ def computing_again(lowered: bool) -> Iterator[None]:
 
 
 class _BackwardProducts(TorchDispatchMode):
-    """Multiplies fp32 matrices in bfloat16; everything else, sums included, is left as it is."""
+    """Multiplies fp32 matrices in bfloat16; all other operations, including sums, are unchanged."""
 
     PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 

@@ -1,6 +1,6 @@
-"""Checkpoints of transformers (extra `vla`): loaded strictly, and never with code of their own.
+"""Load transformers checkpoints (extra `vla`) strictly, without executing their code.
 
-What a user names may come from the hub; what lies in a checkpoint of ours is read without a network.
+Models named by the user may come from the hub; contents of robopolicy checkpoints are read offline.
 """
 
 import importlib
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = (None, "eager", "sdpa", "flex_attention")
-"""What a file may choose as attention and the like; any other name can stand for code on the hub."""
+"""Values that a file may choose for attention and similar settings; other names could refer to code on the hub."""
 LARGEST = 2**24
-"""Of the whole numbers that describe a backbone."""
+"""Largest integer allowed in the description of a backbone."""
 MOST_LAYERS = 1000
 OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS = (5, 4), (5, 6)
-"""Versions between which vision-language models were tried, LeRobot's too; with the second these break."""
+"""Range of transformers versions tested with vision-language models, including LeRobot's; the second is the first
+incompatible one.
+"""
 
 
 def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenizer]":
-    """Return the (language) backbone and the tokenizer of a causal or vision-language checkpoint, in fp32.
+    """Load the language backbone and the tokenizer of a causal or vision-language checkpoint, in fp32.
 
     name: a folder, or a name on the Hugging Face hub (downloaded unless HF_HUB_OFFLINE is set). Raises ConfigError when
     it cannot be loaded, its tokenizer cannot pad, it does not fit into memory, or the extra is missing.
@@ -51,11 +53,11 @@ def pretrained_backbone(name: str) -> "tuple[PreTrainedModel, PretrainedTokenize
 def pretrained_vision_language(
     name: str, prompt: str, *, split_images: bool
 ) -> "tuple[PreTrainedModel, VisionLanguageProcessor]":
-    """Return the whole of a vision-language checkpoint without its language head, in fp32, and its processor.
+    """Load a full vision-language checkpoint without its language head, in fp32, and its processor.
 
-    name: as in `pretrained_backbone`; prompt, split_images: of `VisionLanguageProcessor`. Raises ConfigError when it
-    cannot be loaded, sees nothing, lacks weights or a processor, does not fit into memory, the extra is missing or of
-    a version that was not tried.
+    name: as in `pretrained_backbone`; prompt, split_images: as in `VisionLanguageProcessor`. Raises ConfigError when it
+    cannot be loaded, has no vision model, lacks weights or a processor, does not fit into memory, or the extra is
+    missing or has an untested version.
     """
     transformers = require_extra("transformers", EXTRA)
     require_transformers("token.vision=checkpoint")
@@ -74,7 +76,7 @@ def pretrained_vision_language(
 
 
 def pretrained_config(name: str) -> "PreTrainedConfig":
-    """Return the config of a checkpoint; raises ConfigError where there is none or it brings code of its own."""
+    """Return the config of a checkpoint; raises ConfigError if it is missing or requires custom code."""
     transformers = require_extra("transformers", EXTRA)
     with _loading(name, "model and tokenizer"):
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -83,12 +85,12 @@ def pretrained_config(name: str) -> "PreTrainedConfig":
 
 
 def sees(config: "PreTrainedConfig") -> bool:
-    """Return whether a config is that of a vision-language model."""
+    """Whether a config belongs to a vision-language model."""
     return type(config) in require_extra("transformers", EXTRA).MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def require_transformers(what: str) -> None:
-    """Raise ConfigError, naming `what`, unless a version of transformers is installed with which it was tried."""
+    """Raise ConfigError, naming `what`, unless a tested version of transformers is installed."""
     require_extra("transformers", EXTRA)
     installed = version("transformers")
     if not OLDEST_TRANSFORMERS <= tuple(map(int, installed.split(".")[:2])) < NEWEST_TRANSFORMERS:
@@ -101,7 +103,7 @@ def require_transformers(what: str) -> None:
 
 @contextmanager
 def quiet(name: str = "transformers") -> Iterator[None]:
-    """Let a library say nothing but errors; name: of its logger, "" for those that log by no name."""
+    """Restrict a library's log to errors; name: of its logger, "" for libraries that log without a name."""
     chatter = logging.getLogger(name)
     level = chatter.level
     chatter.setLevel(logging.ERROR)
@@ -113,7 +115,7 @@ def quiet(name: str = "transformers") -> Iterator[None]:
 
 @contextmanager
 def _loading(name: str, parts: str) -> Iterator[None]:
-    """Let what fails while a checkpoint is read be a ConfigError that says what is needed, and all else be quiet."""
+    """Convert loading errors into a ConfigError that names the remedy, and silence all other output."""
     if Path(name).is_absolute() and not Path(name).is_dir():  # transformers would take it for a name on the hub
         raise ConfigError(
             f"token.model={name}: there is no such folder. Give one written by save_pretrained ({parts})."
@@ -131,7 +133,9 @@ def _loading(name: str, parts: str) -> Iterator[None]:
 
 
 def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
-    """Return the model without its head, in fp32; raises ConfigError where weights are missing or memory is."""
+    """Return the model without its head, in fp32; raises ConfigError if weights are missing or memory is
+    insufficient.
+    """
     transformers = require_extra("transformers", EXTRA)
     with torch.device("meta"):
         needed = sum(4 * weight.numel() for weight in transformers.AutoModel.from_config(config).parameters())
@@ -174,10 +178,10 @@ def _require_processor(processor: Any, name: str) -> None:
 
 
 def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
-    """Return a backbone of random weights from `backbone.config.to_dict()`; nothing is downloaded.
+    """Build a backbone with random weights from `backbone.config.to_dict()`; nothing is downloaded.
 
-    Raises ConfigError without the extra, CheckpointError where the description asks for code that is not part of
-    transformers or for sizes that no backbone has.
+    Raises ConfigError without the extra; CheckpointError when the description requires code outside transformers or has
+    unrealistic sizes.
     """
     transformers = require_extra("transformers", EXTRA)
     _require_plain(description, "The backbone")
@@ -189,17 +193,19 @@ def described_backbone(description: Mapping[str, Any]) -> "PreTrainedModel":
 
 
 def load_pretrained_tokenizer(folder: Path) -> PretrainedTokenizer:
-    """Read what `PretrainedTokenizer.save` wrote; nothing is downloaded, and no code in the folder is run.
+    """Load a tokenizer saved by `PretrainedTokenizer.save`; nothing is downloaded, and no code in the folder is
+    executed.
 
-    Raises CheckpointError where the folder is missing or asks for code of its own, ConfigError without the extra.
+    Raises CheckpointError when the folder is missing or requires custom code, ConfigError without the extra.
     """
     return PretrainedTokenizer(_load_saved(require_extra("transformers", EXTRA).AutoTokenizer, folder, "tokenizer"))
 
 
 def load_processor(folder: Path, prompt: str, *, split_images: bool) -> VisionLanguageProcessor:
-    """Read what `VisionLanguageProcessor.save` wrote, as `load_pretrained_tokenizer` reads a tokenizer.
+    """Load a processor saved by `VisionLanguageProcessor.save`, as `load_pretrained_tokenizer` loads a tokenizer.
 
-    Raises CheckpointError and ConfigError as that does, and ConfigError with a version of transformers never tried.
+    Raises CheckpointError and ConfigError as that function does, and ConfigError with an untested version of
+    transformers.
     """
     require_transformers("A policy with a checkpoint's own vision")
     processor = _load_saved(require_extra("transformers", EXTRA).AutoProcessor, folder, "image processor")
@@ -207,7 +213,7 @@ def load_processor(folder: Path, prompt: str, *, split_images: bool) -> VisionLa
 
 
 def _load_saved(loader: Any, folder: Path, what: str) -> Any:
-    """Return what an Auto class of transformers reads in a folder of ours."""
+    """Load an Auto class of transformers from a robopolicy checkpoint folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: the policy's {what} is missing.")
     for path in sorted(folder.glob("*config.json")):
@@ -218,7 +224,9 @@ def _load_saved(loader: Any, folder: Path, what: str) -> Any:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Let the Hugging Face hub be unreachable, and its libraries refuse code of a checkpoint instead of asking."""
+    """Context in which the Hugging Face hub is unreachable and its libraries reject custom code instead of
+    prompting.
+    """
     changes: dict[tuple[str, str], bool | int] = {
         ("huggingface_hub.constants", "HF_HUB_OFFLINE"): True,
         ("transformers.dynamic_module_utils", "TIME_OUT_REMOTE_CODE"): 0,  # seconds that it waits for an answer
@@ -237,7 +245,7 @@ def offline() -> Iterator[None]:
 
 
 def _settings(description: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every setting among nested mappings and sequences, name and value."""
+    """Yield every setting in nested mappings and sequences as (name, value)."""
     if is_mapping(description):
         yield from ((str(key), value) for key, value in description.items())
     for item in description.values() if is_mapping(description) else description if is_sequence(description) else ():
@@ -245,7 +253,7 @@ def _settings(description: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _require_plain(description: Any, where: str) -> None:
-    """Raise CheckpointError where settings of transformers name code outside it."""
+    """Raise CheckpointError if transformers settings name code outside the package."""
     for name, value in _settings(description):
         if name == "auto_map" and value:
             raise CheckpointError(f"{where} brings code of its own (auto_map), which is never run.")
@@ -254,7 +262,7 @@ def _require_plain(description: Any, where: str) -> None:
 
 
 def _require_sizes(description: Any, where: str) -> None:
-    """Raise CheckpointError where whole numbers are too large to be sizes, layers above all: lists are made of them."""
+    """Raise CheckpointError if integers are too large to be sizes, in particular layer counts, which allocate lists."""
     for name, value in _settings(description):
         limit = MOST_LAYERS if {"layer", "layers"} & set(name.split("_")) else LARGEST
         if isinstance(value, int) and abs(value) > limit:

@@ -1,11 +1,11 @@
-"""Noise schedules: ONE transition samples and scores a denoising or flow step, so the two can never disagree.
+"""Noise schedules: one transition function both samples denoising or flow steps and computes their log-probability.
 
 Time convention: 0 = data, 1 = noise. Sampling steps are counted from the noisiest (step 0) to the cleanest
 (step K-1). Every step of DDPM, DDIM(eta), rectified flow and flow-SDE has the same affine form
 
     clean = clip(a x + b prediction),   mean = c clean + d x,   std
 
-so a schedule is a table of (a, b, c, d, std) with one row per step, and training is an affine form as well.
+so a schedule is a table of (a, b, c, d, std) with one row per step, and training is affine as well.
 """
 
 import math
@@ -23,7 +23,7 @@ from robopolicy.nn.configuration import FlowNoise, Prediction, Spacing
 
 @dataclass(frozen=True)
 class Normal:
-    """An elementwise Gaussian; std broadcasts against mean, and std = 0 means a step that is no choice (no density)."""
+    """Elementwise Gaussian; std broadcasts against mean, and std = 0 denotes a deterministic step (no density)."""
 
     mean: Tensor
     std: Tensor
@@ -47,11 +47,11 @@ class Normal:
 
 
 class NoiseSchedule(nn.Module):
-    """The shared affine form of a schedule with K steps; made by `DiffusionSchedule` and `FlowSchedule`.
+    """Common affine form of a schedule with K steps; base of `DiffusionSchedule` and `FlowSchedule`.
 
-    times [K]: the denoiser's time input in (0, 1]; density [K] bool: steps with std > 0.
-    table, deterministic_table: [K, 5] rows (a, b, c, d, std). clip: bound on the clean estimate, None for no bound.
-    signals [K]: sqrt(alpha) where the bound leaves the estimate of the noise alone, None where that follows it.
+    times [K]: the denoiser's time input in (0, 1]; density [K] bool: steps with std > 0. table, deterministic_table:
+    [K, 5] rows (a, b, c, d, std). clip: bound on the clean estimate, None for no bound. signals [K]: sqrt(alpha) if the
+    noise estimate is not re-derived from the bounded clean estimate, None if it is.
     """
 
     times: Tensor
@@ -86,8 +86,8 @@ class NoiseSchedule(nn.Module):
         """Return the Gaussian of the next latent given x, prediction [..., P, A] and the steps' indices.
 
         x: [..., P, A]; step: an index, a slice, or indices that broadcast against its leading axes. deterministic: the
-        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0. explored: how many of the A
-        elements get noise, None for all; the mean of the others is the noise-free one, and the std is not theirs.
+        noise-free sampler on the same grid (DDIM with eta 0, or the flow's ODE), std 0. explored: number of the A
+        elements that get noise, None for all; the others have the noise-free mean, and std does not apply to them.
         """
         if explored is not None and explored < x.shape[-1] and not deterministic:
             # An SDE's drift corrects for its noise: what gets none must not have it either.
@@ -123,11 +123,11 @@ class NoiseSchedule(nn.Module):
 class DiffusionSchedule(NoiseSchedule):
     """DDPM (Ho 2020) and DDIM (Song 2021) with the alphas and timesteps of diffusers' DDIMScheduler.
 
-    training_steps T: the grid the denoiser is trained on; sampling_steps K <= T: the steps; eta 1 with K = T is DDPM's
-    ancestral sampling, eta 0 is DDIM. The noise is re-derived from the clipped clean estimate (diffusers'
-    use_clipped_model_output), which makes DDPM and DDIM(eta = 1) one formula, unless `rederived` is False, which is how
-    diffusers samples DDIM by default. min_std: floor of the exploration noise
-    (DPPO: .1 while acting and scoring); the deterministic sampler has no floor.
+    training_steps T: grid on which the denoiser is trained; sampling_steps K <= T: number of sampling steps; eta 1 with
+    K = T is DDPM's ancestral sampling, eta 0 is DDIM. The noise is re-derived from the clipped clean estimate
+    (diffusers' use_clipped_model_output), which makes DDPM and DDIM(eta = 1) one formula, unless `rederived` is False,
+    as in diffusers' default DDIM. min_std: lower bound of the exploration noise (DPPO: .1 for acting and
+    log-probabilities); the deterministic sampler has none.
     """
 
     alphas: Tensor
@@ -178,7 +178,7 @@ class DiffusionSchedule(NoiseSchedule):
         return alpha.sqrt() * clean + (1 - alpha).sqrt() * noise
 
     def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Return what the denoiser has to predict, [N, P, A]."""
+        """Return the denoiser's prediction target, [N, P, A]."""
         if self.prediction is Prediction.EPSILON:
             return noise
         if self.prediction is Prediction.SAMPLE:
@@ -188,10 +188,11 @@ class DiffusionSchedule(NoiseSchedule):
 
 
 def cumulative_alphas(training_steps: int, beta_schedule: str) -> Tensor:
-    """Return the products of 1 - beta [T] float32 of a schedule that diffusers names, to the bit what it computes.
+    """Return the cumulative products of 1 - beta [T] float32 of a diffusers schedule, bitwise equal to diffusers.
 
     squaredcos_cap_v2: the cosine of Nichol 2021 (arXiv:2102.09672, eq. 17); linear: Ho 2020; scaled_linear: linear in
-    the square root (Rombach 2022). By hand because importing diffusers takes seconds. Raises ConfigError for others.
+    the square root (Rombach 2022). Reimplemented because importing diffusers takes seconds. Raises ConfigError for
+    other names.
     """
     low, high = 1e-4, 2e-2
     if beta_schedule == "squaredcos_cap_v2":
@@ -210,7 +211,7 @@ def cumulative_alphas(training_steps: int, beta_schedule: str) -> Tensor:
 
 
 def sampled_steps(training_steps: int, sampling_steps: int, spacing: Spacing) -> Tensor:
-    """Return which training steps [K] int64 are sampled, the noisiest first (arXiv:2305.08891, table 2)."""
+    """Return the training steps [K] int64 that are sampled, noisiest first (arXiv:2305.08891, table 2)."""
     if spacing is Spacing.LEADING:
         return torch.arange(sampling_steps).flip(0) * (training_steps // sampling_steps)
     grid = np.arange(training_steps, 0, -training_steps / sampling_steps)
@@ -236,12 +237,12 @@ def _diffusion_table(alphas: Tensor, steps: Tensor, prediction: Prediction, eta:
 class FlowSchedule(NoiseSchedule):
     """Rectified flow x_t = (1 - t) data + t noise, velocity = noise - data, K equal steps from t = 1 to 0.
 
-    noise: ODE; SDE (Flow-GRPO, arXiv:2505.05470): sigma_t = level * sqrt(t / (1 - t)), with the singular t = 1 taking
-    the next grid value; its last step is the noise-free one (at t = 0 sigma vanishes), so it has no density and is
-    masked out; where min_std is more than that, the drift is that noise's (`_raised_table`), so that latents stay
-    as noisy as the network was trained; CONSTANT (after ReinFlow, arXiv:2505.22094, with a fixed instead of a learned
-    level): std = level within `bounds` on every step. min_std: floor of the exploration noise where there is any.
-    clip: bound on the clean estimate x - t v (not in the papers; None turns it off).
+    noise: ODE (none); SDE (Flow-GRPO, arXiv:2505.05470): sigma_t = level * sqrt(t / (1 - t)), with the singular t = 1
+    replaced by the next grid value; its last step is noise-free (sigma vanishes at t = 0), so it has no density and is
+    masked out; where min_std is larger, drift and noise follow `_raised_table`, so that latents stay as noisy as in
+    training; CONSTANT (after ReinFlow, arXiv:2505.22094, with a fixed instead of a learned level): std = level within
+    `bounds` on every step. min_std: lower bound of non-zero exploration noise. clip: bound on the clean estimate x - t
+    v (not in the papers; None disables it).
     """
 
     def __init__(
@@ -283,16 +284,16 @@ class FlowSchedule(NoiseSchedule):
 
 
 class EstimateSchedule(NoiseSchedule):
-    """X-VLA's sampler (arXiv:2510.10274) as LeRobot 0.6.1 has it: every step estimates the data anew.
+    """X-VLA's sampler (arXiv:2510.10274) as in LeRobot 0.6.1: every step predicts the clean data directly.
 
-    Data and noise mix as in a flow, x_t = (1 - t) data + t noise, on K equal steps from t = 1 to 0, but a step goes on
-    from the noise of the beginning, where Euler's would take the noise that x_t and the estimate imply:
+    Data and noise mix as in a flow, x_t = (1 - t) data + t noise, on K equal steps from t = 1 to 0. A step continues
+    from the initial noise, whereas an Euler step would use the noise implied by x_t and the estimate:
 
         estimate = network(x_t, t),   x_s = (1 - s) estimate + s noise,   s = t - 1/K
 
-    x_t alone does not say what comes next, so a latent holds both, [estimate, noise], and is twice as wide as the data;
-    the network mixes them (`mixed`) and hands the noise on as it was. Its half of estimates in the first latent has no
-    weight. Exploration adds noise of std `level` to every x_s, that is of level / (1 - s) to the estimate.
+    x_t alone does not determine the next latent, so a latent contains both, [estimate, noise], and is twice as wide as
+    the data; the network mixes them (`mixed`) and passes the noise on unchanged. The estimate in the first latent has
+    zero weight. Exploration adds noise of std `level` to every x_s, equivalent to level / (1 - s) on the estimate.
     """
 
     def __init__(self, sampling_steps: int = 10, level: float = 0.0):
@@ -312,11 +313,11 @@ class EstimateSchedule(NoiseSchedule):
         return noise * t + estimate * (1 - t)
 
     def corrupt(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Return the latents [N, P, 2L] of clean and noise [N, P, 2L], the first and the second half of which count."""
+        """Return latents [N, P, 2L] with the first half of `clean` and the second half of `noise`, both [N, P, 2L]."""
         return torch.cat([clean.chunk(2, -1)[0], noise.chunk(2, -1)[1]], -1)
 
     def target(self, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-        """Return what the estimate should be, [N, P, 2L], in its first half."""
+        """Return the target of the estimate, [N, P, 2L], in its first half."""
         return clean
 
 
@@ -337,11 +338,11 @@ def _flow_table(time: Tensor, step: float, sigma: Tensor) -> Tensor:
 
 
 def _raised_table(time: Tensor, step: float, std: float) -> Tensor:
-    """Rows (a, b, c, d, std) of steps of length `step` towards t = 0 whose noise has this std, fp64, [K, 5].
+    """Rows (a, b, c, d, std) of steps of length `step` towards t = 0 with noise of this std, fp64, [K, 5].
 
-    An SDE has the flow's marginals for any sigma, if the drift is that sigma's. With sigma^2 = std^2 / step, s = t -
-    step and (clean, noise) = (x - t v, x + (1 - t) v), the mean of `_flow_table` is (1 - s) clean + kept noise, where
-    kept = s - std^2 / 2t. It is no less than 0: more noise than there is cannot be taken away to make room for std.
+    An SDE has the flow's marginals for any sigma, provided that the drift uses the same sigma. With sigma^2 = std^2 /
+    step, s = t - step and (clean, noise) = (x - t v, x + (1 - t) v), the mean of `_flow_table` is (1 - s) clean + kept
+    noise, where kept = s - std^2 / 2t. It is bounded below by 0, since no more noise can be removed than there is.
     """
     after = time - step
     kept = (after - std**2 / (2 * time)).clamp_min(0) / time
@@ -355,9 +356,8 @@ def truncated_noise(
 ) -> Tensor:
     """Draw standard normal noise truncated to [-limit, limit] (None: not truncated), on the generator's device.
 
-    axis: that of rows, see `core.randomness.normal`.
-    Truncation, unlike clamping, leaves the Gaussian's density inside the limit up to a constant factor, which cancels
-    in every probability ratio: scores stay honest.
+    axis: the axis of rows, see `core.randomness.normal`. Unlike clamping, truncation changes the Gaussian's density
+    inside the limit only by a constant factor, which cancels in probability ratios, so log-probabilities stay exact.
     """
     if limit is None:
         return normal(shape, generator, axis=axis)

@@ -1,4 +1,4 @@
-"""Networks without numbers: what a large one takes is known from the shapes of its tensors alone."""
+"""Meta-device execution: estimate memory of large networks from tensor shapes, without allocating values."""
 
 import importlib
 from collections.abc import Iterator
@@ -14,18 +14,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 META = torch.device("meta")
 LARGE = 1 << 14
-"""A floating-point tensor of so many elements is made without numbers."""
+"""Number of elements from which on a floating-point tensor is created without values."""
 aten = torch.ops.aten
 _MAKERS = {"empty", "zeros", "ones", "full", "rand", "randn", "empty_strided", "new_empty", "new_zeros", "new_ones"}
 
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Within, large floating-point tensors are made without numbers, and so is all that is computed with them.
+    """Context in which large floating-point tensors, and all results computed from them, are meta tensors without
+    values.
 
-    Small ones, integers and masks have theirs, so that code which reads them runs: places of patches, lengths of texts.
-    What is read from a tensor without numbers is 1, and true. Nothing can be computed back, but what a gradient would
-    keep is known.
+    Small tensors, integers and masks keep their values, so that code reading them runs (patch positions, text lengths).
+    Values read from a meta tensor are 1 or True. No backward pass is possible, but the memory saved for gradients is
+    counted.
     """
     settings: Any = importlib.import_module("torch.fx.experimental._config")  # slow to import, and without types
     with settings.patch(meta_nonzero_assume_all_nonzero=True), _Numberless():
@@ -33,7 +34,7 @@ def shapes_only() -> Iterator[None]:
 
 
 class _Numberless(TorchDispatchMode):
-    """Runs every operation that meets a tensor without numbers on the device "meta", which has none."""
+    """Runs every operation that involves a meta tensor on the device "meta"."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -52,7 +53,9 @@ class _Numberless(TorchDispatchMode):
 
 
 class NumberlessAutocast(TorchFunctionMode):
-    """torch.autocast to bfloat16 for tensors without numbers, whose device has none: what multiplies gets bfloat16."""
+    """torch.autocast to bfloat16 for meta tensors, whose device does not support it: inputs of matrix products become
+    bfloat16.
+    """
 
     PRODUCTS = frozenset(
         {
@@ -68,12 +71,12 @@ class NumberlessAutocast(TorchFunctionMode):
 
 
 def _halved(value: Any) -> Any:
-    """Return a tensor of fp32 in bfloat16, anything else as it is."""
+    """Convert an fp32 tensor to bfloat16; other values are unchanged."""
     return value.bfloat16() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
 
 def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compute as always, but without numbers where a large floating-point tensor is made of nothing."""
+    """Run an operation normally, but create large floating-point tensors on the meta device."""
     name, *_ = func.__name__.split(".")
     shape = args[1] if name.startswith("new_") else args[0] if args else None
     dtype = kwargs.get("dtype") or (args[0].dtype if name.startswith("new_") else torch.get_default_dtype())

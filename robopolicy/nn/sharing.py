@@ -1,7 +1,8 @@
-"""Weights that do not learn are held once, however many copies of a policy there are.
+"""Share frozen weights between copies of a policy.
 
-What reads of a vision-language policy rests while its expert learns, and is nearly all of it: a pi0 has four billion
-weights, 0.3 of them of its expert. Fine-tuning holds the policy, its base, the best so far, and by the algorithm more.
+While the action expert of a vision-language policy trains, its frozen backbone is nearly all of it: pi0 has four
+billion weights, of which 0.3 billion are the expert. Fine-tuning keeps the policy, its base, the best so far and,
+depending on the algorithm, more copies.
 """
 
 import copy
@@ -15,21 +16,23 @@ from robopolicy.core.modules import Weights
 
 
 def copied[Held: Weights](module: Held) -> Held:
-    """Return a copy with weights of its own where they learn, and those of `module` itself where they rest."""
+    """Return a copy with separate trainable weights and shared frozen weights."""
     return copy.deepcopy(module, {id(weight): weight for weight in module.parameters() if not weight.requires_grad})
 
 
 def learned(module: Weights) -> dict[str, Tensor]:
-    """Return the part of `module.state_dict()` that fine-tuning may change, name -> [...]: all but weights that rest.
+    """Return the part of `module.state_dict()` that fine-tuning may change, name -> [...]: all but frozen weights.
 
-    `load_learned` takes it back.
+    Restored by `load_learned`.
     """
     rest = _resting(module)
     return {name: value for name, value in module.state_dict().items() if name not in rest}
 
 
 def load_learned(module: Weights, weights: Mapping[str, Tensor]) -> None:
-    """Copy what `learned` returned, name -> [...], into `module`; raises KeyError where that is not all that learns."""
+    """Load the output of `learned`, name -> [...], into `module`; raises KeyError unless it matches all trainable
+    weights.
+    """
     missing, unknown = module.load_state_dict(weights, strict=False)
     if wrong := sorted({*missing} - _resting(module)) + sorted(unknown):
         raise KeyError(f"These weights are missing or unknown: {', '.join(wrong)}.")
@@ -41,7 +44,7 @@ def _resting(module: Weights) -> set[str]:
 
 @torch.no_grad()
 def share(module: Weights, other: Weights) -> None:
-    """Let `other` hold its weights in memory of `module`, wherever they are equal to weights that rest there."""
+    """Let weights of `other` that equal frozen weights of `module` share their memory."""
     known: dict[tuple[torch.Size, torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for weight in module.parameters():
         if not weight.requires_grad:

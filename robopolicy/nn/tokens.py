@@ -20,10 +20,11 @@ from robopolicy.nn.encoders import FieldReader, module_name
 
 
 class BinTokenizer(nn.Module):
-    """One of `bins` evenly spaced values per element (RT-2, arXiv:2307.15818; OpenVLA, arXiv:2406.09246).
+    """Binning: one of `bins` evenly spaced values per element (RT-2, arXiv:2307.15818; OpenVLA, arXiv:2406.09246).
 
-    The values include -1 and 1, so that full speed can be said exactly; an odd number includes 0. Tokens are ordered by
-    control step, then action dimension. Round trips err by at most 1 / (bins - 1). Raises ConfigError below two bins.
+    The values include -1 and 1, so full speed is represented exactly; an odd number includes 0. Tokens are ordered by
+    control step, then action dimension. Round trips have an error of at most 1 / (bins - 1). Raises ConfigError below
+    two bins.
     """
 
     def __init__(self, chunk: int, action_size: int, bins: int):
@@ -34,12 +35,12 @@ class BinTokenizer(nn.Module):
         self.length, self.steps_per_action = chunk * action_size, action_size
 
     def encode(self, actions: Tensor) -> Tensor:
-        """Return tokens [N, K] int64 of actions [N, C, A]."""
+        """Encode actions [N, C, A] as tokens [N, K] int64."""
         share = (actions.clamp(-1, 1) + 1) / 2
         return rearrange((share * (self.vocabulary - 1)).round().long(), "n c a -> n (c a)")
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Return actions [N, C, A] of tokens [N, K]."""
+        """Decode tokens [N, K] to actions [N, C, A]."""
         values = 2 * tokens.float() / (self.vocabulary - 1) - 1
         return rearrange(values, "n (c a) -> n c a", a=self.action_size)
 
@@ -48,10 +49,10 @@ class FrequencyTokenizer(nn.Module):
     """Rounded coefficients of the chunk's discrete cosine transform, lowest frequencies first (FAST, arXiv:2501.09747).
 
     A coefficient x of the orthonormal transform along time becomes round(x * resolution), as in FAST with its scale of
-    10. Deviations: no byte-pair merges, so the number of tokens is fixed, K = frequencies * A; instead of by merging
-    zeros, chunks become shorter by leaving out the highest frequencies (0 keeps all); the vocabulary covers every
-    possible coefficient, so none is clipped. Actions decoded from unlikely tokens are clipped to [-1, 1].
-    Raises ConfigError unless 0 <= frequencies <= chunk and resolution > 0.
+    10. Differences: no byte-pair merges, so the number of tokens is fixed, K = frequencies * A; sequences are shortened
+    by dropping the highest frequencies (0 keeps all) instead of merging zeros; the vocabulary covers every possible
+    coefficient, so none is clipped. Actions decoded from unlikely tokens are clipped to [-1, 1]. Raises ConfigError
+    unless 0 <= frequencies <= chunk and resolution > 0.
     """
 
     transform: Tensor
@@ -75,12 +76,12 @@ class FrequencyTokenizer(nn.Module):
         self.register_buffer("transform", basis.float(), persistent=False)
 
     def encode(self, actions: Tensor) -> Tensor:
-        """Return tokens [N, K] int64 of actions [N, C, A]."""
+        """Encode actions [N, C, A] as tokens [N, K] int64."""
         coefficients = self.transform @ actions.clamp(-1, 1)
         return rearrange((coefficients * self.resolution).round().long() + self.largest, "n f a -> n (f a)")
 
     def decode(self, tokens: Tensor) -> Tensor:
-        """Return actions [N, C, A] of tokens [N, K]."""
+        """Decode tokens [N, K] to actions [N, C, A]."""
         coefficients = rearrange(tokens - self.largest, "n (f a) -> n f a", a=self.action_size) / self.resolution
         return (self.transform.T @ coefficients).clamp(-1, 1)
 
@@ -88,7 +89,7 @@ class FrequencyTokenizer(nn.Module):
 def make_action_tokenizer(
     kind: ActionTokens, chunk: int, action_size: int, *, bins: int, resolution: float, frequencies: int
 ) -> BinTokenizer | FrequencyTokenizer:
-    """Return the tokenizer of chunks [N, chunk, action_size]."""
+    """Build the tokenizer for chunks [N, chunk, action_size]."""
     if kind is ActionTokens.BINS:
         return BinTokenizer(chunk, action_size, bins)
     return FrequencyTokenizer(chunk, action_size, resolution, frequencies)
@@ -97,11 +98,11 @@ def make_action_tokenizer(
 class ObservationTokens(FieldReader):
     """Embeds an observation [N, H, ...] as [N, S, width], fields in the order given.
 
-    A vector with its history is normalised per element (fit `normalizer(key)`), bounded by +-`bound` and goes through a
-    layer with SiLU; every history frame of a camera is cut into patches of `patch` pixels, embedded linearly with
-    learned positions (ViT, arXiv:2010.11929). patch 0: images are read elsewhere (`frames`), and what is embedded here
-    ends with a learned embedding that says so, be there vectors or not. random_shift: pixels of augmentation in
-    training losses, 0 for none. Raises ConfigError when there is no field, or `patch` does not divide an image.
+    A vector with its history is normalised per element (fit `normalizer(key)`), bounded by +-`bound` and passed through
+    a layer with SiLU. Every history frame of a camera is split into patches of `patch` pixels, embedded linearly with
+    learned positions (ViT, arXiv:2010.11929). patch 0: images are encoded elsewhere (`frames`), and the embeddings here
+    end with a learned end marker, whether or not there are vectors. random_shift: pixels of augmentation in training
+    losses, 0 for none. Raises ConfigError when there is no field, or `patch` does not divide an image.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class ObservationTokens(FieldReader):
             self.positions[name] = nn.Parameter(0.02 * torch.randn(count, width))
 
     def forward(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
-        """Return [N, S, width]; a generator turns on the random shift of images (training losses only).
+        """Return [N, S, width]; a generator enables the random shift of images (training losses only).
 
         observation: vectors [N, H, *shape], images [N, H, height, width, 3]. Raises SpecError unless images are uint8.
         """
@@ -147,9 +148,9 @@ class ObservationTokens(FieldReader):
         return torch.cat(embedded, 1)
 
     def cameras(self, observation: TensorObservation, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Return the frames [N * H, height, width, 3] of every camera; a generator shifts them at random.
+        """Return the frames [N * H, height, width, 3] of every camera; a generator enables random shifts.
 
-        Raises SpecError unless they are uint8.
+        Raises SpecError unless images are uint8.
         """
         found: dict[str, Tensor] = {}
         for key in self.keys:

@@ -1,4 +1,4 @@
-"""A 1-D convolutional U-Net denoiser over the chunk's time axis, from diffusers' residual temporal blocks."""
+"""1-D convolutional U-Net denoiser over the chunk's time axis, built from diffusers' residual temporal blocks."""
 
 import torch
 from diffusers.models.resnet import ResidualTemporalBlock1D
@@ -14,7 +14,7 @@ class UNetDenoiser(nn.Module):
     """Resolutions of width, 2 width, ... channels; every block adds its projection of [time + condition] features.
 
     After Diffusion Policy (arXiv:2303.04137) and Diffuser (arXiv:2205.09991): convolution, group norm, Mish. Each
-    resolution halves the chunk, so P must be a multiple of 2 ** (depth - 1). Raises ConfigError where it is not, and
+    resolution halves the chunk, so P must be a multiple of 2 ** (depth - 1). Raises ConfigError when it is not, and
     unless the width is a multiple of 8.
     """
 
@@ -45,7 +45,7 @@ class UNetDenoiser(nn.Module):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The residual blocks, from the finest resolution down to the coarsest and up again."""
+        """Names of the residual blocks, from the finest resolution down to the coarsest and up again."""
         down = [f"down.{level}" for level in range(len(self.down))]
         return (*down, "middle", *(f"up.{level}" for level in reversed(range(len(self.up)))))
 
@@ -80,9 +80,9 @@ class UNetDenoiser(nn.Module):
 
 
 def _residual(block: nn.Module, hidden: Tensor, features: Tensor, blocks: Blocks, place: int) -> Tensor:
-    """Return what one of diffusers' residual blocks makes of maps [N, C, P], its convolutions as a branch of `blocks`.
+    """Apply one of diffusers' residual blocks to maps [N, C, P], with its convolutions as a branch of `blocks`.
 
-    The same sum as the block's own forward, of the branch and its shortcut.
+    Computes the same sum of branch and shortcut as the block's own forward.
     """
     assert isinstance(block, ResidualTemporalBlock1D)
 

@@ -1,8 +1,7 @@
-"""Vision-language checkpoints of transformers: prompts of images and text, in the format that the checkpoint learned.
+"""Vision-language checkpoints of transformers: build prompts of images and text in the checkpoint's own format.
 
-Everything about a prompt is the checkpoint's own: how large an image is and how many tokens it becomes (its image
-processor), how a user's words are marked (its chat template, where it has one), and what makes tokens of pixels (its
-vision tower and connector, in `LanguageModel.see`).
+The checkpoint determines the prompt completely: image size and number of image tokens (image processor), markup of user
+messages (chat template, if any), and image encoding (vision tower and connector, in `LanguageModel.see`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,23 +21,23 @@ if TYPE_CHECKING:
 
 INSTRUCTION = "{instruction}"
 SPLITTING = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
-"""What image processors of transformers call the cutting of one image into several (SmolVLM, InternVL, Gemma 3)."""
+"""Options of transformers image processors that split one image into several (SmolVLM, InternVL, Gemma 3)."""
 
 
 @runtime_checkable
 class MarksImages(Protocol):
-    """A processor that says which token stands for an image in a text."""
+    """A processor with a dedicated image token."""
 
     image_token: str
     image_token_id: int
 
 
 class VisionLanguageProcessor:
-    """What a vision-language checkpoint makes of instructions and images before its model reads them.
+    """Converts instructions and images into the inputs of a vision-language checkpoint.
 
-    processor: as AutoProcessor returns it; prompt: the user's words, with "{instruction}" in them; split_images:
-    whether an image processor that can cut images into tiles, each with its own tokens, does so. Raises ConfigError
-    where the checkpoint has neither a chat template nor a token that stands for an image, or its tokenizer cannot pad.
+    processor: as returned by AutoProcessor; prompt: user message containing "{instruction}"; split_images: whether an
+    image processor that can split images into tiles, each with its own tokens, does so. Raises ConfigError if the
+    checkpoint has neither a chat template nor an image token, or its tokenizer cannot pad.
     """
 
     def __init__(self, processor: "ProcessorMixin", prompt: str, *, split_images: bool):
@@ -53,10 +52,10 @@ class VisionLanguageProcessor:
             )
 
     def __call__(self, texts: Sequence[str], images: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Return what the model reads of N instructions and, for each, I images [height, width, 3] uint8.
+        """Return the model inputs for N instructions, each with I images [height, width, 3] uint8.
 
-        "input_ids" and "attention_mask" [N, L], padded on the left, and images in the form the model wants. Everything
-        is computed on the CPU: the images of some checkpoints are resized by PIL.
+        "input_ids" and "attention_mask" [N, L], padded on the left, and images in the model's format. Everything is
+        computed on the CPU: some checkpoints resize images with PIL.
         """
         count = len(images[0])
         prompts = {text: self.written(text, count) for text in set(texts)}
@@ -72,7 +71,7 @@ class VisionLanguageProcessor:
         return {name: value for name, value in found.items() if name != "labels"}
 
     def written(self, instruction: str, images: int) -> str:
-        """Return the prompt of an instruction that comes after so many images."""
+        """Return the prompt text of an instruction after N images."""
         text = self.prompt.replace(INSTRUCTION, instruction)
         if not self.processor.chat_template:
             return self.processor.image_token * images + text
@@ -86,12 +85,12 @@ class VisionLanguageProcessor:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the processor's own files, the tokenizer's and the chat template among them."""
+        """Write the processor's files, including tokenizer and chat template."""
         self.processor.save_pretrained(folder)
 
 
 def images_of_rows(frames: Mapping[str, Tensor], rows: int) -> list[list[Tensor]]:
-    """Return the images [height, width, 3] of each row, camera by camera and oldest first, of frames [N * H, ...]."""
+    """Return the images [height, width, 3] of each row, camera by camera and oldest first, from frames [N * H, ...]."""
     parts = [rearrange(value, "(n t) h w c -> n t h w c", n=rows) for value in frames.values()]
     return [[image for part in parts for image in part[row]] for row in range(rows)]
 
@@ -105,9 +104,10 @@ def describe_prompt(
     instructions: Sequence[str],
     said: int,
 ) -> str:
-    """Read a prompt of grey images, as large as the world's, and say in one line how long it is.
+    """Process a prompt with grey images of the world's size and report its length in one line.
 
-    said: tokens that follow a prompt. Raises ConfigError where the model cannot read it, or has too few positions.
+    said: number of tokens that follow a prompt. Raises ConfigError when the model cannot process it or has too few
+    positions.
     """
     cameras = {key: field for key, field in fields.items() if key.startswith(IMAGE_PREFIX)}
     images = [torch.full(field.shape, 100, dtype=torch.uint8) for field in cameras.values() for _ in range(history)]
@@ -139,6 +139,6 @@ def describe_prompt(
 
 
 def _positions(model: LanguageModel) -> int | None:
-    """Return how many positions the language model knows, None where its config does not say."""
+    """Return the maximum number of positions of the language model; None if its config does not specify it."""
     known = model.decoder.config.to_dict()
     return known.get("max_position_embeddings")

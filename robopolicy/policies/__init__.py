@@ -1,4 +1,4 @@
-"""Policies: they act in worlds and score their own decisions. What is here is imported when it is first used."""
+"""Policies: act in worlds and compute log-probabilities of their decisions. Submodules are imported on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

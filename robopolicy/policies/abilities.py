@@ -1,6 +1,6 @@
-"""What a policy may offer beside its protocol, each one member: callers ask for the ability, and for no class by name.
+"""Optional abilities of a policy, one member each; callers check for the ability instead of a class.
 
-`core/policy.py` has those that mechanisms ask for. These are for verbs, engines and whoever plans memory.
+`core/policy.py` has the abilities required by training mechanisms; these are for commands, engines and memory planning.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -16,47 +16,51 @@ from robopolicy.policies.lerobot.configuration import LeRobotTuning
 
 @runtime_checkable
 class Tunable(BecomesTrainable, Protocol):
-    """A policy whose checkpoint leaves open how it explores and learns: the configuration's section `lerobot` says."""
+    """A policy whose exploration and training settings are not fixed by its checkpoint but by the configuration section
+    `lerobot`.
+    """
 
     def tuned_by(self, tuning: LeRobotTuning) -> "Tunable":
-        """Return this policy, weights shared, with these choices."""
+        """Return this policy with these settings; weights are shared."""
         ...
 
     def to_trainable_by(self, tuning: LeRobotTuning) -> Trainable:
-        """Return what learns over its weights under these choices; ConfigError where it does not read one of them."""
+        """Return a trainable policy over its weights with these settings; ConfigError if a setting does not apply."""
         ...
 
 
 @runtime_checkable
 class HoldsModule(Protocol):
-    """A policy that is no nn.Module itself, and decides by means of one."""
+    """A policy that wraps an nn.Module instead of being one."""
 
     @property
     def module(self) -> nn.Module:
-        """That module, with all weights."""
+        """The wrapped module, with all weights."""
         ...
 
 
 @runtime_checkable
 class BeganElsewhere(Protocol):
-    """A policy, or the settings of one, that says whether somebody else trained its weights: those may be large."""
+    """A policy, or its settings, that declares whether its weights were pretrained elsewhere; such weights may be
+    large.
+    """
 
     @property
     def began_elsewhere(self) -> bool:
-        """Whether somebody else did."""
+        """Whether the weights were pretrained elsewhere."""
         ...
 
 
 def began_elsewhere(policy: object) -> bool:
-    """Whether a policy, or one of these settings, begins with weights that somebody else trained."""
+    """Whether a policy, or its settings, starts from weights that were pretrained elsewhere."""
     return isinstance(policy, BeganElsewhere) and policy.began_elsewhere
 
 
 @runtime_checkable
 class DescribesReading(Protocol):
-    """A policy that says how it reads images.
+    """A policy that describes how it preprocesses images.
 
-    described: in words, "" where there is nothing to say.
+    described: description, "" if there is nothing to report.
     """
 
     described: str
@@ -64,47 +68,49 @@ class DescribesReading(Protocol):
 
 @runtime_checkable
 class LearnsPast(Protocol):
-    """A policy whose chunks begin before the step that is executed first."""
+    """A policy whose predicted chunk starts before the first executed step."""
 
     @property
     def past_steps(self) -> int:
-        """How many steps before: `loss` finds them in a batch as "past" [N, steps, A] with "past_valid" [N, steps]."""
+        """Number of steps before it; `loss` reads them from the batch as "past" [N, steps, A] with "past_valid" [N,
+        steps].
+        """
         ...
 
 
 @runtime_checkable
 class LeavesBase(Protocol):
-    """A policy that was perhaps fine-tuned over a frozen base, and can do without."""
+    """A policy that may have been fine-tuned over a frozen base, and can be converted to one without."""
 
     @property
     def finetuning(self) -> dict[str, Any] | None:
-        """The arguments of `prepare_finetuning`, None before it was called."""
+        """Arguments of the last `prepare_finetuning`, None before it was called."""
         ...
 
     def without_base(self) -> Policy:
-        """Return a policy of its network that takes all steps itself."""
+        """Return a policy whose network takes all denoising steps itself."""
         ...
 
 
 @runtime_checkable
 class MapsFeatures(Protocol):
-    """A policy that reads a world under names that a file beside its checkpoint chooses."""
+    """A policy that maps a world's fields to its features through a file next to its checkpoint."""
 
     def mapping_for(self, world: WorldSpec) -> str:
-        """Return what to write there where names or sizes are others in `world`, "" where none are."""
+        """Return the mapping to write there if names or sizes differ in `world`, "" if none do."""
         ...
 
 
 @runtime_checkable
 class Denoises(Policy, Protocol):
-    """A policy that an engine can compute cheaper and not exactly: fewer steps, block caches, bf16."""
+    """A policy that an inference engine can approximate at lower cost: fewer steps, block caches, bf16."""
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of its weights."""
         ...
 
     @property
     def own_schedule(self) -> Schedule | None:
-        """The schedule of its steps; None for the chain of another library, of which block caches alone are known."""
+        """Schedule of its denoising steps; None for another library's chain, where only block caches are supported."""
         ...

@@ -1,8 +1,8 @@
-"""A network of ours that is also told whether an action was better than usual: advantage conditioning (RECAP).
+"""Advantage-conditioned policy network (RECAP): conditions on whether an action is better than average.
 
-Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759. What is imitated is labelled by its advantage, and the
-policy acts under the label "positive". A label scales and shifts what the denoiser makes of the condition, element by
-element; labels begin at zero, so that a policy which was not told anything goes on as it was.
+Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759. Training actions are labelled by their advantage, and the
+policy acts under the label "positive". A label scales and shifts the denoiser's condition features elementwise; labels
+start at zero, so the original policy is unchanged at first.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,14 +22,14 @@ from robopolicy.policies.denoising import DenoisingPolicy
 from robopolicy.policies.network import ChunkNetwork, Condition, SharedSteps, Steps
 
 IMPROVEMENT = "improvement"
-"""Key of observations [N] int64 that say what each row's action is, an `Improvement`; without it: POSITIVE, to act."""
+"""Observation key [N] int64 of each row's `Improvement` label; POSITIVE if missing, for acting."""
 GAIN = 100.0
-"""Of labels: they begin at zero among many weights that have learned already, and would say little for a long time."""
+"""Gain of the labels: they start at zero among trained weights and would otherwise take effect slowly."""
 TOLD, WEIGHT = f"{CONDITION}.improvement", f"{CONDITION}.guidance"
 
 
 class Improvement(IntEnum):
-    """What is said of an action: nothing, no better than usual, better."""
+    """Advantage label of an action: none, not better than average, better."""
 
     NONE = 0
     NEGATIVE = 1
@@ -37,10 +37,10 @@ class Improvement(IntEnum):
 
 
 class AdvantageConditioned(nn.Module):
-    """A `DenoisingNetwork`: a `ChunkNetwork` whose condition's features depend on what an `Improvement` says.
+    """A `DenoisingNetwork`: wraps a `ChunkNetwork` and modulates its condition features by an `Improvement` label.
 
-    inner: that network, and what it was made with. guidance: [], weight w of classifier-free guidance while nobody says
-    what the action is, none + w (positive - none) of both predictions; at 1 only one of them is made.
+    inner: that network, and its construction arguments. guidance: [], weight w of classifier-free guidance when no
+    label is given, none + w (positive - none) of both predictions; with 1 only one prediction is computed.
     """
 
     guidance: Tensor
@@ -63,7 +63,7 @@ class AdvantageConditioned(nn.Module):
         self.register_buffer("guidance", torch.ones((), device=device))
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return the inner condition, what is told [N, 1], and with guidance its weight [N, 1]."""
+        """Return the inner condition, the label [N, 1], and with guidance its weight [N, 1]."""
         seen = self.inner.encode(observation, generator)[CONDITION]
         told = observation.get(IMPROVEMENT)
         if isinstance(told, Tensor):
@@ -82,7 +82,7 @@ class AdvantageConditioned(nn.Module):
         return found if weight is None else _guided(denoiser.denoise(x, times, without), found, weight[..., None])
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
-        """Compute what depends on times [K] or on the condition alone; see `SharesSteps`."""
+        """Precompute the parts that depend only on times [K] or on the condition; see `SharesSteps`."""
         denoiser, weight = self.inner.denoiser, condition.get(WEIGHT)
         without, told = (SharedSteps(denoiser, times, features) for features in self._features(condition))
         return told if weight is None else _GuidedSteps(without, told, weight[..., None])
@@ -96,11 +96,11 @@ class AdvantageConditioned(nn.Module):
         return self.inner
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """The weights of the encoders; the labels are not among them, for they act behind what is cached."""
+        """Weights of the encoders; labels are excluded, because they act after the cached features."""
         return self.inner.encoder_parameters()
 
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """Return those of all vector fields."""
+        """Return the normalisers of all vector fields."""
         return self.inner.normalizers()
 
     @property
@@ -109,7 +109,7 @@ class AdvantageConditioned(nn.Module):
         return self.inner.reads_instructions
 
     def description(self) -> dict[str, Any]:
-        """Return what the inner network was made with."""
+        """Return the construction arguments of the inner network."""
         config, fields, action_size, instructions = self.made_with
         return {
             "config": to_plain(config),
@@ -120,7 +120,7 @@ class AdvantageConditioned(nn.Module):
 
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Self:
-        """Return an untrained network of this description."""
+        """Build an untrained network from this description."""
         config = from_plain(DenoisingPolicyConfig, description["config"], "network.config")
         fields = {key: Field.from_json(field) for key, field in description["fields"].items()}
         action_size, instructions = int(description["action_size"]), tuple(description["instructions"])
@@ -128,7 +128,7 @@ class AdvantageConditioned(nn.Module):
         return cls(inner, config, fields, action_size, instructions)
 
     def _features(self, condition: Condition) -> tuple[Tensor, Tensor]:
-        """Return the condition's features [N, F] where nothing is told, and under what is."""
+        """Return the condition features [N, F] without a label, and with it."""
         seen, told = self.inner.denoiser.encode_condition(condition[CONDITION]), condition[TOLD][:, 0]
         labels = GAIN * torch.stack([self.labels[Improvement.NONE].expand(len(seen), -1, -1), self.labels[told]])
         scale, shift = labels.unbind(-2)
@@ -137,7 +137,7 @@ class AdvantageConditioned(nn.Module):
 
 
 class _GuidedSteps:
-    """Steps of predictions without and with the label, put together."""
+    """Combines the steps of unconditional and label-conditioned predictions."""
 
     def __init__(self, without: Steps, told: Steps, weight: Tensor):
         self.without, self.told = without, told
@@ -155,10 +155,11 @@ def _guided(without: Tensor, told: Tensor, weight: Tensor) -> Tensor:
 
 
 def condition_on_advantage(policy: DenoisingPolicy) -> AdvantageConditioned:
-    """Put an `AdvantageConditioned` around the network of `policy`, which does as before, and return it.
+    """Wrap the network of `policy` in an `AdvantageConditioned` and return the policy, with unchanged behaviour at
+    first.
 
-    A policy that has one keeps it; the frozen base of one that is being fine-tuned gets one too, which is told nothing.
-    Raises ConfigError for somebody else's network.
+    An existing one is kept; the frozen base of a fine-tuned policy is wrapped too, without labels. Raises ConfigError
+    for custom networks.
     """
     network = policy.network
     if isinstance(network, AdvantageConditioned):

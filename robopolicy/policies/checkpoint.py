@@ -1,6 +1,6 @@
-"""Writes self-describing policy checkpoints: config.json (what it is) and model.safetensors (weights and normalisers).
+"""Write self-describing policy checkpoints: config.json (description) and model.safetensors (weights and normalisers).
 
-`loading` opens them.
+They are loaded by `loading`.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,41 +16,41 @@ from robopolicy.policies.registry import POLICIES
 
 
 class Describes(Weights, Protocol):
-    """A policy, an nn.Module, that keeps what it was made of, so that `save_policy` can write it down."""
+    """A policy (an nn.Module) that stores its construction arguments, so that `save_policy` can write them."""
 
     @property
     def config(self) -> Any:
-        """Its dataclass."""
+        """Configuration dataclass."""
         ...
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """What it reads, by key."""
+        """Observation fields by key."""
         ...
 
     @property
     def action(self) -> Field:
-        """One control step."""
+        """Action field of one control step."""
         ...
 
     @property
     def fps(self) -> float:
-        """Control steps a second."""
+        """Control steps per second."""
         ...
 
     @property
     def instructions(self) -> tuple[str, ...]:
-        """The instructions that it may be given."""
+        """Instructions that it supports."""
         ...
 
 
 def save_policy(
     policy: Describes, folder: Path, more: Callable[[Path], None] | None = None, **description: Any
 ) -> None:
-    """Write a policy's kind, config, fields and weights to `folder`, atomically, so that `load_policy` finds all.
+    """Write a policy's kind, config, fields and weights to `folder` atomically, in the format that `load_policy` reads.
 
-    description: further entries of config.json, for classes with a `load` of their own; `kind` among them replaces the
-    name under which the class is registered or its dotted path. more: writes further files into the folder it is given.
+    description: additional entries of config.json, for classes with a custom `load`; `kind` among them replaces the
+    registered name or import path. more: called with the folder to write additional files.
     """
     spec = {
         "observation": {key: field.to_json() for key, field in policy.fields.items()},
@@ -64,9 +64,9 @@ def save_policy(
 
 
 def saved_fields(description: Mapping[str, Any]) -> tuple[dict[str, Field], Field, dict[str, Any]]:
-    """Return what `save_policy` wrote of a policy's world: observation fields, action field, and {fps, instructions}.
+    """Read the world of a policy saved by `save_policy`: observation fields, action field, and {fps, instructions}.
 
-    Raises KeyError or TypeError where the description lacks them.
+    Raises KeyError or TypeError when entries are missing.
     """
     spec = description["spec"]
     observation = {key: Field.from_json(field) for key, field in spec["observation"].items()}

@@ -1,5 +1,5 @@
-"""Every choice that makes a denoising policy or a joint model, with its default, and how far any policy of such choices
-looks back and ahead; nothing heavy is imported.
+"""Settings of denoising policies and joint models with defaults, and the history and chunk lengths of any policy; no
+heavy imports.
 """
 
 import math
@@ -22,7 +22,7 @@ from robopolicy.nn.configuration import (
 )
 
 MOST_STEPS = 100_000
-"""Of denoising: tables with a row for each are made."""
+"""Maximum number of denoising steps: tables have one row per step."""
 MOST_PLANNED = 10_000
 """Of a joint model's candidates, and of the values of each of their futures."""
 FUTURES = 2
@@ -37,8 +37,8 @@ class PolicyKind(Enum):
 
 
 class Likelihood(Enum):
-    """What scores a decision: chain, the transitions of its denoising steps; matching, minus the denoising loss at
-    random noise levels, as a surrogate without a density of its own (FPO, arXiv:2507.21053).
+    """Source of log-probabilities: chain, the transitions of the denoising steps; matching, minus the denoising loss at
+    random noise levels, a surrogate without a density (FPO, arXiv:2507.21053).
     """
 
     CHAIN = "chain"
@@ -46,9 +46,9 @@ class Likelihood(Enum):
 
 
 class TextEncoder(Enum):
-    """How a policy reads the instruction: not at all, or word by word, with an encoder that is trained with it.
+    """Instruction encoding: none, or word by word with a jointly trained encoder.
 
-    film: and what is seen is scaled and shifted by what was read (`Modulation`).
+    film: observation features are also scaled and shifted by the text features (`Modulation`).
     """
 
     NONE = "none"
@@ -57,7 +57,7 @@ class TextEncoder(Enum):
 
 
 class LogpReduction(Enum):
-    """How a scored step's log-probability is reduced over the executed chunk steps and action dimensions."""
+    """Reduction of a step's log-probability over the executed chunk steps and action dimensions."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -67,89 +67,92 @@ class LogpReduction(Enum):
 class DenoisingPolicyConfig:
     """A diffusion or flow policy over action chunks.
 
-    Axes: H history, C chunk, P predicted steps, T training grid, K sampling steps of which K' are tuned.
+    Axes: H history, C chunk, P predicted steps, T training grid, K sampling steps, of which K' are fine-tuned.
     """
 
     builds: ClassVar[str] = "robopolicy.policies.denoising:DenoisingPolicy"
 
     kind: PolicyKind = PolicyKind.DIFFUSION
-    """diffusion or flow."""
+    """Policy class: diffusion or flow."""
     observation_keys: tuple[str, ...] = ()
-    """What it reads, [] for everything the world shows."""
+    """Observation keys that the policy reads, [] for all of the world's."""
     history: Count = 1
-    """Frames H that it reads."""
+    """Number H of observation frames that the policy reads."""
     chunk: Count = 4
-    """Steps C that it executes of a decision."""
+    """Number C of control steps executed per action chunk."""
     prediction_steps: Count = 4
-    """Steps P >= C that it predicts."""
+    """Number P >= C of control steps predicted per policy call."""
     prefix_steps: Natural = 0
-    """First steps that may be given (chunking=trained_rtc)."""
+    """Maximum number of first actions that may be given as a prefix (chunking=trained_rtc)."""
     prefix_decay: NonNegative = 0.0
-    """How much rarer training gives more: exp(-it) times a step."""
+    """Decay of prefix lengths in training: each further step is exp(-prefix_decay) times as likely."""
     denoiser: DenoiserKind = DenoiserKind.MLP
-    """mlp (small chunks, fastest), transformer, or unet (long chunks)."""
+    """Denoiser network: mlp (small chunks, fastest), transformer, or unet (long chunks)."""
     width: Count = 256
-    """Of the denoiser's layers."""
+    """Width of the denoiser's layers."""
     depth: Count = 3
-    """Hidden layers (mlp), blocks (transformer) or resolutions (unet)."""
+    """Number of hidden layers (mlp), blocks (transformer) or resolutions (unet)."""
     heads: Count = 4
-    """Attention heads of the transformer."""
+    """Number of attention heads of the transformer."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     text_encoder: TextEncoder = TextEncoder.NONE
-    """none learns all tasks as one; words reads instructions; film also weighs what is seen by them."""
+    """Instruction encoder: none treats all tasks as one; words encodes the words; film also modulates the observation
+    features (FiLM).
+    """
     text_features: Count = 64
-    """Size of an instruction's vector."""
+    """Number of features of an instruction."""
     hidden_words: Share = 0.0
-    """Share of words that training hides."""
+    """Word dropout probability in training."""
     prediction: Prediction = Prediction.SAMPLE
-    """What a diffusion predicts (a flow: the velocity). With ten steps, sample imitates two to three times as closely
-    as epsilon, and still steers the last step.
+    """Prediction target of a diffusion policy (a flow predicts the velocity). With ten steps, sample imitates two to
+    three times more accurately than epsilon, and still allows the last step to be steered.
     """
     denoising_steps: Count = 100
-    """Training grid T of the diffusion."""
+    """Number T of noise levels of the diffusion in training."""
     sampling_steps: Count = 10
-    """Steps K of a chain."""
+    """Number K of denoising steps per policy call."""
     finetuned_steps: Count | None = None
-    """The last K' that fine-tuning trains, null for half."""
+    """Number K' of final denoising steps that are fine-tuned, null for half."""
     spacing: Spacing = Spacing.LEADING
-    """leading ends at the grid's cleanest step, trailing starts at its noisiest."""
+    """Spacing of sampling steps: leading ends at the cleanest training noise level, trailing starts at the noisiest."""
     eta: NonNegative = 1.0
-    """1 samples like DDPM, 0 like DDIM."""
+    """Noise of diffusion sampling: 1 for DDPM, 0 for DDIM."""
     clip: Positive | None = 1.0
-    """Bound on the clean estimate in normalised actions, null for none."""
+    """Clipping bound of the clean action estimate, in normalised actions; null for none."""
     flow_noise: FlowNoise = FlowNoise.CONSTANT
-    """Noise of a flow's steps: none (ode), Flow-GRPO's (sde), the same on every step (constant), ReinFlow's network
-    (learned).
+    """Noise of a flow's steps: ode (none), sde (Flow-GRPO's), constant (the same on every step), learned (ReinFlow's
+    network).
     """
     flow_noise_level: NonNegative = 0.1
-    """Its scale."""
+    """Scale of the flow noise."""
     flow_noise_bounds: tuple[NonNegative, NonNegative] = (0.05, 0.24)
-    """Its smallest and largest standard deviation."""
+    """Minimum and maximum standard deviation of learned flow noise."""
     min_sampling_std: NonNegative = 0.1
-    """Floor of exploration noise, in normalised actions."""
+    """Minimum standard deviation of exploration noise, in normalised actions."""
     min_logprob_std: NonNegative = 0.1
-    """The same floor in log-probabilities."""
+    """Minimum standard deviation in log-probabilities, in normalised actions."""
     noise_clip: Positive | None = 3.0
-    """Noise is truncated to so many standard deviations, or null."""
+    """Truncation of noise in standard deviations, null for none."""
     logp_clamp: tuple[float, float] | None = (-5.0, 2.0)
-    """Bounds on each element's log-density, null for none; clamping zeroes gradients (how often is among the metrics).
+    """Lower and upper bound of each element's log-density, null for none; clamped elements have no gradient (their
+    fraction is logged).
     """
     logp_reduction: LogpReduction = LogpReduction.MEAN
-    """Over the executed C x A elements; clip ranges belong to it."""
+    """Reduction of log-probabilities over the executed C x A elements; clip ranges depend on it."""
     noisy_steps: Count | None = None
-    """So many random steps of each decision are noisy and scored (1 in pi_RL's flow-SDE), null for all."""
+    """Number of random steps per action chunk that are noisy and scored (1 in pi_RL's flow-SDE), null for all."""
     levels_per_sample: Count = 1
-    """Noise levels a sample in training, encoded once."""
+    """Number of noise levels per training sample; its observation is encoded once."""
     likelihood: Likelihood = Likelihood.CHAIN
-    """What scores a decision: chain, its denoising steps, or matching, minus the denoising loss at random noise levels
-    (FPO).
+    """Log-probability of an action chunk: chain (of its denoising steps) or matching (minus the denoising loss at
+    random noise levels, FPO).
     """
     matching_samples: Count = 8
-    """Noise levels a decision, for matching."""
+    """Number of noise levels per action chunk for likelihood=matching."""
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """mean_std, min_max (range to [-1, 1]) or identity."""
+    """State normalisation: mean_std, min_max (range to [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """Of actions: mean_std, min_max or identity."""
+    """Action normalisation: mean_std, min_max or identity."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.prediction_steps:
@@ -195,34 +198,34 @@ class DenoisingPolicyConfig:
 
 @dataclass(frozen=True)
 class JointConfig:
-    """A diffusion model that is policy, world model and value at once, and how it plans with itself."""
+    """Settings of a diffusion model that is policy, world model and value function at once, and of its planning."""
 
     builds: ClassVar[str] = "robopolicy.policies.joint:JointModel"
     FIXED: ClassVar[Mapping[str, Any]] = {"futures": FUTURES}
 
     chunk: Count = 4
-    """Actions of a decision."""
+    """Number of control steps per action chunk."""
     width: Count = 64
-    """Of the transformer."""
+    """Width of the transformer."""
     depth: Count = 3
-    """Its layers."""
+    """Number of layers of the transformer."""
     heads: Count = 4
-    """Its attention heads."""
+    """Number of attention heads of the transformer."""
     batch_size: Count = 256
-    """Decisions a training step."""
+    """Number of action chunks per training step."""
     policy_share: Share = 0.5
-    """Of a batch: decisions of successful episodes, from which it learns to act; the rest, split between world and
-    value, is of all episodes.
+    """Fraction of a batch drawn from successful episodes to train the policy; the rest is from all episodes and trains
+    world and value.
     """
     discount: Share = 0.99
-    """Of the returns that values are, a control step."""
+    """Discount factor per control step of the returns that values predict."""
     candidates: Count = 8
-    """Actions that planning chooses from, 1 for none."""
+    """Number of action candidates for planning, 1 for none."""
     values: Count = 2
     """Values imagined for each of the two futures of a candidate."""
     aggregate: str = "majority"
-    """How the values of a candidate become one score: mean, lower_bound, median, or majority, the mean of those on the
-    side where more of them are.
+    """Aggregation of a candidate's values into one score: mean, lower_bound, median, or majority (mean of the values on
+    the side that has more of them).
     """
     edm: EdmConfig = field(default_factory=lambda: EdmConfig(sigma_data=1.0, steps=6, order=1, sigma_max=20.0))
 
@@ -241,7 +244,9 @@ class JointConfig:
 
 @dataclass(frozen=True)
 class Reach:
-    """history: frames that it reads; chunk: control steps that it executes a decision; prediction: that it predicts."""
+    """history: number of frames read; chunk: control steps executed per decision; prediction: control steps
+    predicted.
+    """
 
     history: int
     chunk: int
@@ -250,17 +255,18 @@ class Reach:
 
 @runtime_checkable
 class SaysReach(Protocol):
-    """Settings of a policy whose reach follows from another file than they are."""
+    """Policy settings whose history and chunk lengths are defined in another file."""
 
     def reach(self) -> Reach:
-        """Return it; raises what reading that file does."""
+        """Return history and chunk lengths; raises the errors of reading that file."""
         ...
 
 
 def reach_of(config: Any) -> Reach | None:
-    """Return the reach of a policy of these settings (`policy.*`), None where they do not say.
+    """Return history and chunk lengths of policy settings (`policy.*`); None if they do not define them.
 
-    Raises ConfigError where a policy of LeRobot's is asked for without its folder, CheckpointError where that is none.
+    Raises ConfigError when a LeRobot policy is requested without its folder, CheckpointError when the folder is
+    invalid.
     """
     if isinstance(config, SaysReach):
         return config.reach()

@@ -1,9 +1,10 @@
-"""Diffusion and flow policies over action chunks whose denoising steps are scored steps: what PPO in the chain needs.
+"""Diffusion and flow policies over action chunks with a log-probability per denoising step, as PPO over the chain
+requires.
 
 A decision starts from noise x_0 [P, A] and takes K steps; the first K - K' are run by a frozen base copy, the last K'
-by the network that is fine-tuned (DPPO, arXiv:2409.00588). Latents live in normalised actions, data in [-1, 1].
-`sampler` runs the chain, `likelihood` scores it, `network` says what can be inside: no dropout but in the loss, no
-batch norm, no averaged copy, so that `act` and `log_prob` always run the same function.
+by the fine-tuned network (DPPO, arXiv:2409.00588). Latents are normalised actions, data in [-1, 1]. `sampler` runs the
+chain, `likelihood` computes its log-probability, `network` defines the network interface. There is no dropout outside
+the loss, no batch norm and no averaged copy, so `act` and `log_prob` always run the same function.
 """
 
 import copy
@@ -67,28 +68,28 @@ from robopolicy.policies.sampler import (
 from robopolicy.policies.steps import denoising_steps
 
 DENOISING_POLICY = "denoising_policy"
-"""What checkpoints call it."""
+"""Kind name in checkpoints."""
 
 
 @runtime_checkable
 class WritesCheckpoint(Protocol):
-    """Optional: a network whose policies are kept in another format than ours."""
+    """Optional: a network whose policies are saved in another format than robopolicy's."""
 
     def write_checkpoint(self, policy: "DenoisingPolicy", folder: Path) -> None:
-        """Write the policy whose network this is to `folder`, atomically."""
+        """Write the policy of this network to `folder` atomically."""
         ...
 
 
 class DenoisingPolicy(nn.Module):
     """A `core.policy.Trainable` that denoises action chunks.
 
-    config: all choices; observation: the fields it may read, by key; action: one control step [A] with its range;
-    fps, instructions: of the world it is trained in; values: data that the normalisers are fitted on, key -> [samples,
-    *shape], with "action" [samples, A] (None leaves them the identity, which is right only for data that already is in
-    [-1, 1]); seed: of the initial weights (global randomness stays untouched); network: somebody else's instead of the
-    `ChunkNetwork` that config describes, see `DenoisingNetwork`. record_means: whether decisions hold every step's
-    mean. Raises ConfigError when config.observation_keys names an unknown field, `values` lack a field that is
-    normalised, or the network lacks something.
+    config: all settings; observation: available fields, by key; action: one control step [A] with its range; fps,
+    instructions: of the training world; values: data for fitting the normalisers, key -> [samples, *shape], with
+    "action" [samples, A] (None leaves them the identity, correct only for data already in [-1, 1]); seed: of the
+    initial weights (global randomness is unaffected); network: custom network instead of the `ChunkNetwork` described
+    by config, see `DenoisingNetwork`. record_means: whether decisions store the mean of every step. Raises ConfigError
+    when config.observation_keys names an unknown field, `values` lack a normalised field, or the network lacks a
+    required method.
     """
 
     action_low: Tensor
@@ -142,7 +143,7 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; steps is K', the number of scored steps."""
+        """Inputs and outputs; scored_steps is K', the number of steps with log-probabilities."""
         return PolicySpec(
             observation=self.fields,
             action=self.action,
@@ -156,67 +157,69 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def finetuning(self) -> dict[str, Any] | None:
-        """The arguments of `prepare_finetuning`, None before it was called."""
+        """Arguments of the last `prepare_finetuning`, None before it was called."""
         if not self._prepared:
             return None
         return {"steps": self.finetuned_steps, "train_encoder": self._train_encoder}
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions depend on the instruction; False of somebody else's network that does not say."""
+        """Whether decisions depend on the instruction; False for custom networks that do not declare it."""
         return isinstance(self.network, ReadsInstructions) and self.network.reads_instructions
 
     @property
     def first_step(self) -> int:
-        """Index in the schedule of the first scored step, K - K'."""
+        """Schedule index of the first fine-tuned step, K - K'."""
         return self.schedule.steps - self.finetuned_steps
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of computation."""
         return self.action_low.device
 
     @property
     def own_schedule(self) -> Schedule:
-        """The schedule of its steps; see `abilities.Denoises`."""
+        """Schedule of its denoising steps; see `abilities.Denoises`."""
         return self.schedule
 
     @property
     def past_steps(self) -> int:
-        """How many predicted steps lie before the decision; see `abilities.LearnsPast`."""
+        """Number of predicted steps before the first executed one; see `abilities.LearnsPast`."""
         return self.part.first
 
     @property
     def began_elsewhere(self) -> bool:
-        """Whether somebody else trained its network; see `abilities.BeganElsewhere`."""
+        """Whether its network was pretrained elsewhere; see `abilities.BeganElsewhere`."""
         return began_elsewhere(self.network)
 
     def mapping_for(self, world: WorldSpec) -> str:
-        """See `abilities.MapsFeatures`; "" where its network reads our names."""
+        """See `abilities.MapsFeatures`; "" if its network uses robopolicy's names."""
         return self.network.mapping_for(world) if isinstance(self.network, MapsFeatures) else ""
 
     @property
     def encoder_is_fixed(self) -> bool:
-        """Whether the encoder cannot have changed since the base was copied: base and network then encode alike."""
+        """Whether the encoder has not changed since the base was copied, so that base and network encode
+        identically.
+        """
         learns = self._train_encoder and self._encoder_learns
         return not learns and not any(weight.requires_grad for weight in self.network.encoder_parameters())
 
     @property
     def caches_condition(self) -> bool:
-        """Whether decisions keep the encoded observation: it has cameras and its encoder does not change."""
+        """Whether decisions cache the encoded observation: it has cameras and its encoder is frozen."""
         return all(own.keeps_condition for own in self._own) and len(self.spec.cameras) > 0 and self.encoder_is_fixed
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; latents: "chain" [B, K'+1, P, A] in normalised actions, noisiest first.
+        """Return a decision for every row; latents: "chain" [B, K'+1, P, A] in normalised actions, noisiest first.
 
         deterministic: the noise-free sampler (DDIM with eta 0, or the flow's ODE) from random initial noise; its steps
-        are no choices, so mask is False and logp zero. With cameras and a fixed encoder, latents also has what it made
-        of the observation ("condition" [B, D] of our network), which spares `log_prob` the images; with `record_means`,
-        "mean" [B, K', P, A] of every step. Raises SpecError or NonFiniteError on a bad observation, and NonFiniteError
-        rather than returning a non-finite action.
+        have no density, so mask is False and logp zero. With cameras and a frozen encoder, latents also contain the
+        encoded observation ("condition" [B, D] for the built-in network), so that `log_prob` does not need the images;
+        with `record_means`, "mean" [B, K', P, A] of every step. Raises SpecError or NonFiniteError on an invalid
+        observation, and NonFiniteError rather than returning a non-finite action.
         """
         return self._act(observation, generator, deterministic)
 
@@ -224,11 +227,12 @@ class DenoisingPolicy(nn.Module):
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
-        """`act` that keeps the first count[b] steps of latents["chain"] and the initial noise; -1: none. See `Resumes`.
+        """Like `act`, but keep the first count[b] steps of latents["chain"] and the initial noise; -1: keep nothing.
+        See `Resumes`.
 
         latents["chain"]: [B, K'+1, P, A], in normalised actions; count: [B] int64. The frozen first K - K' steps are
-        not counted: they are kept with the initial noise. Raises ConfigError with likelihood=matching, else what `act`
-        raises.
+        not counted: they are kept with the initial noise. Raises ConfigError with likelihood=matching, otherwise the
+        errors of `act`.
         """
         if self.scored_by_matching:
             raise ConfigError("likelihood=matching keeps no chains to go on from: set branch_sampling_step=null.")
@@ -243,20 +247,22 @@ class DenoisingPolicy(nn.Module):
         deterministic: bool = False,
         guided: Guided | None = None,
     ) -> Tensor:
-        """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; `act` executes C.
+        """Return all P predicted steps of a decision, [B, P, A] in world units and within bounds; `act` executes C.
 
-        The draws are those of `act`. guided: real-time chunking corrects each prediction on its way. Raises as `act`.
+        Random draws equal those of `act`. guided: real-time chunking corrects each prediction during denoising. Raises
+        as `act`.
         """
         chain, _ = self._chain(observation, self.encode(observation), generator, deterministic, guided=guided)
         return self.to_predictions(chain.final[:, self.part.first :])
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the executed C x A elements.
+        """Compute log-probabilities of recorded chains [N, K'+1, P, A]: logp and entropy [N, K'], reduced over the
+        executed C x A elements.
 
         The observation is encoded once and all steps run as one batch. Optional latents: "chosen" [N, k] int64 selects
         k of the K' steps per row (logp [N, k]); "executed" [N, C] bool reduces over the executed chunk steps only
-        (score the behaviour the same way); "condition" replaces the observation when the encoder is fixed. extras: see
-        `chain_scores` and `matching_scores`. Raises SpecError where chain or observation do not fit.
+        (apply the same to the behaviour policy); "condition" replaces the observation when the encoder is frozen.
+        extras: see `chain_scores` and `matching_scores`. Raises SpecError if chain or observation have wrong shapes.
         """
         if self.scored_by_matching:
             condition = self._condition(observation, latents)
@@ -276,25 +282,25 @@ class DenoisingPolicy(nn.Module):
 
     @property
     def scored_by_matching(self) -> bool:
-        """Whether decisions are scored by minus the denoising loss at random levels (likelihood=matching)."""
+        """Whether log-probabilities are minus the denoising loss at random noise levels (likelihood=matching)."""
         return self.config.likelihood is Likelihood.MATCHING
 
     def noisy_actions(self, latents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what recorded levels make of normalised actions, [N, n, P, A], and their times [N, n] in [0, 1]."""
+        """Return normalised actions noised at the recorded levels, [N, n, P, A], and their times [N, n] in [0, 1]."""
         return noisy_actions(self.schedule, latents)
 
     @torch.no_grad()
     def finish_chain(self, observation: TensorObservation, latents: Tensor, next_step: Tensor) -> Tensor:
-        """Return the actions [N, C, A] that noise-free steps make of unfinished latents [N, P, A]; raises as `act`.
+        """Return the actions [N, C, A] obtained by noise-free steps from unfinished latents [N, P, A]; raises as `act`.
 
-        next_step: [N] int64, the scored step 0..K' that each is about to enter; K' means that it is finished.
+        next_step: [N] int64, the fine-tuned step 0..K' that each row enters next; K' means that it is finished.
         """
         steps = steps_of(self.network, self.schedule.times, self.encode(observation))
         return self.to_actions(finish_chain(self.schedule, self.first_step, steps, latents, next_step))
 
     @property
     def noise_shape(self) -> tuple[int, int]:
-        """Predicted steps P and size A of the noise that a decision begins with."""
+        """Number of predicted steps P and action size A of a decision's initial noise."""
         return self.config.prediction_steps, self.latent_size
 
     def trajectory(
@@ -305,25 +311,25 @@ class DenoisingPolicy(nn.Module):
         return trajectory(self.schedule, self.first_step, leading, scored, noise, through)
 
     def to_actions(self, latents: Tensor) -> Tensor:
-        """Return what is executed of clean latents [N, P, A], in the world's units and bounds: [N, C, A]."""
+        """Convert clean latents [N, P, A] to executed actions [N, C, A], in world units and within bounds."""
         return self.to_predictions(latents[:, self.part.first : self.part.first + self.part.count])
 
     def to_predictions(self, latents: Tensor) -> Tensor:
-        """Return what clean latents [N, P, A] stand for, in the world's units and bounds."""
+        """Convert clean latents [N, P, A] to world units, within bounds."""
         meant = self._own[0].to_actions(latents) if self._own else self.action_normalizer.inverse(latents)
         return in_range(meant, self.action_low, self.action_high)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return what is made of observations [N, H, ...], by `generator` augmented; SpecError, NonFiniteError."""
+        """Encode observations [N, H, ...], augmented if `generator` is given; raises SpecError or NonFiniteError."""
         validate_observation(observation, self.fields, history=self.config.history)
         return check_condition(self.network.encode(observation, generator), len(observation[next(iter(self.fields))]))
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"denoising": [N]}: the (squared) error of the prediction, the mean over a sample's noise levels.
+        """Return {"denoising": [N]}: the (squared) prediction error, averaged over a sample's noise levels.
 
-        batch: "observation" (key -> [N, H, ...], or what a fixed encoder made of it as latents have it, beside it),
-        "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool (padding is not learned, nor is what
-        prefix_steps has given). Raises SpecError on wrong shapes.
+        batch: "observation" (key -> [N, H, ...], optionally with the cached features of a frozen encoder), "actions"
+        [N, P, A] in world units, "action_valid" [N, P] bool (padding is ignored, as are steps given by prefix_steps).
+        Raises SpecError on wrong shapes.
         """
         actions, valid = check_predicted(batch, self.config.prediction_steps, self.part.first, self.action.size)
         clean = self._own[0].to_latents(actions.float()) if self._own else self.action_normalizer(actions.float())
@@ -348,26 +354,26 @@ class DenoisingPolicy(nn.Module):
         return {"denoising": ((error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)).view(-1, levels).mean(-1)}
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """Return the normalisers by observation key, and the action's under "action"."""
+        """Return the normalisers by observation key, and the action normaliser under "action"."""
         fields = self.network.normalizers() if isinstance(self.network, ShowsNormalizers) else {}
         return {ACTION: self.action_normalizer, **fields}
 
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
         """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
 
-        Raises ConfigError when a key is missing or fine-tuning has begun (the base would see other inputs).
+        Raises ConfigError when a key is missing or fine-tuning has started (the base would get different inputs).
         """
         if self._prepared:
             raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
-        """Freeze a base copy, which runs the first K - K' steps; only the last K' = `steps` are trained.
+        """Freeze a base copy for the first K - K' steps; only the last K' = `steps` are trained.
 
         steps: None for config.finetuned_steps (else half of K); train_encoder False freezes the encoders too. A policy
-        that is prepared already, such as a loaded fine-tuned one, goes on with its own base, steps and frozen encoders.
-        Raises ConfigError when K' does not fit, when it differs from what the policy was prepared for, or when no step
-        among the last K' has a density (an ODE, or K' = 1 of flow-SDE noise).
+        that is already prepared, such as a loaded fine-tuned one, keeps its own base, steps and frozen encoders. Raises
+        ConfigError when K' is out of range or differs from the existing one, or when no step among the last K' has a
+        density (an ODE, or K' = 1 of flow-SDE noise).
         """
         total = self.schedule.steps
         if self._prepared:
@@ -393,9 +399,9 @@ class DenoisingPolicy(nn.Module):
             freeze(self.network.encoder_parameters())
 
     def without_base(self) -> "DenoisingPolicy":
-        """Return a policy of this network that takes all steps itself, and whose encoders learn as they once did.
+        """Return a policy whose network takes all steps, with the original trainability of its encoders.
 
-        A fine-tuned policy leaves its frozen base behind so; one that has none is returned as it is.
+        This removes the frozen base of a fine-tuned policy; a policy without one is returned unchanged.
         """
         if not self._prepared:
             return self
@@ -412,7 +418,7 @@ class DenoisingPolicy(nn.Module):
         return made.to(self.action_low.device)
 
     def add_lora(self, rank: int) -> None:
-        """Freeze the weights and train adapters of this rank; ConfigError where that cannot be."""
+        """Freeze the weights and train LoRA adapters of this rank; ConfigError when this is not supported."""
         network = self.network
         if not isinstance(network, TakesAdapters):
             raise ConfigError(f"lora_rank={rank}: {type(network).__name__} has no adapters. Leave lora_rank=0.")
@@ -421,14 +427,14 @@ class DenoisingPolicy(nn.Module):
         network.add_lora(rank)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The weights that an optimiser may change."""
+        """Weights that an optimiser may change."""
         return [weight for weight in self.network.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions, of whatever rows [R]."""
+        """No memory between decisions for any rows [R]."""
 
     def save(self, folder: Path) -> None:
-        """Write config.json and model.safetensors, normalisers and base copy included, atomically."""
+        """Write config.json and model.safetensors, including normalisers and base copy, atomically."""
         if isinstance(self.network, WritesCheckpoint):
             self.network.write_checkpoint(self, folder)
             return
@@ -438,7 +444,7 @@ class DenoisingPolicy(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
-        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
         require_format(folder, description)
         with restoring(folder, "a policy"):
             observation, action, known = saved_fields(description)
@@ -453,7 +459,9 @@ class DenoisingPolicy(nn.Module):
     def _act(
         self, observation: TensorObservation, generator: torch.Generator, deterministic: bool, kept: Kept | None = None
     ) -> Decision:
-        """Encode, draw, run the chain, score it. kept: what is taken over from other chains."""
+        """Encode, draw noise, run the chain and compute its log-probability. kept: latents taken from earlier
+        chains.
+        """
         condition = self.encode(observation)
         chain, draws = self._chain(observation, condition, generator, deterministic, kept)
         actions = self.to_actions(chain.final)
@@ -476,7 +484,7 @@ class DenoisingPolicy(nn.Module):
         kept: Kept | None = None,
         guided: Guided | None = None,
     ) -> tuple[Chain, Draws]:
-        """Draw and run the chain under `condition`, what was made of the observation."""
+        """Draw noise and run the chain under `condition`, the encoded observation."""
         config, network = self.config, self.network
         schedule, first = self.schedule, self.first_step
         batch, device = rows_in(condition), next(iter(condition.values())).device
@@ -501,7 +509,7 @@ class DenoisingPolicy(nn.Module):
     def _matched(
         self, actions: Tensor, latents: dict[str, Tensor], condition: Condition, deterministic: bool
     ) -> Decision:
-        """Return a decision scored by matching, where every level counts; a deterministic one is no choice."""
+        """Return a decision with log-probabilities by matching over all levels; a deterministic one has none."""
         if deterministic:
             none = torch.zeros(latents["level"].shape, device=actions.device)
             return Decision(actions, latents, none, none.bool())
@@ -509,7 +517,7 @@ class DenoisingPolicy(nn.Module):
         return Decision(actions, latents, logp, torch.ones_like(logp, dtype=torch.bool))
 
     def _latents(self, chain: Chain, condition: Condition, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return what scores a decision again: its chain, or what matching draws for its action."""
+        """Return the latents for recomputing log-probabilities: the chain, or the draws of matching for its action."""
         if self.scored_by_matching:
             latents = matching_latents(chain.final, self.schedule, self.config.matching_samples, generator)
         else:
@@ -523,7 +531,9 @@ class DenoisingPolicy(nn.Module):
     def _steps(
         self, observation: TensorObservation, condition: Condition, guided: Guided | None = None
     ) -> tuple[Steps, Steps]:
-        """Return who takes the first K - K' steps under `condition`, the encoded observation, and who the others."""
+        """Return the networks for the first K - K' steps and for the others under `condition`, the encoded
+        observation.
+        """
         leading = scored = steps_of(self.network, self.schedule.times, condition)
         if self.first_step and self.base is not None:
             # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
@@ -534,7 +544,7 @@ class DenoisingPolicy(nn.Module):
     def _condition(
         self, observation: TensorObservation, latents: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> Condition:
-        """Return what was encoded when the latents were recorded, where that still holds, or encode the observation."""
+        """Return the cached condition of recorded latents if it is still valid, otherwise encode the observation."""
         if self.caches_condition:
             kept = {name: value for name, value in latents.items() if is_condition(name)}
             if kept:
@@ -544,22 +554,24 @@ class DenoisingPolicy(nn.Module):
 
 @runtime_checkable
 class OpensDenoising(Protocol):
-    """A policy of another library whose denoising can be looked into once it is taken apart."""
+    """A policy of another library whose denoising chain becomes accessible after conversion."""
 
     def opened(self) -> DenoisingPolicy | None:
-        """Return a policy over the same weights, None where it does not denoise."""
+        """Return a denoising policy over the same weights, None if it does not denoise."""
         ...
 
 
 def require_denoising(policy: object, otherwise: str) -> DenoisingPolicy:
-    """Return `policy`, typed as one that denoises; raises ConfigError, which says `otherwise`, where it is none."""
+    """Return `policy` typed as a denoising policy; raises ConfigError with the text `otherwise` if it is none."""
     if not isinstance(policy, DenoisingPolicy):
         raise ConfigError(otherwise)
     return policy
 
 
 def score_alike(teacher: Policy, policy: Policy | None) -> None:
-    """Let a teacher that was never fine-tuned score the steps that `policy` does, where both denoise in as many."""
+    """Set up a teacher without fine-tuning to compute log-probabilities of the same steps as `policy`, if their step
+    counts match.
+    """
     if not (isinstance(teacher, DenoisingPolicy) and isinstance(policy, DenoisingPolicy)):
         return
     if teacher.finetuning is None and teacher.schedule.steps == policy.schedule.steps:

@@ -1,7 +1,7 @@
-"""Checkpoints that other libraries saved: a format registers itself, and no verb knows which one it opened.
+"""Checkpoints of other libraries: formats register themselves, and commands do not depend on them.
 
-Such a folder has a config.json without our `kind`. A format tells which folders are its library's and opens them as
-policies; what its files do not say of the world that a policy acts in stands beside them, in `robopolicy.json`.
+Such a folder has a config.json without robopolicy's `kind`. A format recognises its library's folders and opens them as
+policies; information on the world that its files lack is stored next to them, in `robopolicy.json`.
 """
 
 from abc import ABC, abstractmethod
@@ -14,21 +14,21 @@ from robopolicy.core.policy import Policy
 from robopolicy.core.registry import Registry
 
 SETTINGS_FILE = "robopolicy.json"
-"""What lies beside the config.json of such a checkpoint, and says what its format does not: {"world": ...} and more."""
+"""File next to such a checkpoint's config.json with information that its format lacks: {"world": ...} and more."""
 
 FORMATS = Registry(
     "checkpoint format",
     "robopolicy.checkpoint_formats",
     {"lerobot": "robopolicy.policies.lerobot.format:LeRobotFormat"},
 )
-"""Classes of `ForeignFormat`, by name; they are asked in turn, ours last."""
+"""`ForeignFormat` classes by name; checked in turn, the built-in one last."""
 
 
 class ForeignFormat(ABC):
-    """How the policies of another library are opened; the next one overrides `library`, `recognises` and `load`.
+    """Opens the policies of another library; subclasses define `library`, `recognises` and `load`.
 
-    library: what it is called in messages; from_shapes: whether `load` can do without the weights, so that a dry run
-    plans memory from the shapes of tensors alone.
+    library: its name in messages; from_shapes: whether `load` works without weights, so that a dry run can plan memory
+    from tensor shapes.
     """
 
     library = ""
@@ -36,37 +36,39 @@ class ForeignFormat(ABC):
 
     @abstractmethod
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Whether this library saved what is in checkpoint.folder, whose config.json is checkpoint.description."""
+        """Whether this library saved checkpoint.folder, whose config.json is checkpoint.description."""
 
     @abstractmethod
     def load(self, folder: Path, device: torch.device | str = "cpu", *, weights: bool = True) -> Policy:
-        """Return the policy in `folder`; weights: False, with `from_shapes` alone, where they need not be read.
+        """Load the policy in `folder`; weights: False skips reading weights (requires `from_shapes`).
 
-        Raises CheckpointError where its files are damaged, ConfigError where something that it needs is missing.
+        Raises CheckpointError when its files are damaged, ConfigError when a dependency is missing.
         """
 
     def weights_bytes(self, folder: Path) -> int:
-        """Return how much memory its weights take."""
+        """Return the memory of its weights in bytes."""
         return bytes_of_files(folder)
 
     def require_memory(self, folder: Path, device: torch.device, copies: int = 1) -> None:
-        """Raise ConfigError where so many copies of its weights do not fit into the free memory of `device`."""
+        """Raise ConfigError if `copies` copies of its weights exceed the free memory of `device`."""
         del folder, device, copies  # nothing is known of it before it is tried
 
     def how_to_train(self, folder: Path) -> str:
-        """Return what to do instead of training the checkpoint further, to go on from "it is that library's: "."""
+        """Return the alternative to further training of this checkpoint; completes the message "it is that library's:
+        ".
+        """
         return f"fine-tune it instead, robopolicy finetune {folder}."
 
 
 def bytes_of_files(folder: Path) -> int:
-    """Return the size of the files with weights in `folder` and below."""
+    """Return the total size of weight files in `folder` and its subfolders."""
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 def format_of(checkpoint: Checkpoint) -> ForeignFormat | None:
-    """Return the format of a checkpoint that another library saved, None for ours and for what nobody knows.
+    """Return the format of a checkpoint saved by another library; None for robopolicy's own or unknown ones.
 
-    Raises CheckpointError where its config.json is missing or damaged.
+    Raises CheckpointError when its config.json is missing or damaged.
     """
     if "kind" in checkpoint.description:
         return None

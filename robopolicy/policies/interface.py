@@ -1,4 +1,5 @@
-"""What policies of ours read and return: fields of a world, instructions, action chunks within the world's range.
+"""Input and output checks of built-in policies: observation fields, instructions, action chunks within the world's
+range.
 
 Axes: N row, P predicted step, C executed step, A action dimension.
 """
@@ -15,11 +16,11 @@ from robopolicy.core.policy import TensorObservation
 from robopolicy.core.spec import TASK, Field, check_finite
 
 _NAMED = 8
-"""Instructions that an error lists at most."""
+"""Maximum number of instructions listed in an error."""
 
 
 def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
-    """Return the fields that `keys` name, all but the instruction for (); raises ConfigError for unknown ones."""
+    """Return the fields that `keys` name, all except the instruction for (); raises ConfigError for unknown ones."""
     known = {key: spec for key, spec in observation.items() if key != TASK}
     for key in keys:
         if key not in known:
@@ -30,9 +31,10 @@ def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> di
 
 
 def given_instructions(observation: TensorObservation, rows: int, known: Sequence[str]) -> list[str]:
-    """Return the instruction of each of `rows` observations; what is missing or empty is the only one of `known`.
+    """Return the instruction of each of `rows` observations; a missing or empty one defaults to the single one in
+    `known`.
 
-    Raises SpecError where one is missing and several are known, or where there is another number of them than of rows.
+    Raises SpecError when one is missing while several are known, or when their number differs from the rows.
     """
     given = observation.get(TASK)
     texts = [""] * rows if given is None else [str(text) for text in given]
@@ -50,7 +52,7 @@ def given_instructions(observation: TensorObservation, rows: int, known: Sequenc
 
 
 def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return "actions" [N, P, A] and "action_valid" [N, P] of a batch of `Trainable.loss`, P = `steps`, A = `size`.
+    """Return "actions" [N, P, A] and "action_valid" [N, P] of a batch for `Trainable.loss`, P = `steps`, A = `size`.
 
     Raises SpecError on other shapes, NonFiniteError on NaN or infinity.
     """
@@ -65,10 +67,10 @@ def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tenso
 
 
 def check_predicted(batch: Mapping[str, Any], steps: int, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return actions [N, P, A] and which of them are valid [N, P], of which the first `first` lie before the decision.
+    """Return actions [N, P, A] and their validity mask [N, P]; the first `first` steps precede the decision.
 
-    Those are the batch's "past" [N, first, A] with "past_valid" [N, first], as `Episodes.before` returns them; where it
-    has none they are zero and not valid. P: `steps`, A: `size`. Raises as `check_chunks`.
+    Those come from the batch's "past" [N, first, A] with "past_valid" [N, first], as returned by `Episodes.before`;
+    without them they are zero and invalid. P: `steps`, A: `size`. Raises as `check_chunks`.
     """
     actions, valid = check_chunks(batch, steps - first, size)
     if not first:
@@ -80,14 +82,14 @@ def check_predicted(batch: Mapping[str, Any], steps: int, first: int, size: int)
 
 
 def register_range(policy: nn.Module, action: Field) -> None:
-    """Keep the least and greatest actions [A] in buffers of `policy`, `action_low` and `action_high`, unsaved."""
+    """Store the action bounds [A] in unsaved buffers `action_low` and `action_high` of `policy`."""
     for name, bound in (("action_low", action.low), ("action_high", action.high)):
         limit = torch.tensor(bound, dtype=torch.float32).expand(action.shape).clone()
         policy.register_buffer(name, limit, persistent=False)
 
 
 def in_range(actions: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return `actions` [N, C, A], each at least `low` [A] and at most `high` [A]; raises NonFiniteError."""
+    """Clip `actions` [N, C, A] to `low` [A] and `high` [A]; raises NonFiniteError."""
     # The check comes after: a clamp brings infinities back into a finite range, and lets NaN through.
     actions = actions.clamp(low, high)
     check_finite("actions", actions)

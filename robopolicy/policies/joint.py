@@ -1,4 +1,4 @@
-"""One diffusion model that is policy, world model and value function at once, and plans with itself (Cosmos Policy).
+"""Joint diffusion model: policy, world model and value function in one, with planning (Cosmos Policy).
 
 It models the joint distribution of four variables, called frames: state, action chunk, future (the change of the state
 by the end of the chunk) and value (the Monte-Carlo return). Given some of them it samples the others: actions given the
@@ -45,10 +45,10 @@ ROLES = {"policy": (STATE,), "world": (STATE, ACTION), "value": (STATE, ACTION, 
 
 
 class JointModel(nn.Module):
-    """A `Policy` that also predicts futures and values of its actions; make one with `build` or `load_policy`.
+    """A `Policy` that also predicts futures and values of its actions; create it with `build` or `load_policy`.
 
-    It is no `ScoredPolicy`: samples of an ordinary differential equation have no tractable density, so it cannot be
-    fine-tuned by policy gradients and plans instead. It is trained in stages (`Staged`).
+    It is not a `ScoredPolicy`: samples of an ODE have no tractable density here, so it plans instead of being
+    fine-tuned by policy gradients. It is trained in stages (`Staged`).
     """
 
     def __init__(self, config: JointConfig, spec: WorldSpec, seed: int = 0):
@@ -79,10 +79,10 @@ class JointModel(nn.Module):
 
     @classmethod
     def build(cls, config: JointConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return an untrained model of the world of `spec`, normalised by the statistics of `episodes`.
+        """Return an untrained model for the world of `spec`, normalised with the statistics of `episodes`.
 
-        Raises ConfigError when the world has no vector fields or several instructions, DataError when the data has no
-        rewards, or states or actions of another size than the world's.
+        Raises ConfigError when the world has no vector fields or several instructions; DataError when the data has no
+        rewards, or states or actions differ in size from the world's.
         """
         model = cls(config, spec, seed)
         # Evenly spaced over all episodes; so many are enough for means and deviations.
@@ -97,14 +97,14 @@ class JointModel(nn.Module):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """One stage, which trains all roles at once."""
+        """A single stage that trains all roles jointly."""
         return {"joint": (self, 1.0)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"role": frames} for ever; the policy learns from successful episodes, the other roles from all.
+        """Yield {"role": frames} indefinitely; the policy role uses successful episodes, the other roles all.
 
-        frames: name -> [n, size], standardised, where n is the role's share of the batch. Raises DataError
-        when the data has no rewards.
+        frames: name -> [n, size], standardised, where n is the role's fraction of the batch. Raises DataError when the
+        data has no rewards.
         """
         config, success = self.config, episodes.success
         cloned = torch.ones(len(episodes), dtype=torch.bool) if success is None or not bool(success.any()) else success
@@ -125,7 +125,7 @@ class JointModel(nn.Module):
             yield batch
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {role: [n]}: the weighted denoising error (EDM) of the frames it samples, averaged over frames."""
+        """Return {role: [n]}: the weighted denoising error (EDM) of the sampled frames, averaged over frames."""
         losses = {}
         for role, frames in batch.items():
             drawn = [name for name in FRAMES if name not in ROLES[role]]
@@ -139,7 +139,7 @@ class JointModel(nn.Module):
 
     @torch.no_grad()
     def draw(self, given: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
-        """Sample the frames that are not given, [N, size] each; given and sampled ones are in the data's units."""
+        """Sample the missing frames, [N, size] each; given and sampled ones are in the data's units."""
         known = self._standard(given)
         drawn = [name for name in FRAMES if name not in given]
         shape = len(next(iter(known.values()))), sum(self.sizes[name] for name in drawn)
@@ -170,7 +170,7 @@ class JointModel(nn.Module):
         return action[best], scores
 
     def planning(self, candidates: int) -> Self:
-        """Return this model, its weights shared, planning over so many candidate chunks; 1 for no planning."""
+        """Return this model with shared weights that plans over N candidate chunks; 1 disables planning."""
         other = copy.copy(self)
         other.config = replace(self.config, candidates=candidates)
         return other
@@ -179,23 +179,23 @@ class JointModel(nn.Module):
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions follow the instruction."""
+        """Whether decisions depend on the instruction."""
         return False
 
     @property
     def spec(self) -> PolicySpec:
-        """It reads the world's vector fields and returns `chunk` actions, without log-probabilities."""
+        """Reads the world's vector fields and returns `chunk` actions, without log-probabilities."""
         chunk, world = self.config.chunk, self.world
         return PolicySpec(self.state_vector.fields, world.action, 1, chunk, chunk, 0, world.fps, world.instructions)
 
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Sample an action chunk, or plan one where there are several candidates.
+        """Sample an action chunk, or plan one if there are several candidates.
 
-        deterministic changes nothing: only the initial noise is random. Actions are [B, C, A], in the world's units and
-        bounds, without log-probabilities. Raises SpecError where the observation does not fit, NonFiniteError on NaN or
-        infinity.
+        deterministic has no effect: only the initial noise is random. Actions are [B, C, A], in world units and within
+        bounds, without log-probabilities. Raises SpecError when the observation does not match, NonFiniteError on NaN
+        or infinity.
         """
         validate_observation(observation, self.spec.observation, history=1)
         state = self.state_vector.pack(observation)[:, -1]
@@ -210,16 +210,16 @@ class JointModel(nn.Module):
         return Decision(actions.clamp(low, high))
 
     def reset(self, rows: Rows = None) -> None:
-        """Do nothing: it has no memory of any rows [R]."""
+        """No memory to clear for any rows [R]."""
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, atomically."""
+        """Write a checkpoint atomically."""
         description = {"kind": SAVED_KIND, "spec": self.world.to_json(), "model": {"config": to_plain(self.config)}}
         write_checkpoint(folder, {**description, **described_origin(self)}, self)
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
-        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        """Load a policy written by `save`; raises CheckpointError if its files are inconsistent."""
         require_format(folder, description)
         with restoring(folder, "a policy"):
             config = from_plain(JointConfig, description["model"]["config"], "config")
@@ -227,13 +227,15 @@ class JointModel(nn.Module):
         return read_weights(model, folder, device).eval()
 
     def without_planning(self) -> Self | None:
-        """Return the same model without planning, None where it does not plan anyway."""
+        """Return the same model without planning; None if it does not plan."""
         return self.planning(1) if self.config.candidates > 1 else None
 
     # -- frames --------------------------------------------------------------------------------------------------
 
     def _network(self, given: Mapping[str, Tensor], drawn: Sequence[str]) -> edm.Network:
-        """Return EDM's network F that denoises frames `drawn` (concatenated), given standardised others (`given`)."""
+        """Return EDM's network F that denoises the concatenated frames `drawn`, given the standardised frames
+        `given`.
+        """
         sizes = [self.sizes[name] for name in drawn]
 
         def network(scaled: Tensor, label: Tensor) -> Tensor:
@@ -251,7 +253,7 @@ class JointModel(nn.Module):
         return network
 
     def _returns(self, episodes: Episodes) -> Tensor:
-        """Return the discounted returns [steps] of recorded steps; raises DataError where there are no rewards."""
+        """Return the discounted returns [steps] of recorded steps; raises DataError if there are no rewards."""
         if episodes.reward is None:
             raise DataError("A joint model learns values: this dataset records no rewards.")
         return returns_to_go(episodes.reward, episodes, self.config.discount)
@@ -260,7 +262,9 @@ class JointModel(nn.Module):
         return self._cut(SequenceData(episodes, self.state_vector.keys), self._returns(episodes), rows)
 
     def _cut(self, data: SequenceData, returns: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """Return the frames of chunks that begin at steps `rows` [M]; after an episode's end its last one repeats."""
+        """Return the frames of chunks that start at steps `rows` [M]; after the end of an episode its last frame is
+        repeated.
+        """
         cut = data.cut(rows, 0, self.config.chunk)
         state = self.state_vector.pack(cut.frames)
         change, value = state[:, -1] - state[:, 0], returns[rows][:, None]

@@ -1,6 +1,6 @@
-"""What a policy knows of the vectors that it reads: between which values its data lay, as its normalisers remember.
+"""Value ranges of the training data of a policy's input vectors, from its normalisers.
 
-Where a robot is far beyond them the policy guesses, and no answer of its shows that. Axes: N element.
+Far outside these ranges the policy extrapolates without any visible sign. Axes: N element.
 """
 
 from typing import Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, QUEUE
 from robopolicy.nn.normalizer import NormalizationMode, Normalizer, ShowsNormalizers
 
 DEVIATIONS = 4.0
-"""Standard deviations from the mean within which nearly all data lie, of policies that remember no more than these."""
+"""Number of standard deviations around the mean used as range, for policies that store only mean and deviation."""
 
 type Ranges = dict[str, tuple[np.ndarray, np.ndarray]]
 """Observation key -> (least, greatest) [N] of a vector's elements."""
@@ -20,17 +20,17 @@ type Ranges = dict[str, tuple[np.ndarray, np.ndarray]]
 
 @runtime_checkable
 class ShowsRanges(Protocol):
-    """A policy that keeps the statistics of its data in another way than our normalisers."""
+    """A policy that stores its data statistics in a format other than robopolicy's normalisers."""
 
     def known_ranges(self) -> Ranges:
-        """Return between which values its vectors lay, of whatever keys it knows."""
+        """Return the data ranges of its input vectors, for the keys that it stores."""
         ...
 
 
 def known_ranges(policy: Policy) -> Ranges:
-    """Return between which values the vectors lay that a policy was trained on, of those that it remembers.
+    """Return the training data ranges of a policy's input vectors, for the keys that it stores.
 
-    Of an engine or another policy around one, that of the policy inside.
+    For an engine or a wrapping policy, the ranges of the inner policy.
     """
     fields, inner = policy.spec.observation, policy
     while not isinstance(inner, ShowsNormalizers | ShowsRanges):
@@ -60,5 +60,5 @@ def _of_normalizers(policy: ShowsNormalizers) -> Ranges:
 
 
 def _is_unfitted(normalizer: Normalizer) -> bool:
-    """Whether a normaliser is the identity, as it is before it has seen data."""
+    """Whether a normaliser is still the identity, as before fitting."""
     return not normalizer.offset.any() and bool((normalizer.scale == 1).all())

@@ -1,8 +1,8 @@
-"""What the latents of a denoising chain are: normalised actions, unless the network says otherwise.
+"""Latents of a denoising chain: normalised actions, unless the network defines otherwise.
 
-Pretrained policies pad actions to a size that many robots share, begin their chunks in the past, and come with a
-normalisation of their own. All of a latent goes through the chain; only what is executed is scored.
-Axes: N row, P predicted step, L latent element, A action dimension, S steps of a world's action chunk.
+Pretrained policies pad actions to a size shared by many robots, start their chunks in the past, and have their own
+normalisation. The full latent goes through the chain; log-probabilities only cover the executed part. Axes: N row, P
+predicted step, L latent element, A action dimension, S steps of a world's action chunk.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig
 
 @dataclass(frozen=True)
 class Executed:
-    """The part of latents [..., P, L] that is executed: steps [first, first + count), their first `size` elements."""
+    """Executed part of latents [..., P, L]: steps [first, first + count), first `size` elements."""
 
     first: int
     count: int
     size: int
 
     def of(self, latents: Tensor) -> Tensor:
-        """Return that part, [..., count, size]."""
+        """Return the executed part, [..., count, size]."""
         return latents[..., self.first : self.first + self.count, : self.size]
 
     def std_of(self, std: Tensor) -> Tensor:
-        """Return the stds [..., 1 or P, 1 or L] of that part, broadcastable to it."""
+        """Return the stds [..., 1 or P, 1 or L] of the executed part, broadcastable to it."""
         if std.shape[-2] != 1:
             std = std[..., self.first : self.first + self.count, :]
         return std[..., : self.size]
@@ -67,15 +67,15 @@ class OwnLatents(Protocol):
         ...
 
     def to_latents(self, actions: Tensor) -> Tensor:
-        """Return the clean latents [N, P, L] of actions [N, P, A] in the world's units."""
+        """Convert actions [N, P, A] in world units to clean latents [N, P, L]."""
         ...
 
     def to_actions(self, latents: Tensor) -> Tensor:
-        """Return the actions [N, S, A] in the world's units of clean latents [N, S, L]."""
+        """Convert clean latents [N, S, L] to actions [N, S, A] in world units."""
         ...
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw the noise levels [count] at which it was trained."""
+        """Draw noise levels [count] from its training distribution."""
         ...
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
@@ -83,7 +83,7 @@ class OwnLatents(Protocol):
         ...
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return how wrong each predicted step is, [N, P], of predictions and targets [N, P, L]."""
+        """Return the error of each predicted step, [N, P], for predictions and targets [N, P, L]."""
         ...
 
     def why_always_as_many(self) -> str:
@@ -91,12 +91,12 @@ class OwnLatents(Protocol):
         ...
 
     def of_steps(self, steps: int) -> Self:
-        """Return a copy that denoises in so many steps, frozen weights shared; raises ConfigError as it says."""
+        """Return a copy with `steps` denoising steps that shares frozen weights; raises ConfigError when impossible."""
         ...
 
 
 def executed_part(network: object, config: DenoisingPolicyConfig, action_size: int) -> Executed:
-    """Return which part of the latents is executed."""
+    """Return the executed part of the network's latents."""
     return Executed(network.first_step if isinstance(network, OwnLatents) else 0, config.chunk, action_size)
 
 
@@ -106,7 +106,7 @@ def size_of_latents(network: object, action_size: int) -> int:
 
 
 def step_errors(network: object, size: int, prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the error of each predicted step, [N, P], of [N, P, L]; size: A."""
+    """Return the error of each predicted step, [N, P], for predictions and targets [N, P, L]; size: A."""
     if isinstance(network, OwnLatents):
         return network.errors(prediction, target)
     return (prediction - target)[..., :size].square().mean(-1)

@@ -1,12 +1,12 @@
-"""Log-probabilities of denoising decisions: of the chain's steps, or, where there is no noise, a surrogate by matching.
+"""Log-probabilities of denoising decisions: exact for noisy chains, or a matching surrogate for noise-free ones.
 
-The chain: a decision is K' Gaussian transitions; each has a density, and their product is the density of the chain
-(not of the action, which many chains lead to): what PPO in the denoising chain needs (DPPO, arXiv:2409.00588).
-Matching: flow policy optimisation (FPO, McAllister et al. 2025, arXiv:2507.21053). A flow or diffusion that samples
-without noise has no density of its chain. The loss of denoising its own action at a few random levels is a bound on
-minus its log-likelihood; the same levels before and after an update make a ratio, exp(mean(loss_old - loss_new)), which
-is what ratio_level=decision_mean computes from the latents made here.
-Axes: N row, K scored step, n matching sample, C executed step, P >= C predicted step, A action dimension.
+Chain: a decision consists of K' Gaussian transitions; each has a density, and their product is the density of the chain
+(not of the action, which many chains lead to), as PPO over the denoising chain requires (DPPO, arXiv:2409.00588).
+Matching: flow policy optimisation (FPO, McAllister et al. 2025, arXiv:2507.21053). A flow or diffusion sampled without
+noise has no density of its chain. Its loss for denoising its own action at a few random levels is an upper bound on the
+negative log-likelihood; the same levels before and after an update give a ratio, exp(mean(loss_old - loss_new)), which
+ratio_level=decision_mean computes from the latents created here. Axes: N row, K scored step, n matching sample, C
+executed step, P >= C predicted step, A action dimension.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,13 @@ def chain_scores(
     latents: Mapping[str, Tensor],
     part: Executed,
 ) -> Scores:
-    """Score recorded chains: all steps of all rows are one batch, differentiable in the network's weights.
+    """Compute log-probabilities of recorded chains: all steps of all rows in one batch, differentiable in the network's
+    weights.
 
-    first: the schedule's first scored step; latents: "chain" [N, K+1, P, A]; optional "chosen" [N, k] int64, the steps
-    to score, and "executed" [N, C] bool, see `reduce_logp`; part: what of a latent is executed. Returns logp and
-    entropy [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped
-    [N, K], the shares of elements whose gradient is zero because a clamp or the clip holds.
+    first: schedule index of the first step; latents: "chain" [N, K+1, P, A]; optional "chosen" [N, k] int64, steps to
+    evaluate, and "executed" [N, C] bool, see `reduce_logp`; part: executed part of a latent. Returns logp and entropy
+    [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped [N, K], the
+    fractions of elements whose gradient is zero because of the clamp or the clip.
     """
     chain, chosen = latents["chain"], latents.get("chosen")
     times = schedule.times[first:]
@@ -74,11 +75,11 @@ def chain_scores(
 def reduce_logp(
     config: DenoisingPolicyConfig, normal: Normal, value: Tensor, executed: Tensor | None, part: Executed
 ) -> tuple[Tensor, Tensor]:
-    """Reduce the log-density of latents [N, K, P, L] to [N, K]; also the share of clamped elements [N, K].
+    """Reduce the log-density of latents [N, K, P, L] to [N, K]; also return the fraction of clamped elements [N, K].
 
-    Only the C steps that are executed count: what a chunk says beyond them changed nothing, and its gradient would be
-    noise. executed [N, C] bool leaves out more, the rest of a chunk in which the episode ended. The mean instead of the
-    sum keeps ratios near 1 however long a chunk is, so that one clip range fits all.
+    Only the C executed steps count: predictions beyond them have no effect, and their gradient would be noise. executed
+    [N, C] bool also excludes the rest of a chunk in which the episode ended. Averaging instead of summing keeps ratios
+    near 1 for any chunk length, so one clip range fits all.
     """
     taken = Normal(part.of(normal.mean), part.std_of(normal.std))
     element = taken.log_prob(part.of(value), config.min_logprob_std)
@@ -99,7 +100,8 @@ def reduce_logp(
 
 
 def matching_latents(action: Tensor, schedule: Schedule, samples: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return what scores an action [N, P, A] (normalised): itself, and `samples` noises and levels of each row.
+    """Return the latents for matching an action [N, P, A] (normalised): the action, and `samples` noises and levels per
+    row.
 
     "action": [N, P, A]; "noise": [N, n, P, A], standard normal; "level": [N, n], as `schedule.levels` draws them.
     """
@@ -128,11 +130,12 @@ def matching_scores(
     latents: Mapping[str, Tensor],
     part: Executed,
 ) -> Scores:
-    """Score recorded actions by minus the squared prediction error at every recorded level, [N, n].
+    """Compute surrogate log-probabilities of recorded actions: minus the squared prediction error at every recorded
+    level, [N, n].
 
-    latents: as `matching_latents` returns them; optional "executed" [N, C] bool leaves out the rest of a chunk; part:
-    what of a latent is executed. Entropy is zero: there is no distribution. extras: mean [N, n, P, A], the predictions,
-    with std 1.
+    latents: as returned by `matching_latents`; optional "executed" [N, C] bool excludes the rest of a chunk; part:
+    executed part of a latent. Entropy is zero, because there is no distribution. extras: mean [N, n, P, A], the
+    predictions, with std 1.
     """
     action = latents["action"]
     noise, level = latents["noise"], latents["level"]

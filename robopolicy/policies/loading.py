@@ -1,7 +1,7 @@
-"""Opens policy checkpoints, ours and those of other libraries (`foreign`), and builds fresh policies of every kind.
+"""Load policy checkpoints (robopolicy's and, via `foreign`, other libraries') and build new policies of every kind.
 
-config.json names the kind of policy that it needs. Built-in and installed kinds are found by that name; others only
-where the user has named them too, so that a downloaded folder cannot choose what is imported.
+config.json names the kind of policy. Built-in and installed kinds are found by name; others are loaded only if the user
+has named them too, so that a downloaded folder cannot choose imports.
 """
 
 import os
@@ -26,14 +26,14 @@ from robopolicy.policies.foreign import SETTINGS_FILE, ForeignFormat, bytes_of_f
 from robopolicy.policies.registry import LEFT_BEHIND, POLICIES, SAVED_AS
 
 PLUGIN, EXPORTED = "robopolicy", "checkpoint"
-"""LeRobot's type of a checkpoint of ours that was exported for its commands, and where the checkpoint lies in there."""
+"""LeRobot type of a robopolicy checkpoint exported for LeRobot's commands, and its subfolder in the export."""
 
 
 def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint; what it decides is bitwise what the saved one decided.
+    """Load any policy checkpoint; its decisions are bitwise equal to those of the saved policy.
 
-    Raises CheckpointError when the folder is missing, corrupt, of a newer format, or holds what is no policy or a kind
-    that neither ships with us nor is installed nor was named by the user.
+    Raises CheckpointError when the folder is missing, corrupt, of a newer format, or contains no policy or a kind that
+    is neither built in nor installed nor named by the user.
     """
     checkpoint = open_checkpoint(folder)
     folder, description = checkpoint.folder, checkpoint.description
@@ -59,15 +59,15 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
 
 
 def foreign_format(folder: Path | str | Checkpoint) -> ForeignFormat | None:
-    """Return the format of what another library saved in `folder`, None for a checkpoint of ours.
+    """Return the foreign format of the checkpoint in `folder`, None for robopolicy's own.
 
-    Raises CheckpointError where there is no checkpoint.
+    Raises CheckpointError when there is no checkpoint.
     """
     return format_of(open_checkpoint(folder))
 
 
 def open_checkpoint(folder: Path | str | Checkpoint) -> Checkpoint:
-    """Open the checkpoint that `folder` is, or of ours the one within what was exported for LeRobot's commands."""
+    """Open the checkpoint in `folder`, or the robopolicy checkpoint inside a folder exported for LeRobot's commands."""
     checkpoint = Checkpoint.open(folder)
     inside = checkpoint.folder / EXPORTED
     exported = inside.is_dir() and checkpoint.description.get("type") == PLUGIN
@@ -75,24 +75,24 @@ def open_checkpoint(folder: Path | str | Checkpoint) -> Checkpoint:
 
 
 def checkpoint_in(folder: Path | str) -> Path:
-    """Return the folder of the checkpoint that `folder` is or holds; see `open_checkpoint`."""
+    """Return the folder of the checkpoint that `folder` is or contains; see `open_checkpoint`."""
     return open_checkpoint(folder).folder
 
 
 def weights_bytes(folder: Path) -> int:
-    """Return how much memory the weights of the checkpoint in `folder` take, all that it holds; see `checkpoint_in`."""
+    """Return the memory of all weights of the checkpoint in `folder`, in bytes; see `checkpoint_in`."""
     foreign = foreign_format(folder)
     return bytes_of_files(folder) if foreign is None else foreign.weights_bytes(folder)
 
 
 def _said_beside(folder: Path) -> Mapping[str, Any]:
-    """Return what robopolicy.json says beside the checkpoint of another library, {} without one."""
+    """Return the content of robopolicy.json next to another library's checkpoint, {} if there is none."""
     path = folder / SETTINGS_FILE
     return read_object(path) if os.path.lexists(path) else {}
 
 
 def no_rate(folder: Path) -> str:
-    """Return what is to be written for the policy in `folder`, which does not say its control rate."""
+    """Return the setting to add for the policy in `folder`, which does not declare its control rate."""
     return (
         f"{folder} does not say its control rate, and no robot can be driven without: write "
         f'"fps": N into {SETTINGS_FILE} beside config.json.'
@@ -100,9 +100,9 @@ def no_rate(folder: Path) -> str:
 
 
 def saved_origin(folder: Path | Checkpoint) -> WorldOrigin | None:
-    """Return the world that a checkpoint of a policy or world model says it was trained in, None where it says nothing.
+    """Return the training world stored in a checkpoint of a policy or world model, None if not stored.
 
-    Reads config.json, of another library's policy robopolicy.json beside it. Raises CheckpointError where that is
+    Reads config.json, or for another library's policy robopolicy.json next to it. Raises CheckpointError when it is
     missing or damaged.
     """
     checkpoint = open_checkpoint(folder)
@@ -112,9 +112,9 @@ def saved_origin(folder: Path | Checkpoint) -> WorldOrigin | None:
 
 
 def untrusted_kind(folder: Path) -> str:
-    """Return the dotted path of what a checkpoint holds where the user has not named it in this process, else "".
+    """Return the import path of a checkpoint's kind if the user has not named it in this process, else "".
 
-    Reads config.json alone, and none where there is none (a dataset); raises CheckpointError where it is damaged.
+    Reads only config.json, if there is one (a dataset has none); raises CheckpointError when it is damaged.
     """
     checkpoint = open_checkpoint(folder)
     if not (checkpoint.folder / "config.json").is_file():
@@ -126,11 +126,11 @@ def untrusted_kind(folder: Path) -> str:
 def build_policy(
     kind: str, config: object, spec: WorldSpec, episodes: Episodes, seed: int, device: torch.device | str = "cpu"
 ) -> Trainable:
-    """Return a fresh policy of a kind for the fields of `spec`, its normalisers fitted on `episodes`.
+    """Build a new policy of a kind for the fields of `spec`, with normalisers fitted on `episodes`.
 
     The kind's class has `build(config, spec, episodes, seed)`, or is called as cls(config, observation fields, action
-    field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], "action" among them. Raises
-    ConfigError when what the kind builds is no torch.nn.Module, and whatever the kind itself raises.
+    field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], including "action". Raises
+    ConfigError when the result is not a torch.nn.Module, and any error of the kind itself.
     """
     made = POLICIES.builds(kind)
     if hasattr(made, "build"):
@@ -147,7 +147,7 @@ def build_policy(
 def _constructed(
     made: Any, configuration: type, folder: Path, description: Mapping[str, Any], device: torch.device | str
 ) -> Policy:
-    """Rebuild what `save_policy` wrote by the class's constructor."""
+    """Rebuild a policy saved by `save_policy` with the class's constructor."""
     require_format(folder, description)
     with restoring(folder, "a policy"):
         observation, action, known = saved_fields(description)

@@ -1,7 +1,7 @@
-"""Networks that a denoising policy can be made of: ours, and what somebody else's must have.
+"""Networks of denoising policies: the built-in one, and the interface for custom ones.
 
-A network reads the observation once (`encode`) and predicts noise, clean sample or velocity of latents as often as the
-chain has steps (`denoise`). What lies between, the condition, is the network's own: one vector, tokens with a mask, the
+A network encodes the observation once (`encode`) and predicts noise, clean sample or velocity of latents at every step
+of the chain (`denoise`). The condition between them is defined by the network: one vector, tokens with a mask, or the
 keys and values of a language model's prefix. Axes: N row, K step, P predicted step, A action dimension.
 """
 
@@ -39,23 +39,27 @@ NETWORKS = Registry(
     "robopolicy.networks",
     {"advantage_conditioned": "robopolicy.policies.advantage_conditioned:AdvantageConditioned"},
 )
-"""Networks other than `ChunkNetwork`, for checkpoints."""
+"""Registry of networks other than `ChunkNetwork`, for checkpoints."""
 
 
 @runtime_checkable
 class DenoisingNetwork(Protocol):
-    """An nn.Module that a `DenoisingPolicy` can be made of; no dropout or batch norm, so that scores are exact."""
+    """An nn.Module for use in a `DenoisingPolicy`; without dropout or batch norm, so that log-probabilities are
+    exact.
+    """
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Read an observation [N, H, ...]; a generator asks for augmentation (training losses only)."""
+        """Encode an observation [N, H, ...]; a generator enables augmentation (training losses only)."""
         ...
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        """Predict what config.prediction says, [N, P, A], of latents x [N, P, A] at times [N] in (0, 1], 1 is noise."""
+        """Predict the target set by config.prediction, [N, P, A], for latents x [N, P, A] at times [N] in (0, 1], 1 is
+        noise.
+        """
         ...
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """The weights that `encode` uses and `denoise` does not: what train_encoder=False freezes."""
+        """Weights used by `encode` but not by `denoise`, which train_encoder=False freezes."""
         ...
 
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -68,14 +72,16 @@ class DenoisingNetwork(Protocol):
 
 
 class Steps(Protocol):
-    """A network at work on N observations: what stays the same from step to step is computed once."""
+    """A network applied to N observations: computations shared by all steps are done once."""
 
     def one(self, x: Tensor, step: int) -> Tensor:
-        """Predict [N, P, A] of latents x [N, P, A] about to take step number `step` of the times."""
+        """Predict [N, P, A] for latents x [N, P, A] at the input of step `step` of the times."""
         ...
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """Predict [N, k, P, A] of latents x [N, k, P, A] about to take the steps chosen [N, k]; None: all in order."""
+        """Predict [N, k, P, A] for latents x [N, k, P, A] at the input of the steps chosen [N, k]; None: all in
+        order.
+        """
         ...
 
 
@@ -85,16 +91,16 @@ type Guided = Callable[[Steps], Steps]
 
 @runtime_checkable
 class SharesSteps(Protocol):
-    """Optional: a network that need not do everything again in each step."""
+    """Optional: a network that shares computations between steps."""
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
-        """Get ready for steps at times [K]."""
+        """Prepare steps at times [K]."""
         ...
 
 
 @runtime_checkable
 class LearnsNoise(Protocol):
-    """Optional: a network that also says how noisy its steps are (flow_noise=learned)."""
+    """Optional: a network that also predicts the noise std of its steps (flow_noise=learned)."""
 
     def noise_std(self, times: Tensor, condition: Condition) -> Tensor:
         """Return the stds [N, K, 1, A] of steps at times [K] or [N, K]."""
@@ -103,7 +109,9 @@ class LearnsNoise(Protocol):
 
 @runtime_checkable
 class ReadsInstructions(Protocol):
-    """Optional: a network that says whether `encode` reads the instruction, observation["task"], a list of N texts."""
+    """Optional: a network that declares whether `encode` reads the instruction, observation["task"], a list of N
+    strings.
+    """
 
     @property
     def reads_instructions(self) -> bool:
@@ -113,40 +121,40 @@ class ReadsInstructions(Protocol):
 
 @runtime_checkable
 class MakesBase(Protocol):
-    """Optional: a network that makes its frozen base itself, where a copy of all its weights would be a waste."""
+    """Optional: a network that builds its frozen base itself, to avoid copying all its weights."""
 
     def frozen_twin(self) -> DenoisingNetwork:
-        """Return a network that goes on predicting what this one does now; asked for only where a base acts at all."""
+        """Return a network that keeps this one's current predictions; called only if a base takes steps at all."""
         ...
 
 
 @runtime_checkable
 class Around(Protocol):
-    """Optional: a network around another one, which reads the observation for it."""
+    """Optional: a network wrapping another one, which encodes the observation."""
 
     def inside(self) -> DenoisingNetwork:
-        """Return that network."""
+        """Return the wrapped network."""
         ...
 
 
 @runtime_checkable
 class Described(Protocol):
-    """Optional: a network that checkpoints can bring back."""
+    """Optional: a network that can be restored from a checkpoint."""
 
     def description(self) -> Mapping[str, Any]:
-        """Return what `restore` needs beside the weights, as JSON has it."""
+        """Return the JSON data that `restore` needs in addition to the weights."""
         ...
 
     @classmethod
     def restore(cls, description: Mapping[str, Any]) -> Self:
-        """Return a network into which the weights can be loaded."""
+        """Return an untrained network into which the weights can be loaded."""
         ...
 
 
 class ChunkNetwork(nn.Module):
-    """Ours: encoders of observation and instruction, whose condition is one vector [N, D], and a denoiser of chunks.
+    """Built-in network: encoders of observation and instruction to one condition vector [N, D], and a chunk denoiser.
 
-    instructions: those it may be given; with a text encoder it knows their words.
+    instructions: supported instructions; with a text encoder they define its vocabulary.
     """
 
     def __init__(
@@ -180,9 +188,9 @@ class ChunkNetwork(nn.Module):
             self.noise_head = NoiseHead(condition_size, action_size, max(low, config.min_sampling_std), high)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return {"condition": [N, D]}; a generator shifts images and hides words at random.
+        """Return {"condition": [N, D]}; a generator enables random image shifts and word dropout.
 
-        With a text encoder, raises SpecError where the instruction is missing or has words that it does not know.
+        With a text encoder, raises SpecError when the instruction is missing or has unknown words.
         """
         seen = self.encoder(observation, generator)
         if self.text_encoder is None:
@@ -196,7 +204,7 @@ class ChunkNetwork(nn.Module):
         return self.denoiser(x, time, condition[CONDITION])
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """The weights of the encoders of images and text."""
+        """Weights of the image and text encoders."""
         text = [each.parameters() for each in (self.text_encoder, self.modulation) if each is not None]
         return [*self.encoder.parameters(), *itertools.chain(*text)]
 
@@ -206,21 +214,21 @@ class ChunkNetwork(nn.Module):
         return self.text_encoder is not None
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
-        """Compute what depends on times [K] or on the condition alone; see `SharesSteps`."""
+        """Precompute the parts that depend only on times [K] or on the condition; see `SharesSteps`."""
         return SharedSteps(self.denoiser, times, self.denoiser.encode_condition(condition[CONDITION]))
 
     def noise_std(self, times: Tensor, condition: Condition) -> Tensor:
-        """Return the learned stds [N, K, 1, A]; see `LearnsNoise`. There are some with flow_noise=learned only."""
+        """Return the learned stds [N, K, 1, A]; see `LearnsNoise`. Only available with flow_noise=learned."""
         assert self.noise_head is not None
         return self.noise_head(condition[CONDITION], times)
 
     def normalizers(self) -> Mapping[str, Normalizer]:
-        """Return those of all vector fields."""
+        """Return the normalisers of all vector fields."""
         return {key: self.encoder.normalizer(key) for key in self.fields if not key.startswith(IMAGE_PREFIX)}
 
 
 class SharedSteps:
-    """`Steps` of a denoiser under features [N, F] of the condition; those of times [K] are computed once a chain."""
+    """`Steps` of a denoiser under condition features [N, F]; features of times [K] are computed once per chain."""
 
     def __init__(self, denoiser: Denoiser, times: Tensor, features: Tensor):
         self.denoiser = denoiser
@@ -238,7 +246,7 @@ class SharedSteps:
 
 
 class EveryStep:
-    """`Steps` of any network at times [K]: a step is a call, and k steps of N rows are one call with N x k rows."""
+    """`Steps` of any network at times [K]: one step is one call, and k steps of N rows are one call with N x k rows."""
 
     def __init__(self, network: DenoisingNetwork, times: Tensor, condition: Condition):
         self.network = network
@@ -257,23 +265,23 @@ class EveryStep:
 
 
 class PrefixedSteps:
-    """`Steps` of a network that is given the first count[b] [B] steps of `clean` [B, P, A], normalised actions."""
+    """`Steps` of a network conditioned on the first count[b] [B] steps of `clean` [B, P, A], normalised actions."""
 
     def __init__(self, steps: Steps, clean: Tensor, count: Tensor):
         self.steps = steps
         self.clean, self.count = clean, count
 
     def one(self, x: Tensor, step: int) -> Tensor:
-        """Predict [B, P, A] of latents x [B, P, A] about to take `step`, whose given steps are not looked at."""
+        """Predict [B, P, A] for latents x [B, P, A] at the input of `step`; x is ignored at the given steps."""
         return self.steps.one(with_prefix(x, self.clean, self.count), step)
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """Predict [B, k, P, A] as the network does when it is given nothing: what is scored."""
+        """Predict [B, k, P, A] without given steps, for log-probabilities."""
         return self.steps.several(x, chosen)
 
 
 class _Lowered:
-    """Steps in the precision that the run learns in; predictions are fp32."""
+    """Steps in the run's training precision; predictions are fp32."""
 
     def __init__(self, steps: Steps):
         self.steps = steps
@@ -286,42 +294,42 @@ class _Lowered:
 
 
 def steps_of(network: DenoisingNetwork, times: Tensor, condition: Condition) -> Steps:
-    """Get `network` ready for steps at times [K] under a condition of N rows."""
+    """Prepare `network` for steps at times [K] under a condition of N rows."""
     shares = isinstance(network, SharesSteps)
     steps = network.steps(times, condition) if shares else EveryStep(network, times, condition)
     return _Lowered(steps) if is_lowered() else steps
 
 
 def repeat_rows(condition: Condition, count: int) -> Condition:
-    """Return every row `count` times in a row, tensors [N x count, ...]."""
+    """Repeat every row `count` times in succession, tensors [N x count, ...]."""
     return {name: value.repeat_interleave(count, 0) for name, value in condition.items()}
 
 
 def rows_in(condition: Condition) -> int:
-    """Return N, the rows of tensors [N, ...]."""
+    """Return N, the number of rows of tensors [N, ...]."""
     return next(iter(condition.values())).shape[0]
 
 
 def freeze(weights: Iterable[nn.Parameter]) -> None:
-    """Let weights, of any shape, learn no longer."""
+    """Freeze weights of any shape."""
     for weight in weights:
         weight.requires_grad_(False)
 
 
 def frozen_base(network: DenoisingNetwork, acts: bool) -> DenoisingNetwork | None:
-    """Return a network that stays what `network` is now; acts: whether it takes steps, or is kept as a record alone."""
+    """Return a frozen copy of `network`; acts: whether it takes steps, or is only stored as a record."""
     if isinstance(network, MakesBase):
         return network.frozen_twin() if acts else None
     return copy.deepcopy(network).requires_grad_(False)
 
 
 def learns_noise(config: DenoisingPolicyConfig) -> bool:
-    """Whether the network says how noisy its steps are."""
+    """Whether the network predicts the noise std of its steps."""
     return config.kind is PolicyKind.FLOW and config.flow_noise is FlowNoise.LEARNED
 
 
 def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> None:
-    """Raise ConfigError unless `network` has what a denoising policy of `config` needs."""
+    """Raise ConfigError unless `network` has the methods required by a denoising policy of `config`."""
     name = type(network).__name__
     if not isinstance(network, nn.Module) or not isinstance(network, DenoisingNetwork):
         raise ConfigError(f"{name} is no torch.nn.Module with encode, denoise and encoder_parameters.")
@@ -338,7 +346,7 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
 
 
 def check_condition(condition: Condition, rows: int) -> Condition:
-    """Return a condition of tensors [rows, ...]; raises ConfigError where it could not be kept among latents."""
+    """Return a condition of tensors [rows, ...]; raises ConfigError if it cannot be stored among latents."""
     for name, value in condition.items():
         if not is_condition(name) or len(value) != rows:
             raise ConfigError(
@@ -349,9 +357,10 @@ def check_condition(condition: Condition, rows: int) -> Condition:
 
 
 def describe_network(network: DenoisingNetwork) -> dict[str, Any] | None:
-    """Return what a checkpoint says of a network, None of ours, which follows from the policy's config.
+    """Return the checkpoint description of a network; None for the built-in one, which follows from the policy's
+    config.
 
-    Raises CheckpointError for a network that could not be brought back.
+    Raises CheckpointError for a network that could not be restored.
     """
     if isinstance(network, ChunkNetwork):
         return None
@@ -363,7 +372,7 @@ def describe_network(network: DenoisingNetwork) -> dict[str, Any] | None:
 
 
 def restore_network(description: Mapping[str, Any] | None, where: Path) -> DenoisingNetwork | None:
-    """Return the untrained network that a checkpoint at `where` describes, None for one of ours.
+    """Return the untrained network described by a checkpoint at `where`, None for the built-in one.
 
     Raises CheckpointError unless the user has named the network's class in this process (see `Registry.load_saved`).
     """
@@ -374,17 +383,17 @@ def restore_network(description: Mapping[str, Any] | None, where: Path) -> Denoi
 
 @runtime_checkable
 class LearnsAtRandom(Protocol):
-    """Optional: a network with dropout, which is at work in its loss alone: scores are those of what acted."""
+    """Optional: a network with dropout, active only in its loss: log-probabilities match acting."""
 
     def denoise_in_loss(self, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
-        """Predict [N, P, A] as `denoise` does, with what `generator` leaves out."""
+        """Predict [N, P, A] as `denoise` does, with dropout drawn from `generator`."""
         ...
 
 
 def denoise_in_loss(
     network: DenoisingNetwork, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator
 ) -> Tensor:
-    """Predict [N, P, A] of noisy actions [N, P, A] at times [N], as the network learns."""
+    """Predict [N, P, A] for noisy actions [N, P, A] at times [N] as in training, with dropout if the network has it."""
     if isinstance(network, LearnsAtRandom):
         return network.denoise_in_loss(x, time, condition, generator)
     return network.denoise(x, time, condition)

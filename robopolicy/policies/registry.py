@@ -1,9 +1,9 @@
-"""The kinds of policies, by name; the next one is one line here, an entry point, or a dotted path.
+"""Registry of policy kinds; extend it with a line here, an entry point, or an import path.
 
-The class of a kind is called as cls(config, observation fields, action field, fps=, instructions=, values=, seed=),
-and its `save(folder)` calls `robopolicy.policies.checkpoint.save_policy`. Where that is not enough it has
-`build(config, spec, episodes, seed)`, which returns a fresh policy, and `load(folder, description, device)`, which
-rebuilds it from a checkpoint whose config.json is `description`.
+The class of a kind is called as cls(config, observation fields, action field, fps=, instructions=, values=, seed=), and
+its `save(folder)` calls `robopolicy.policies.checkpoint.save_policy`. For other needs it defines `build(config, spec,
+episodes, seed)`, which returns a new policy, and `load(folder, description, device)`, which restores it from a
+checkpoint whose config.json is `description`.
 """
 
 import inspect
@@ -14,10 +14,10 @@ from robopolicy.core.registry import Kinds, Registry
 
 
 class PolicyKinds(Kinds):
-    """The kinds of policies; a controller in the place of one is told where it belongs."""
+    """Registry of policy kinds; rejects controllers with a hint where to pass them."""
 
     def load(self, name: str) -> Any:
-        """Import and return what `name` (or a dotted path) stands for. Raises ConfigError, also for a controller."""
+        """Import and return the object for `name` (or an import path). Raises ConfigError, also for a controller."""
         found = super().load(name)
         if _is_controller(found):
             raise ConfigError(
@@ -36,7 +36,7 @@ def _way_out(name: str) -> str:
 
 
 def _is_controller(found: Any) -> bool:
-    """Whether an object or a class has `reset` and an `act` that takes an observation and nothing more."""
+    """Whether an object or class has `reset` and an `act` with the observation as only argument."""
     act = getattr(found, "act", None)
     if not callable(act) or not callable(getattr(found, "reset", None)):
         return False
@@ -45,7 +45,7 @@ def _is_controller(found: Any) -> bool:
 
 
 def _takes(call: Any, *given: Any) -> bool:
-    """Whether `call` can be called with so many arguments."""
+    """Whether `call` accepts this number of arguments."""
     try:
         inspect.signature(call).bind(*given)
     except (TypeError, ValueError):
@@ -73,6 +73,6 @@ LEFT_BEHIND = Registry(
         "steered": "robopolicy.training.critics:SteeredPolicy",
     },
 )
-"""Policies that other trainings than imitation leave behind: their classes, for checkpoints."""
+"""Policy classes produced by trainings other than imitation, for loading checkpoints."""
 SAVED_AS = {"denoising_policy": "diffusion", "token_policy": "token", "world_model/joint": "joint"}
-"""What checkpoints call a kind, where that is not its name."""
+"""Kind name in checkpoints -> registered name, if they differ."""

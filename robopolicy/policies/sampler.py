@@ -1,9 +1,9 @@
-"""The loop that turns noise into an action chunk, and its noise schedule: one function and small named parts.
+"""Denoising sampler: generates an action chunk from noise in small, reusable functions.
 
-A chain has K steps. A frozen base takes the first K - K', the network that is fine-tuned takes the last K', and only
-those are scored (DPPO, arXiv:2409.00588: the first steps decide little, and every step that is trained costs a pass).
-All that is random is drawn before the first step, so a decision depends on the generator and never on what happens in
-the chain. Axes: B row, K step, K' scored step, P predicted step, A action dimension.
+A chain has K steps. A frozen base takes the first K - K', the fine-tuned network the last K', and only those have
+log-probabilities (DPPO, arXiv:2409.00588: the first steps have little influence, and every trained step costs a forward
+pass). All random numbers are drawn before the first step, so a decision depends only on the generator. Axes: B row, K
+step, K' scored step, P predicted step, A action dimension.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from robopolicy.policies.network import Steps
 
 
 def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionSchedule | FlowSchedule:
-    """Build the noise schedule that the configuration describes; diffusion: what it does not say of a diffusion's."""
+    """Build the noise schedule of the configuration; diffusion: additional arguments of a diffusion schedule."""
     if config.kind is PolicyKind.FLOW:
         return FlowSchedule(
             config.sampling_steps,
@@ -44,7 +44,7 @@ def make_schedule(config: DenoisingPolicyConfig, **diffusion: Any) -> DiffusionS
 
 
 def how_to_explore(network: object) -> str:
-    """Return what gives steps noise where none has any, to go on from "fine-tune more steps, or "."""
+    """Return the settings that add noise to noise-free steps, completing the message "fine-tune more steps, or "."""
     if isinstance(network, OwnLatents):
         return network.how_to_explore
     return "set flow_noise=constant, or raise eta or min_sampling_std"
@@ -52,11 +52,11 @@ def how_to_explore(network: object) -> str:
 
 @dataclass(frozen=True)
 class Draws:
-    """What is drawn for B decisions.
+    """Random numbers for B decisions.
 
     start: initial noise [B, P, A]; steps: noise of every step [K, B, P, A], None for the noise-free sampler; quiet:
-    which scored steps follow the noise-free sampler all the same [B, K'] bool, None for none of them; explored: how
-    many elements of a latent do not, in any step, None for all A of them.
+    mask of scored steps that are noise-free nevertheless [B, K'] bool, None for none; explored: number of latent
+    elements with noise in each step, None for all A.
     """
 
     start: Tensor
@@ -67,27 +67,27 @@ class Draws:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a decision takes over from another one, so that trees can branch inside chains.
+    """Steps kept from earlier decisions, so that trees can branch inside chains.
 
-    chain: the other's latents [B, K'+1, P, A]; count: how many of its scored steps to keep [B]: 0 keeps only what came
-    before the first of them, -1 nothing at all.
+    chain: earlier latents [B, K'+1, P, A]; count: number of scored steps to keep [B]: 0 keeps only the input of the
+    first one, -1 nothing.
     """
 
     chain: Tensor
     count: Tensor
 
     def begin(self, x: Tensor) -> Tensor:
-        """Put the kept beginnings in the place of latents [B, P, A] about to enter the first scored step."""
+        """Insert the kept inputs of the first scored step into latents [B, P, A]."""
         return torch.where((self.count >= 0)[:, None, None], self.chain[:, 0], x)
 
     def after(self, x: Tensor, index: int) -> Tensor:
-        """Put the kept results in the place of latents [B, P, A] that scored step `index` has made."""
+        """Insert the kept results of scored step `index` into latents [B, P, A]."""
         return torch.where((self.count > index)[:, None, None], self.chain[:, index + 1], x)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The scored part of B chains: latents [B, K'+1, P, A], noisiest first; mean and std of every step's Gaussian.
+    """Scored part of B chains: latents [B, K'+1, P, A], noisiest first; mean and std of every step's Gaussian.
 
     mean: [B, K', P, A]; std: broadcastable to it.
     """
@@ -113,11 +113,11 @@ def draw(
     noisy_steps: int | None,
     explored: int | None = None,
 ) -> Draws:
-    """Draw all that chains of `shape` [B, P, A] need, on the generator's device, and move it to `device`.
+    """Draw all random numbers for chains of `shape` [B, P, A] on the generator's device, and move them to `device`.
 
-    noisy: whether the steps have noise at all; noise_clip: bound on it in standard deviations; scored: which steps of
-    the schedule are scored; noisy_steps: how many of them are noisy in each decision, None for all;
-    explored: how many elements are, None for all: what pads an action explores nothing.
+    noisy: whether steps have noise; noise_clip: its bound in standard deviations; scored: slice of scored steps;
+    noisy_steps: number of noisy scored steps per decision, None for all; explored: number of elements with noise, None
+    for all (padding elements get none).
     """
     start = normal(shape, generator, device)
     if not noisy:
@@ -133,11 +133,11 @@ def draw(
 def draw_quiet_steps(
     dense: Tensor, noisy_steps: int | None, batch: int, generator: torch.Generator, device: torch.device
 ) -> Tensor | None:
-    """Draw which scored steps follow the noise-free sampler, [B, K'] bool; None where none of them does.
+    """Draw the scored steps that are noise-free, mask [B, K'] bool; None if all are noisy.
 
-    dense: which of them have a density at all, [K'] bool. Of the dense ones `noisy_steps` stay noisy, any set of so
-    many alike: fewer random steps leave each decision closer to what the policy means, and what its return says about
-    a noisy step is mixed with less of the others' noise (pi_RL keeps one).
+    dense: mask of steps with a density, [K'] bool. `noisy_steps` of them, chosen uniformly, stay noisy: with fewer
+    random steps a decision stays closer to the noise-free one, and the return contains less noise from other steps
+    (pi_RL keeps one).
     """
     if noisy_steps is None or noisy_steps >= int(dense.sum()):
         return None
@@ -159,8 +159,8 @@ def sample_chain(
 ) -> Chain:
     """Take all K steps and return the chain from step `first` = K - K' on.
 
-    leading: takes the steps before `first`; scored: takes the others; learned_std: step -> std [B, 1, A] in the place
-    of the schedule's, for scored steps; kept: what is taken over from other chains.
+    leading: network for the steps before `first`; scored: network for the others; learned_std: step -> std [B, 1, A],
+    replaces the schedule's for scored steps; kept: steps taken from earlier chains.
     """
     x = lead(schedule, first, leading, draws)
     if kept is not None:
@@ -187,9 +187,9 @@ def sample_chain(
 
 
 def lead(schedule: NoiseSchedule, first: int, leading: Steps, draws: Draws) -> Tensor:
-    """Take the steps before `first` and return the latents [B, P, A] that enter it: the frozen base's part.
+    """Take the steps before `first` with the frozen base and return the latents [B, P, A] at the input of step `first`.
 
-    It stays frozen so that what the scored steps are given does not move while they learn.
+    The base stays frozen so that the inputs of the scored steps do not change during training.
     """
     x = draws.start
     for step in range(first):
@@ -200,7 +200,7 @@ def lead(schedule: NoiseSchedule, first: int, leading: Steps, draws: Draws) -> T
 
 
 def finish_chain(schedule: NoiseSchedule, first: int, scored: Steps, x: Tensor, next_step: Tensor) -> Tensor:
-    """Return what noise-free steps make of latents x [N, P, A] about to enter scored step next_step [N], 0..K'."""
+    """Take noise-free steps from latents x [N, P, A] at the input of scored step next_step [N], 0..K'."""
     for index, step in enumerate(range(first, schedule.steps)):
         after = schedule.transition(x, scored.one(x, step), step, deterministic=True).mean
         # A row further along keeps its latents until the loop has come to its step.
@@ -211,9 +211,10 @@ def finish_chain(schedule: NoiseSchedule, first: int, scored: Steps, x: Tensor, 
 def trajectory(
     schedule: NoiseSchedule, first: int, leading: Steps, scored: Steps, start: Tensor, through: int | None = None
 ) -> Tensor:
-    """Return every latent [B, K+1, P, A] of the noise-free chain from noise `start` [B, P, A], differentiable in all.
+    """Return every latent [B, K+1, P, A] of the noise-free chain from noise `start` [B, P, A], differentiable in all
+    inputs.
 
-    leading: takes the steps before `first`, scored: takes the others; through: how many of the last steps have a
+    leading: network for the steps before `first`, scored: for the others; through: number of last steps with a
     gradient, None for all.
     """
     latents = [start]
@@ -227,10 +228,10 @@ def trajectory(
 
 
 def choices(schedule: NoiseSchedule, first: int, draws: Draws, kept: Kept | None) -> Tensor:
-    """Return which scored steps were choices of this decision, [B, K'] bool: only those have a log-probability.
+    """Return the mask [B, K'] bool of sampled scored steps; only those have a log-probability.
 
-    None of a noise-free chain; not those whose Gaussian has no width (the last step of a flow-SDE), that were drawn to
-    be quiet, or that were taken over from another decision, whose choices they are.
+    False for noise-free chains, steps with zero std (the last step of a flow-SDE), quiet steps, and steps kept from
+    another decision, to which they belong.
     """
     batch = len(draws.start)
     density = schedule.density[first:].expand(batch, -1)

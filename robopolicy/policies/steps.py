@@ -1,4 +1,4 @@
-"""What the scored steps of our policies speak of, for `core.steps.DescribesSteps`.
+"""Describe the scored steps of built-in policies, for `core.steps.DescribesSteps`.
 
 Axes: K scored step, P predicted step, L latent element, A action dimension.
 """
@@ -16,11 +16,13 @@ from robopolicy.policies.network import DenoisingNetwork, learns_noise
 
 STOOD_FOR = "actions that the normalised -0.5 and 0.5 stand for"
 PROBES = (-0.5, 0.5)
-"""Two points of every element: all normalisers are maps of one element by itself, with two numbers."""
+"""Two probe values per element: they identify every normaliser, since each is an elementwise map with two
+parameters.
+"""
 
 
 def stood_for(to_actions: Callable[[Tensor], Tensor], size: int, device: torch.device) -> dict[str, Tensor]:
-    """Return which actions [2, 1, A] the latents [2, 1, L] of `PROBES` stand for, L = size, under their name."""
+    """Return the actions [2, 1, A] for the latents [2, 1, L] of `PROBES`, L = size, as a named entry."""
     probes = torch.tensor(PROBES, device=device)[:, None, None].expand(-1, 1, size)
     with torch.no_grad():
         return {STOOD_FOR: to_actions(probes)}
@@ -35,12 +37,11 @@ def denoising_steps(
     latent_size: int,
     to_actions: Callable[[Tensor], Tensor],
 ) -> dict[str, Any]:
-    """Return what the scored steps of a denoising policy speak of, by name; see `DescribesSteps`.
+    """Return the properties of a denoising policy's scored steps by name; see `DescribesSteps`.
 
-    How its network predicts (the noise, or the clean action) is no part of a chain: the next latent follows from the
-    clean estimate that either comes to. The noise of exploration is one: scores are densities under it.
-    first: the schedule's first scored step; part: what of a latent is executed; latent_size: L; to_actions: returns
-    what latents [2, 1, L] stand for, [2, 1, A].
+    The prediction type (noise or clean action) is not included: the next latent follows from the clean estimate in both
+    cases. The exploration noise is: log-probabilities are densities under it. first: schedule index of the first scored
+    step; part: executed part of a latent; latent_size: L; to_actions: converts latents [2, 1, L] to actions [2, 1, A].
     """
     kind = {DiffusionSchedule: "diffusion", FlowSchedule: "flow"}.get(type(schedule), type(schedule).__name__)
     said: dict[str, Any] = {"kind": f"{kind}, scored by its {config.likelihood.value}"}
@@ -70,7 +71,9 @@ def denoising_steps(
 
 
 def _levels(schedule: Schedule) -> Tensor:
-    """Return how noisy latents are before each step, [K]: the share of noise in a flow, of signal in a diffusion."""
+    """Return the noise level of latents before each step, [K]: the fraction of noise in a flow, of signal in a
+    diffusion.
+    """
     if isinstance(schedule, DiffusionSchedule):
         return schedule.alphas[(schedule.times * schedule.training_steps).round().long() - 1]
     return schedule.times

@@ -1,5 +1,6 @@
-"""One learner for tokens, denoising steps and flow steps: rollouts become coefficients on log-probabilities.
+"""Policy-gradient learner for tokens, denoising steps and flow steps: rollouts become coefficients on
+log-probabilities.
 
-Everything here is a small function over tensors. It knows the protocols of `robopolicy.core` and nothing of concrete
-worlds, policies or configurations. The form of every policy loss is `-sum(w * sg(c) * logp) + auxiliaries`.
+Mechanisms are small functions over tensors. They depend on the protocols of `robopolicy.core` and on no concrete world,
+policy or configuration. Every policy loss has the form `-sum(w * sg(c) * logp) + auxiliaries`.
 """

@@ -1,4 +1,4 @@
-"""An algorithm is a choice of mechanisms, one or several a slot; presets are named choices."""
+"""Algorithms as combinations of mechanisms, one or several per slot; presets are named combinations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from robopolicy.rl.starts import Allocator, Hints, TaskSampler
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Bound mechanisms, ready to be called.
+    """Mechanisms with bound options, ready to be called.
 
-    resolved: which they are, and what they need; rewards: (rollouts, context) -> rollouts; advantage: (rollouts,
+    resolved: the chosen mechanisms and their needs; rewards: (rollouts, context) -> rollouts; advantage: (rollouts,
     context) -> [B, T] or [B, T, K]; credit: (rollouts, A [B, T, K], context) -> A; selection: (rollouts, context) ->
     keep [B]; coefficient: scored -> (c, stats); weight: (mask, rollouts) -> [b, t, K]; auxiliaries, controllers,
-    models: by name, the latter two to be constructed, as are sampler, allocator, replay and hint.
+    models: by name. Controllers, models, sampler, allocator, replay and hint are constructors.
     """
 
     resolved: Resolved
@@ -44,20 +44,20 @@ class Algorithm:
 
     @property
     def ratio_level(self) -> RatioLevel:
-        """What one ratio is about."""
+        """Unit of one probability ratio."""
         return self.resolved.ratio_level
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What it and its mechanisms need."""
+        """Needs of the preset and its mechanisms."""
         return self.resolved.needs
 
     def prepare(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage does not learn from.
+        """Select rows, add `advantage` [B, T, K] to the extras, and drop rows that the advantage excludes.
 
-        An advantage mechanism returns A [B, T] or [B, T, K], alone or with keep [B] bool: what to learn from; or keep
-        [B, T, K]: what to take gradients through (the rest is `pruned` in the extras). Where episodes branch, what they
-        share gets the mean of their advantages.
+        An advantage mechanism returns A [B, T] or [B, T, K], optionally with keep [B] bool (rows to learn from) or keep
+        [B, T, K] (steps with a gradient). Other steps are `pruned` in the extras. In branching episodes, shared chunks
+        get the mean of their advantages.
         """
         # Before the advantage: baselines are made of what is kept.
         for choice in self.selection:
@@ -83,7 +83,7 @@ class Algorithm:
 
 
 def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Bind what the settings resolve to; raises ConfigError as `AlgorithmConfig.resolved` does."""
+    """Bind the mechanisms that the settings resolve to; raises ConfigError as `AlgorithmConfig.resolved` does."""
     resolved = config.resolved()
     bound = {slot: {part.entry.name: part.bound() for part in parts} for slot, parts in resolved.slots.items()}
 

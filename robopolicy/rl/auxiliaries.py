@@ -1,4 +1,4 @@
-"""Losses that imitate: the base policy's own decisions, or recorded ones of experts. (inputs) -> scalar, scaled."""
+"""Imitation losses on the base policy's own action chunks or on recorded expert data: (inputs) -> scalar, scaled."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from robopolicy.rl.weights import step_mean
 
 @mechanism(Slot.AUXILIARY, "bc", source="DPPO, arXiv:2409.00588; DiWA, arXiv:2508.03645", needs=(Need.BASE,))
 def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
-    """Minus the log-probability of the base policy's own fresh decisions: behaviour cloning of where it came from.
+    """Negative log-probability of fresh action chunks of the base policy: behaviour cloning of the base.
 
-    One decision for each of the minibatch's n states, scored by its log-probabilities [n, K]. Returns a scalar. Raises
-    ConfigError without a base policy.
+    One action chunk is sampled for each of the minibatch's n states; its log-probabilities are [n, K]. Returns a
+    scalar. Raises ConfigError without a base policy.
     """
     # Fresh decisions in the states that the policy visits by now; the recorded ones are its own, not the base's.
     decision = given(inputs.base, "base").act(inputs.observation, inputs.context.generator)
@@ -30,12 +30,12 @@ def imitate_base(inputs: AuxiliaryInputs, *, weight: float = 0.05) -> Tensor:
     needs=(Need.EXPERTS,),
 )
 def imitate_experts(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
-    """The policy's own regression loss on a batch of recorded experts, one with every actor step.
+    """The policy's own regression loss on a batch of recorded expert data, one batch per actor step.
 
-    Deviation from DynaWeb, whose expert trajectories join the batch as episodes: the chain that leads to an expert's
-    action is not known, so policies learn from experts as in pre-training. Deviation from DAPG, whose weight is the
-    largest advantage times a number that falls with the iterations: here it stays what it is. The sum of the means of
-    the loss's parts [N], a scalar. Raises ConfigError without experts.
+    Deviation from DynaWeb, where expert trajectories join the batch as episodes: the denoising chain of an expert's
+    action is unknown, so policies imitate experts as in pre-training. Deviation from DAPG, whose weight is the largest
+    advantage times a factor that decays over the iterations: here the weight is constant. Returns a scalar: the sum of
+    the means of the loss terms [N]. Raises ConfigError without experts.
     """
     losses = loss_of(inputs.policy, next(given(inputs.experts, "experts")), inputs.context.generator)
     return weight * torch.stack([value.mean() for value in losses.values()]).sum()

@@ -1,11 +1,12 @@
-"""Coefficients c such that the gradient of `-sum(w * sg(c) * logp)` is that of the surrogate they stand for.
+"""Coefficients c such that the gradient of `-sum(w * sg(c) * logp)` equals that of the surrogate.
 
-Clips, decoupled clips for data that another policy made, trust regions, and preferences between episodes. Where a paper
-states a surrogate, its gradient was taken by hand and is compared with autograd in the tests.
+Clipping, decoupled clipping for off-policy data, trust regions, and preferences between episodes. If a paper states a
+surrogate, its gradient was derived by hand and is compared with autograd in the tests.
 
-Preferences compare episodes with the same start: minibatches hold whole episodes and, for there to be pairs, whole
-groups: minibatch_episodes at least a few times group_size. An episode's log-ratio is the sum over its scored steps,
-whatever ratio_level is, to the policy at the start of the iteration (of `tpo`: to the frozen reference).
+Preferences compare episodes with the same initial state: minibatches must contain complete episodes and, to form pairs,
+complete groups: minibatch_episodes at least a few times group_size. An episode's log-ratio is the sum over its scored
+steps, independent of ratio_level, relative to the policy at the start of the iteration (`tpo`: to the frozen
+reference).
 """
 
 import math
@@ -27,14 +28,14 @@ def ppo(
     clamped: Tensor | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return the coefficient of PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347), shaped as log_ratio.
+    """Compute the coefficient of PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347), shaped as log_ratio.
 
     The surrogate min(r A, clip(r, 1 - low, 1 + high) A) has gradient c * grad(logp) with
 
         c = r A  where  (A >= 0 and r <= 1 + high) or (A < 0 and r >= 1 - low),  else 0.
 
-    dual_clip: with A < 0 also 0 where r exceeds it (Ye et al. 2020, arXiv:1912.09729). clamped: entries whose log-ratio
-    was clamped get 0, as the clamp's own gradient says. Clip widths broadcast, e.g. one per step [K].
+    dual_clip: with A < 0, c is also 0 where r exceeds dual_clip (Ye et al. 2020, arXiv:1912.09729). clamped: entries
+    whose log-ratio was clamped get 0, like the gradient of the clamp. Clip widths broadcast, e.g. one per step [K].
     """
     # d/dtheta of r A is r A grad(logp), since grad r = r grad(logp): the surrogate's gradient is a coefficient on the
     # score. Where the clip is the smaller of the two, the surrogate is constant and the coefficient 0.
@@ -51,10 +52,10 @@ def ppo(
 def clipped(
     scored: Scored, *, dual_clip: float | None = None, low: float | None = None, high: float | None = None
 ) -> Coefficients:
-    """PPO's clipped ratio; with the ratio level of an episode it is GSPO, of an action Rank-GRPO.
+    """PPO's clipped ratio; with ratio level episode it is GSPO, with action it is Rank-GRPO.
 
-    Widths: low and high, null for clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of bad
-    decisions.
+    Clip widths: low and high, null for clip (and clip_high, clip_base, clip_rate). dual_clip bounds the ratio of action
+    chunks with negative advantage.
     """
     widths = scored.clip_low if low is None else low, scored.clip_high if high is None else high
     c = ppo(scored.log_ratio, scored.advantage, *widths, scored.clamped, dual_clip)
@@ -67,7 +68,7 @@ def clip_schedule(steps: int, base: float, epsilon: float, rate: float) -> Tenso
         eps_i = base + (epsilon - base) * (e^(rate t_i) - 1) / (e^rate - 1),   t_i = i / (K - 1)
 
     Source: Ren et al. 2024, arXiv:2409.00588. K = 1 is the cleanest step (t = 1); rate 0 is the linear limit. A width
-    belongs to its log-probability reduction: .01 on a mean over 28 dimensions is about .28 on their sum.
+    depends on the log-probability reduction: .01 on a mean over 28 dimensions is about .28 on their sum.
     """
     t = torch.linspace(0.0, 1.0, steps, dtype=torch.float64) if steps > 1 else torch.ones(1, dtype=torch.float64)
     shape = t if rate == 0 else torch.expm1(rate * t) / math.expm1(rate)
@@ -76,7 +77,7 @@ def clip_schedule(steps: int, base: float, epsilon: float, rate: float) -> Tenso
 
 @mechanism(Slot.COEFFICIENT, "decoupled_ppo", source="AReaL, arXiv:2505.24298; Hilton et al. 2022, arXiv:2110.00641")
 def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
-    """PPO clipped around the proximal policy, times proximal / behaviour, capped at `limit` and without gradient.
+    """PPO clipped around the proximal policy, weighted by proximal / behaviour, capped at `limit` and without gradient.
 
     The papers have no cap; AReaL's code drops steps above 5 or, as here, caps them.
     """
@@ -88,14 +89,14 @@ def decoupled_ppo(scored: Scored, *, limit: float = 5.0) -> Coefficients:
 
 @mechanism(Slot.COEFFICIENT, "clip_cov", source="Clip-Cov, arXiv:2505.22617; SPEAR, arXiv:2509.22601")
 def clip_cov(scored: Scored, *, share: float = 0.0002, limit: float = 5.0) -> Coefficients:
-    """Decoupled PPO without the steps that take most entropy: those whose probability goes along with their advantage.
+    """Decoupled PPO without the steps that reduce entropy most: those whose probability and advantage covary.
 
         cov = (log pi - mean) (A - mean),   over the minibatch's scored steps
 
-    sums to what a step of the policy gradient takes from the entropy. The `share` of steps with the largest, where it
-    is above 0, get no gradient; they are counted in the averages. The published share is so small that minibatches of
-    fewer than 1 / share steps lose none. Deviation: Clip-Cov draws them at random between bounds on cov that were tuned
-    to words. limit: as in decoupled_ppo.
+    sums to the entropy reduction of a policy gradient step. The `share` of steps with the largest positive cov get no
+    gradient; they still count in the averages. The published fraction is so small that minibatches of fewer than 1 /
+    share steps lose none. Deviation: Clip-Cov draws them at random between bounds on cov that were tuned for words.
+    limit: as in decoupled_ppo.
     """
     c, stats = decoupled_ppo(scored, limit=limit)
     mask = scored.mask
@@ -118,10 +119,11 @@ def bapo(
     step: float = 0.05,
     positive_share: float = 0.5,
 ) -> Coefficients:
-    """PPO whose bounds widen until good decisions make up `positive_share` of the surrogate's size.
+    """PPO whose clip bounds widen until positive-advantage chunks make up `positive_share` of the surrogate's
+    magnitude.
 
-    That is P / (P + N) with P = sum of min(r, top) A where A > 0, N = sum of max(r, bottom) |A| where A < 0: the values
-    of the clipped surrogate, clipped steps included. The lower bound rises first, then the upper one.
+    This fraction is P / (P + N) with P = sum of min(r, top) A where A > 0, N = sum of max(r, bottom) |A| where A < 0:
+    the values of the clipped surrogate, including clipped steps. The lower bound is raised first, then the upper one.
     """
     bottom, top = low[0], high[0]
     share = _positive_share(scored, bottom, top)
@@ -145,8 +147,8 @@ def _positive_share(scored: Scored, bottom: float, top: float) -> Tensor:
 def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     """Return |mean - mean_old|^2 / (2 std^2) averaged over the executed elements, and std, both [b, t, K].
 
-    It is KL(old || new) of a Gaussian step, per dimension. latents["mean"] holds the behaviour's means
-    [b, t, K', P, A]; raises ConfigError where the policy's likelihood keeps none.
+    This equals KL(old || new) of a Gaussian step, per dimension. latents["mean"] contains the behaviour policy's means
+    [b, t, K', P, A]; raises ConfigError if the policy's likelihood stores none.
     """
     if "mean" not in scored.rollouts.latents:
         raise ConfigError(
@@ -164,12 +166,12 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
 
 
 def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
-    """Return GRPO-Guard's regulated log-ratio: the left shift of a Gaussian step's ratio taken out, all [b, t, K].
+    """Compute GRPO-Guard's regulated log-ratio, which removes the left shift of a Gaussian step's ratio, all [b, t, K].
 
         log r' = [log r + |mean - mean_old|^2 / (2 std^2)] * std
 
-    log_ratio and shift must be reduced alike over dimensions. Under samples of the old policy E[log r'] = 0, while
-    E[log r] = -shift; the factor std makes all steps alike in scale. Source: GRPO-Guard, arXiv:2510.22319 (public
+    log_ratio and shift must have the same reduction over dimensions. Under samples of the old policy E[log r'] = 0,
+    while E[log r] = -shift; the factor std gives all steps the same scale. Source: GRPO-Guard, arXiv:2510.22319 (public
     documentation).
     """
     # With x ~ N(mean_old, std) the log-ratio has mean -shift and standard deviation |mean - mean_old| / std: adding the
@@ -179,14 +181,14 @@ def guarded_log_ratio(log_ratio: Tensor, shift: Tensor, std: Tensor) -> Tensor:
 
 @mechanism(Slot.COEFFICIENT, "grpo_guard", source="GRPO-Guard, arXiv:2510.22319", needs=(Need.MEANS, Need.STEP_RATIOS))
 def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -> Coefficients:
-    """PPO on ratios whose mean is held at 1: the clip bites equally on both sides of a Gaussian step.
+    """PPO on ratios whose mean is corrected to 1, so that clipping acts equally on both sides of a Gaussian step.
 
-    c = std r' A, the gradient of the clipped surrogate of r' (see `guarded_log_ratio`; deviation: the shift's own
-    gradient, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
-    (policy.logp_reduction=sum). Clip widths are those of the scaled log-ratio, std times smaller. balance: times
-    mean(std^2) / std^2, the paper's 1 / dt: a step of length dt has a variance in proportion to dt. Our flows take even
-    steps, where it changes nothing; a chain of denoising steps that predicts the clean action moves its mean most at
-    the end already, and is thrown off by it, so it is off.
+    c = std r' A, the gradient of the clipped surrogate of r' (see `guarded_log_ratio`; deviation: the gradient of the
+    shift, second order in the step, is dropped). summed: log-probabilities are sums over dimensions
+    (policy.logp_reduction=sum). Clip widths apply to the scaled log-ratio and are std times smaller. balance: multiply
+    by mean(std^2) / std^2, the paper's 1 / dt, since a step of length dt has a variance proportional to dt. The flows
+    here take even steps, for which it changes nothing. A denoising chain that predicts the clean action already moves
+    its mean most at the end and becomes unstable with it, so it is off by default.
     """
     shift, std = mean_shift(scored)
     if summed:
@@ -203,8 +205,8 @@ def grpo_guard(scored: Scored, *, summed: bool = False, balance: bool = False) -
 def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
     """Return 1 for episodes whose mean advantage is above that of their group, -1 for those below, [b]; else 0.
 
-    advantage, counted: [b, t, K], where counted is False an entry is left out, and an episode that has no other gets 0;
-    group: [b].
+    advantage, counted: [b, t, K]; entries where counted is False are excluded, and an episode without any counted entry
+    gets 0; group: [b].
     """
     size = counted.sum((1, 2))
     # In double precision: equal advantages must have equal means, or rounding would make pairs of ties.
@@ -215,7 +217,9 @@ def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
 
 
 def pair_mean(pairs: Tensor) -> Tensor:
-    """Return 1 / pairs [b, b], scaled by b, the number of episodes: the size does not depend on the minibatch."""
+    """Return 1 / pairs [b, b], scaled by the number b of episodes, so that the magnitude is independent of the
+    minibatch.
+    """
     return len(pairs) / pairs.sum().clamp(min=1)
 
 
@@ -228,16 +232,16 @@ def pair_mean(pairs: Tensor) -> Tensor:
 def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coefficients:
     """-log sigmoid(m), m = beta (sum of log pi / pi_ref over the chosen episode - the same over the rejected one).
 
-    Chosen are episodes whose mean advantage is above their group's, over those below; the loss is the mean over these
-    pairs. dm / dlog pi(step) is beta in the chosen and -beta in the rejected episode, and the derivative of
-    -log sigmoid(m) is -sigmoid(-m): so c = beta sigmoid(-m) on every step of the chosen episode, minus that on the
-    rejected one's, and steps whose advantage is 0 count on neither side (what branches share cancels). weight=constant
-    with length=1 makes this the loss exactly. pi_ref is the base policy, which replay=preferences replaces by the
-    policy as it is when a round begins. reduction: sum, as in the paper, or mean over an episode's counted steps. A sum
-    grows with T decisions times K steps: the longer a chain, the sooner a pair counts as told apart and fades, at a
-    change of some 1 / (beta T K) a step; so scale beta down with T K, or take the mean, where beta is to be about T K
-    times larger. Nothing is clipped and nothing overflows: log-ratios are summed in fp64 and only ever meet a sigmoid.
-    Where a policy's steps are means over their elements (logp_reduction=mean) beta counts an element's.
+    Pairs combine episodes whose mean advantage is above their group's (chosen) with those below (rejected); the loss is
+    the mean over these pairs. dm / dlog pi(step) is beta in the chosen and -beta in the rejected episode, and the
+    derivative of -log sigmoid(m) is -sigmoid(-m). So c = beta sigmoid(-m) on every step of the chosen episode and its
+    negative on the rejected one. Steps whose advantage is 0 count on neither side (shared steps of branches cancel).
+    weight=constant with length=1 gives this loss exactly. pi_ref is the base policy, which replay=preferences replaces
+    by the current policy at the start of each round. reduction: sum, as in the paper, or mean over an episode's counted
+    steps. A sum grows with T chunks times K steps: the longer a chain, the sooner a pair saturates, at a change of
+    about 1 / (beta T K) per step. So scale beta down with T K, or use the mean with a beta about T K times larger.
+    Nothing is clipped and nothing overflows: log-ratios are summed in fp64 and only enter a sigmoid. If a policy's step
+    log-probabilities are means over their elements (logp_reduction=mean), beta applies per element.
     """
     if reduction not in ("sum", "mean"):
         raise unknown_option("tpo.reduction", reduction, ("sum", "mean"))

@@ -1,4 +1,6 @@
-"""Streams of decisions that go on over episode ends, and how what was played becomes columns of `Rollouts`."""
+"""Collection of continuous streams of action chunks across episode ends, and their conversion to columns of
+`Rollouts`.
+"""
 
 from dataclasses import dataclass
 from itertools import islice
@@ -20,15 +22,15 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Observation, check_finite, 
 from robopolicy.core.world import World
 
 TAUGHT = "taught"
-"""A latent of this name, [B] bool, says where a decision was a teacher's; rollouts keep it among their extras."""
+"""Name of a latent, [B] bool, that marks chunks chosen by a teacher; rollouts store it in their extras."""
 
 
 @dataclass
 class Streams:
-    """Where B streams stand between two calls of `play`.
+    """State of B streams between two calls of `play`.
 
-    observation: the world's current one, [B, H, ...]; seed, name: root of the episode seeds; episodes: how many
-    episodes were started, so the next fresh seed is number `episodes` of that root; returns: [B] float64, sum of the
+    observation: the world's current one, [B, H, ...]; seed, name: root of the episode seeds; episodes: number of
+    episodes started, so that the next new seed is number `episodes` of that root; returns: [B] float64, sum of the
     rewards of the running episodes.
     """
 
@@ -40,7 +42,9 @@ class Streams:
 
 
 def start_streams(world: World, policy: Policy, seed: int, name: str = "collect") -> Streams:
-    """Reset every row with fresh seeds that depend on (seed, name) alone. Raises SpecError on a misfit."""
+    """Reset every row with new seeds that depend only on (seed, name). Raises SpecError if policy and world do not
+    match.
+    """
     with about(policy):
         require_fit(policy.spec, world.spec)
     rows = world.batch_size
@@ -60,13 +64,13 @@ def play(
     version: int = 0,
     images: Keeping = "plain",
 ) -> Rollouts:
-    """Let `policy` decide `decisions` times in every row and return [B, T] of it; `streams` is moved on in place.
+    """Collect `decisions` action chunks of `policy` in every row and return them as [B, T]; `streams` is advanced in
+    place.
 
-    Ended rows are reset with fresh seeds; `next_observation` is taken before that reset. Every row is its own group.
-    images: how what cameras show is kept.
-    extras: `episode_return` [B, T], rewards since the episode's start; `uncertainty` [B, T, C] where the world gives
-    one. Raises NonFiniteError, before anything reaches the world, when an observation, action or log-probability is
-    not finite.
+    Ended rows are reset with new seeds; `next_observation` is taken before that reset. Every row is its own group.
+    images: storage mode of camera images (not, plain or packed). extras: `episode_return` [B, T], sum of rewards since
+    the episode's start; `uncertainty` [B, T, C] if the world provides it. Raises NonFiniteError, before anything
+    reaches the world, when an observation, action or log-probability is not finite.
     """
     actor = PolicyActor(policy, generator, deterministic=deterministic, scored=True)
     player = Player(world, actor, streams.observation)
@@ -90,7 +94,7 @@ def play(
 
 
 def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
-    """Begin fresh episodes in `rows`."""
+    """Start new episodes in `rows`."""
     if not len(rows):
         return
     # Seeds are a list of which a prefix never changes: the n-th episode has the n-th seed, whoever needs it.
@@ -103,11 +107,11 @@ def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:
 def column(
     played: PlayedStep[Decided], instructions: tuple[str, ...], device: torch.device, version: int
 ) -> dict[str, Any]:
-    """Return a decision as one column of `Rollouts`: its fields by name, each [B, ...], apart from those of rows.
+    """Convert a policy call to one column of `Rollouts`: its fields by name, each [B, ...], without those of rows.
 
-    "images" holds what cameras showed and "images_after" what they showed then, for `store_images`. version: number of
-    updates of the policy. Raises NonFiniteError on a reward, SpecError on an instruction that is none of
-    `instructions`.
+    "images" contains the camera images before and "images_after" those after the chunk, for `store_images`. version:
+    number of updates of the policy. Raises NonFiniteError on a non-finite reward, SpecError on an instruction that is
+    not in `instructions`.
     """
     before = played.info.seen
     decision = played.info.decision
@@ -153,9 +157,9 @@ def column(
 
 
 def store_images(column: dict[str, Any], frames: FrameStore | None, ended: Array) -> None:
-    """Put in the place of a column's images the numbers by which `frames` keeps them: "seen" and "after", [B, H].
+    """Replace a column's images by their indices in `frames`: "seen" and "after", [B, H].
 
-    What follows is kept where a row `ended` [B] bool, see `Images.after`. None keeps no images.
+    The image after the chunk is stored where a row `ended` [B] bool, see `Images.after`. None stores no images.
     """
     before, after = column.pop("images"), column.pop("images_after")
     if frames is None or not before:
@@ -167,7 +171,9 @@ def store_images(column: dict[str, Any], frames: FrameStore | None, ended: Array
 
 
 def stored_images(columns: dict[str, Any], frames: FrameStore | None) -> Images | None:
-    """Take the numbers "seen" and "after", [B, T, H], out of columns; return what they stand for, None without any."""
+    """Remove the indices "seen" and "after", [B, T, H], from columns; return the images they refer to, None if
+    absent.
+    """
     if frames is None or "seen" not in columns:
         return None
     return Images(frames.frames, columns.pop("seen"), columns.pop("after")).compact()
@@ -180,7 +186,7 @@ def _instruction(text: str, instructions: tuple[str, ...]) -> int:
 
 
 def _stack(columns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stack equal trees of tensors along a new time axis (axis 1)."""
+    """Stack trees of tensors with equal structure along a new time axis (axis 1)."""
     stacked: dict[str, Any] = {}
     for key, value in columns[0].items():
         parts = [column[key] for column in columns]

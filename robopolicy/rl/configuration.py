@@ -1,4 +1,4 @@
-"""Which mechanisms an algorithm is made of: the choices of a configuration, and what they resolve to, slot by slot."""
+"""Algorithm configuration: the mechanisms chosen by the settings, resolved slot by slot."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ ORDER = (
     *(Slot.ADVANTAGE, Slot.COEFFICIENT, Slot.WEIGHT, Slot.REWARD, Slot.CREDIT, Slot.SELECTION, Slot.AUXILIARY),
     *(Slot.CONTROLLER, Slot.SAMPLER, Slot.ALLOCATOR, Slot.MODEL, Slot.REPLAY, Slot.HINT),
 )
-"""In which slots are resolved, and what does not fit together is looked for."""
+"""Order in which slots are resolved and checked for incompatible choices."""
 DEFAULTS = {
     Slot.ADVANTAGE: "gae",
     Slot.COEFFICIENT: "ppo",
@@ -32,31 +32,31 @@ DEFAULTS = {
     Slot.SAMPLER: "uniform",
     Slot.ALLOCATOR: "uniform",
 }
-"""What stands in a slot that has to be filled, where neither the settings nor the preset do."""
+"""Default mechanisms of required slots that neither the settings nor the preset fill."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A mechanism in its slot, with those of its options that are not left at their defaults."""
+    """A mechanism in its slot, with its non-default options."""
 
     entry: Mechanism
     options: Mapping[str, Any]
 
     def bound(self) -> Callable[..., Any]:
-        """Return its function, or its class, with the options; its module is imported now."""
+        """Return its function or class with bound options; imports its module."""
         return partial(self.entry.function, **self.options)
 
     @property
     def file(self) -> str:
-        """Where its code lies, as a path below the folder that its package is in."""
+        """Path of its source file, relative to the folder that contains its package."""
         return self.entry.path.partition(":")[0].replace(".", "/") + ".py"
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What the settings of an algorithm come to: the parts in every slot, and what one ratio is about.
+    """Resolved settings of an algorithm: the mechanisms in every slot, and the ratio level.
 
-    name: of the preset; own_needs: what that needs, whatever its parts do.
+    name: name of the preset; own_needs: needs of the preset, independent of its mechanisms.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Resolved:
 
     @property
     def entries(self) -> tuple[Mechanism, ...]:
-        """Every mechanism, by slot."""
+        """All mechanisms, by slot."""
         return tuple(part.entry for parts in self.slots.values() for part in parts)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the preset and its mechanisms need."""
+        """Needs of the preset and its mechanisms."""
         needs = self.own_needs.union(*(entry.needs for entry in self.entries))
         return needs | {Need.WHOLE_EPISODES} if self.ratio_level.whole_episodes else needs
 
     def check(self, have: frozenset[Need]) -> None:
-        """Raise ConfigError naming the first mechanism that cannot work with what there is."""
+        """Raise ConfigError naming the first mechanism whose needs are not met."""
         for need in sorted(self.own_needs - have, key=lambda item: item.name):
             raise ConfigError(f"algorithm={self.name} needs {need.value}; this combination has none.")
         alone = self.ratio_level is RatioLevel.STEP
@@ -85,50 +85,50 @@ class Resolved:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """Which mechanisms: a preset, and per slot what replaces its choice (null: the preset's).
+    """Choice of mechanisms: a preset, and per slot an override (null: the preset's).
 
-    `robopolicy algorithms` lists everything.
+    `robopolicy algorithms` lists all presets and mechanisms.
     """
 
     algorithm: str = "dppo"
-    """Preset: ppo, dppo, grpo, gspo and many more."""
+    """Algorithm preset: ppo, dppo, grpo, gspo and many more."""
     advantage: str | None = None
-    """How rewards become advantages."""
+    """Advantage estimator."""
     credit: tuple[str, ...] | None = None
-    """How a decision's advantage is shared out among its steps, and what modulates it."""
+    """Credit assignment: distribution of a chunk's advantage over its steps, and factors on it."""
     coefficient: str | None = None
-    """What a step's score is multiplied by in the loss: PPO's clipped ratio, DPO's, and so on."""
+    """Factor on a step's log-probability in the loss: PPO's clipped ratio, DPO's, and so on."""
     weight: str | None = None
-    """How the losses of steps are averaged."""
+    """Averaging of the per-step losses."""
     ratio_level: RatioLevel | None = None
-    """What one ratio is about: a step (PPO), an action, a decision (ReinFlow, FPO) or an episode (GSPO), and whether
-    the steps inside share the sum or the mean.
+    """Unit of one probability ratio: a step (PPO), an action, a decision (action chunk; ReinFlow, FPO) or an episode
+    (GSPO), with the sum or the mean over its steps.
     """
     rewards: tuple[str, ...] | None = None
-    """What the policy is paid for, changed before advantages are made."""
+    """Reward functions that change rewards before advantages are computed."""
     selection: tuple[str, ...] | None = None
-    """Which of the played episodes it learns from."""
+    """Selection of collected episodes to learn from."""
     auxiliaries: tuple[str, ...] | None = None
-    """Losses on the side, such as bc, nearness to the base policy."""
+    """Auxiliary losses, such as bc, which keeps the policy close to its base."""
     controllers: tuple[str, ...] | None = None
-    """Settings that follow the diagnostics while training goes on."""
+    """Controllers that adapt settings to diagnostics during training."""
     sampler: str | None = None
-    """Which starts are played next, out of the pool."""
+    """Sampler that chooses the next initial states from the pool."""
     allocator: str | None = None
-    """How many episodes every start gets."""
+    """Allocator of the number of episodes per initial state."""
     models: tuple[str, ...] | None = None
-    """What is learned beside the policy: process rewards, progress, action values."""
+    """Models trained together with the policy: process rewards, progress, action values."""
     replay: str | None = None
-    """Episodes of earlier iterations that are learned from again."""
+    """Replay of episodes from earlier iterations."""
     hint: str | None = None
-    """How far along a demonstration episodes begin."""
+    """Position in a demonstration from which episodes start."""
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Mechanism -> its options, such as options.grpo.epsilon=1e-6."""
+    """Options of mechanisms, by name, such as options.grpo.epsilon=1e-6."""
 
     def of(self, name: str, default: Any) -> Any:
-        """The choice for a slot: this configuration's, else the preset's, else `default`.
+        """Return the choice for a slot: this configuration's, else the preset's, else `default`.
 
-        Raises ConfigError where the preset is asked and there is none of that name.
+        Raises ConfigError if the preset is needed and its name is unknown.
         """
         value = getattr(self, name)
         if value is not None:
@@ -138,7 +138,7 @@ class AlgorithmConfig:
         return PRESETS[self.algorithm].get(name, default)
 
     def resolved(self) -> Resolved:
-        """Return what these settings, the preset and the defaults put into every slot, without importing any of it.
+        """Resolve these settings, the preset and the defaults to mechanisms in every slot, without importing them.
 
         Raises ConfigError for unknown names, options and owners of options.
         """
@@ -169,7 +169,7 @@ class AlgorithmConfig:
 
 
 def _no_preset(name: str) -> str:
-    """Return why a name is no preset: a mechanism belongs into its slot, anything else is not known."""
+    """Return the reason why a name is not a preset: it is a mechanism, which belongs in its slot, or unknown."""
     found = declared_at(name) if is_dotted(name) else [entry for entry in mechanisms() if entry.name == name]
     if found:
         settings = " or ".join(written(entry.slot, name) for entry in found)

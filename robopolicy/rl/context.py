@@ -1,4 +1,6 @@
-"""What mechanisms are given: the circumstances of an iteration, a scored minibatch, and whom they may ask."""
+"""Inputs of mechanisms: the context of an iteration, a scored minibatch, and the policies and models available to
+them.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +23,13 @@ def _nothing_kept(rollouts: Rollouts) -> Mapping[str, Tensor]:
 
 @dataclass(frozen=True)
 class Context:
-    """The circumstances of an iteration.
+    """Context of an iteration.
 
-    generator: for mechanisms that draw; discount: per control step; gae_lambda: per decision; iteration of iterations;
-    scored_steps: K of a whole decision; history: mean returns of recent groups, newest last (never longer than 256);
-    memory: what mechanisms remember from one iteration to the next, by their name; JSON values, part of checkpoints;
-    instructions: of the world; stages: of its task, none where that names none; conditions: rollouts -> latents
-    [B, T, ...] that the policy's frozen encoder makes of what they saw, {} of a policy that keeps none.
+    generator: for random draws of mechanisms; discount: per control step; gae_lambda: per action chunk; iteration of
+    iterations; scored_steps: K of a complete chunk; history: mean returns of recent groups, newest last (at most 256);
+    memory: state of mechanisms between iterations, by name (JSON values, part of checkpoints); instructions: of the
+    world; stages: of its task, empty if it defines none; conditions: rollouts -> outputs [B, T, ...] of the policy's
+    frozen encoder for their observations, {} if the policy stores none.
     """
 
     generator: torch.Generator
@@ -44,20 +46,21 @@ class Context:
 
     @property
     def share(self) -> float:
-        """How much of the run is done, in [0, 1); schedules run along it."""
+        """Fraction of the run completed, in [0, 1); schedules depend on it."""
         return self.iteration / max(1, self.iterations)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A minibatch that the current policy has scored, without gradient; all tensors [b, t, K] unless said otherwise.
+    """A minibatch with log-probabilities under the current policy, without gradient; all tensors [b, t, K] unless
+    stated otherwise.
 
-    logp: current; log_ratio: current to proximal, reduced to the configured level and clamped; clamped: where that
-    happened; staleness: log(proximal / behaviour), per step; advantage; mask; clip_low, clip_high: widths around 1
-    (broadcastable); chosen: index of each step in its decision; rollouts: the minibatch itself, [b, t],
-    without its next observations; knobs: what controllers set, by name; share: how much of the run is done; extra:
-    name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`; raises ConfigError
-    where the policy gives none; limit: where log-ratios are clamped.
+    logp: under the current policy; log_ratio: current to proximal, reduced to the configured level and clamped;
+    clamped: mask of clamped entries; staleness: log(proximal / behaviour), per step; advantage; mask; clip_low,
+    clip_high: widths around 1 (broadcastable); chosen: index of each step in its chunk; rollouts: the minibatch itself,
+    [b, t], without its next observations; knobs: values set by controllers, by name; share: fraction of the run
+    completed; extra: name -> an extra of the policy's scores (or "entropy"), [b, t, K, ...], 0 outside `mask`, raises
+    ConfigError if the policy provides none; limit: bound at which log-ratios are clamped.
     """
 
     logp: Tensor
@@ -77,9 +80,10 @@ class Scored:
 
     @property
     def step_log_ratio(self) -> Tensor:
-        """log pi / pi_proximal of every step by itself, [b, t, K], clamped like log_ratio; 0 outside `mask`.
+        """log pi / pi_proximal of every single step, [b, t, K], clamped like log_ratio; 0 outside `mask`.
 
-        Whatever the level: for what sums over an episode's steps, which at a summed level already hold sums.
+        It is independent of the ratio level, for mechanisms that sum over an episode's steps; at a summed level
+        log_ratio already contains sums.
         """
         proximal = self.rollouts.proximal.gather(-1, self.chosen)
         return torch.where(self.mask, self.logp - proximal, 0.0).clamp(-self.limit, self.limit)
@@ -91,17 +95,17 @@ class Scored:
 
 
 Coefficients = tuple[Tensor, Mapping[str, Tensor]]
-"""c [b, t, K] and scalars worth logging."""
+"""Coefficients c [b, t, K] and scalars to log."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a side model may build on.
+    """Inputs for building a side model.
 
-    policy: what is fine-tuned; base: a frozen copy of what it came from (None unless Need.BASE is declared); teacher:
-    another policy or None; fields: what the world shows, by key; history: H frames; instructions: of the world;
-    observe: (rollouts, where [B, T]) -> the observation that a policy is given; score: (policy, rollouts, where
-    [B, T]) -> differentiable scores of the n decisions `where`.
+    policy: the policy being fine-tuned; base: a frozen copy of its initial state (None unless Need.BASE is declared);
+    teacher: another policy or None; fields: the world's observation fields, by key; history: H frames; instructions: of
+    the world; observe: (rollouts, where [B, T]) -> the policy's observation; score: (policy, rollouts, where [B, T]) ->
+    differentiable scores of the n chunks `where`.
     """
 
     policy: Trainable
@@ -115,24 +119,24 @@ class Tools:
 
 
 class SideModel(Protocol):
-    """What is learned beside the policy and says more than an outcome does."""
+    """A model trained together with the policy that provides more information than the outcome."""
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn from the rollouts, then add to their extras or rewards."""
+        """Train on the rollouts, then add predictions to their extras or rewards."""
         ...
 
     def tree(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
+        """Return the state for `restore`."""
         ...
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         ...
 
 
 @runtime_checkable
 class ActionValues(Protocol):
-    """A side model that knows what actions are worth, as Need.VALUES promises."""
+    """A side model that predicts action values, as promised by Need.VALUES."""
 
     def values(self, observation: Mapping[str, Any]) -> Tensor:
         """Return V [N] of an observation [N, H, ...]."""
@@ -145,13 +149,13 @@ class ActionValues(Protocol):
 
 @dataclass(frozen=True)
 class AuxiliaryInputs:
-    """What an auxiliary loss may use of the minibatch's n decisions.
+    """Inputs of an auxiliary loss for the minibatch's n chunks.
 
-    observation, latents: what the policy was given to score, [n, ...]; mask: [n, k] bool, which steps were choices;
-    scores: its differentiable scores; policy: what is fine-tuned; base: the frozen policy that fine-tuning started
-    from (None unless Need.BASE is declared); teacher: another policy, or None; experts: batches of recorded decisions
-    for `policy.loss`, or None; models: what is learned beside the policy, by name; proximal: log-probabilities of
-    the same steps [n, k] under the policy before the update, or whatever else is clipped around.
+    observation, latents: inputs of the policy's scores, [n, ...]; mask: [n, k] bool, steps that were sampled; scores:
+    differentiable scores; policy: the policy being fine-tuned; base: the frozen policy that fine-tuning started from
+    (None unless Need.BASE is declared); teacher: another policy, or None; experts: batches of recorded chunks for
+    `policy.loss`, or None; models: side models, by name; proximal: log-probabilities of the same steps [n, k] under the
+    policy before the update, or any other clipping reference.
     """
 
     observation: TensorObservation
@@ -168,19 +172,21 @@ class AuxiliaryInputs:
 
     @property
     def action_values(self) -> ActionValues:
-        """The side model that knows what actions are worth; raises ConfigError where there is none."""
+        """The side model that predicts action values; raises ConfigError if there is none."""
         return given(next((model for model in self.models.values() if isinstance(model, ActionValues)), None), "values")
 
 
 def given[T](value: T | None, name: str) -> T:
-    """Return `value`; raises ConfigError where it is None: a mechanism reads what it has not declared as a need."""
+    """Return `value`; raises ConfigError if it is None, i.e. if a mechanism reads an input that it has not declared as
+    a need.
+    """
     if value is None:
         raise ConfigError(f"This mechanism reads '{name}', which it does not declare among its needs.")
     return value
 
 
 def score_extra(scores: Scores, name: str) -> Tensor:
-    """Return an extra of a policy's scores, such as mean [N, K, P, A]; raises ConfigError where there is none."""
+    """Return an extra of a policy's scores, such as mean [N, K, P, A]; raises ConfigError if it is missing."""
     if name not in scores.extras:
         has = ", ".join(scores.extras) or "none"
         raise ConfigError(f"This mechanism reads '{name}' of the policy's scores, whose extras are: {has}.")
@@ -188,8 +194,9 @@ def score_extra(scores: Scores, name: str) -> Tensor:
 
 
 def for_another_policy(latents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return latents [n, ...] that any policy with the same steps can score: without what the encoder that acted made.
+    """Return latents [n, ...] that any policy with the same steps can score, without the acting policy's encoder
+    output.
 
-    Another policy has to encode the observation for itself.
+    Another policy must encode the observation itself.
     """
     return {name: value for name, value in latents.items() if not is_condition(name)}

@@ -1,7 +1,8 @@
-"""Knobs that follow the diagnostics: classes with step(stats, context) -> knobs, state() and restore(state).
+"""Controllers of learner settings, driven by diagnostics: classes with step(stats, context) -> knobs, state() and
+restore(state).
 
-Knobs read by the learner: lr_scale, clip_low_scale, clip_high_scale; rl_scale, a factor of the policy gradient's loss,
-and NAME_scale, one of the auxiliary loss NAME.
+Knobs read by the learner: lr_scale, clip_low_scale, clip_high_scale; rl_scale, a factor on the policy gradient loss,
+and NAME_scale, a factor on the auxiliary loss NAME.
 """
 
 import math
@@ -13,22 +14,23 @@ from robopolicy.rl.registry import Slot, mechanism
 
 
 class Stateless:
-    """A controller that remembers nothing."""
+    """A controller without state."""
 
     def state(self) -> dict[str, Any]:
-        """Return nothing."""
+        """Return an empty state."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing; there is no state."""
 
 
 @mechanism(Slot.CONTROLLER, "vcpo", source="VCPO, arXiv:2602.17616")
 class Vcpo(Stateless):
-    """Scale the learning rate by sqrt(effective sample size / sample size): stale data makes small steps.
+    """Scale the learning rate by sqrt(effective sample size / sample size): stale data leads to small steps.
 
-    The sizes are of whole rows, weighted by how much likelier the policy finds them now than when they were played
-    (`sequence_ess`, which the trainer measures before the update). VCPO's baseline of least variance is not part of it.
+    The sizes count complete rows, weighted by the ratio of their probability under the current policy to that under the
+    behaviour policy (`sequence_ess`, measured by the trainer before the update). VCPO's minimum-variance baseline is
+    not included.
     """
 
     def __init__(self, *, least: float = 0.05):
@@ -42,7 +44,7 @@ class Vcpo(Stateless):
 
 @mechanism(Slot.CONTROLLER, "linear_decay", source="schedule")
 class LinearDecay(Stateless):
-    """Let the learning rate fall linearly to `final` of its value at the end of the run."""
+    """Decay the learning rate linearly to `final` of its initial value at the end of the run."""
 
     def __init__(self, *, final: float = 0.1):
         self.final = final

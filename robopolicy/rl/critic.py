@@ -1,4 +1,4 @@
-"""The critic V(observation): an encoder that makes features, an MLP with Mish on top, and the scale of its rewards."""
+"""Critic V(observation): an encoder followed by an MLP with Mish, and the scale of its rewards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ from robopolicy.nn.precision import multiplied
 
 
 class StateFeatures(nn.Module):
-    """Standardises the vector fields of an observation and concatenates them with their history: -> [N, features].
+    """Standardise the vector fields of an observation and concatenate them with their history: -> [N, features].
 
-    fields: which keys to read, images excluded (a critic may see more of the state than the policy does). Standardised
-    values are limited to +-10, so a state never seen at `fit` cannot blow up the critic. instructions: of the world; if
-    there are several, which of them is asked for is part of the state, one-hot.
+    fields: keys to read, without images (a critic may read more of the state than the policy). Standardised values are
+    limited to +-10, so that states far from those in `fit` cannot destabilise the critic. instructions: of the world;
+    if there are several, the current one is part of the state, one-hot.
     """
 
     def __init__(self, fields: Mapping[str, Field], history: int, instructions: tuple[str, ...] = ("",)):
@@ -74,11 +74,13 @@ class Critic(nn.Module):
 
     @property
     def reads_images(self) -> bool:
-        """Whether its encoder may look at camera images; `StateFeatures` does not."""
+        """Whether its encoder may read camera images; `StateFeatures` does not."""
         return not isinstance(self.encoder, StateFeatures)
 
     def fit(self, observation: Mapping[str, Any]) -> None:
-        """Fit the encoder's standardisation, if it has one, on an observation [..., *shape]; once, before any value."""
+        """Fit the encoder's standardisation, if it has one, on an observation [..., *shape]; call once, before
+        computing values.
+        """
         if isinstance(self.encoder, StateFeatures):
             self.encoder.fit(observation)
 
@@ -96,17 +98,18 @@ def state_critic(
     depth: int = 2,
     instructions: tuple[str, ...] = ("",),
 ) -> Critic:
-    """Return a critic over the vector fields of a world's observation, and over its instructions if it has several."""
+    """Build a critic over the vector fields of a world's observation, and over its instructions if it has several."""
     encoder = StateFeatures(fields, history, instructions)
     return Critic(encoder, encoder.features, width, depth)
 
 
 class ReturnScale(nn.Module):
-    """Divides rewards by the running std of the discounted return, so one critic learning rate fits every task.
+    """Divide rewards by the running standard deviation of the discounted return, so that one critic learning rate fits
+    every task.
 
-    The return is accumulated forward, G_t = R_t + gamma^h_{t-1} (1 - ended_{t-1}) G_{t-1} (as OpenAI baselines'
-    VecNormalize and DPPO do), and its moments are pooled over all columns seen (Chan et al. 1979). The mean is not
-    subtracted from rewards. Its state is in buffers, fp64: it belongs into checkpoints.
+    The return is accumulated forward, G_t = R_t + gamma^h_{t-1} (1 - ended_{t-1}) G_{t-1} (as in OpenAI baselines'
+    VecNormalize and DPPO), and its moments are pooled over all columns so far (Chan et al. 1979). The mean is not
+    subtracted from rewards. Its state is in fp64 buffers, which are part of checkpoints.
     """
 
     count: Tensor
@@ -120,9 +123,9 @@ class ReturnScale(nn.Module):
 
     @torch.no_grad()
     def update(self, rewards: Tensor, ended: Tensor, discount: Tensor) -> None:
-        """Take in decisions: rewards (chunk sums) [B, T], ended [B, T] bool, discount gamma^h [B, T].
+        """Update with chunks: rewards (chunk sums) [B, T], ended [B, T] bool, discount gamma^h [B, T].
 
-        Streams are taken to start anew (G = 0) at the first column.
+        Streams are assumed to restart (G = 0) at the first column.
         """
         # A discounted sum of the past instead of the future: about the same spread, and it waits for no episode's end.
         running = torch.zeros(rewards.shape[0], dtype=torch.float64, device=rewards.device)
@@ -142,6 +145,6 @@ class ReturnScale(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """The current standard deviation, [] fp64; 1 before any update or while every return was equal."""
+        """Current standard deviation, [] fp64; 1 before any update and while all returns are equal."""
         variance = self.second_moment / self.count.clamp(min=1)
         return torch.where(variance > 1e-12, variance.sqrt(), torch.ones_like(variance))

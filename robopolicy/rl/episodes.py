@@ -1,14 +1,14 @@
-"""Collecting whole episodes, in groups with the same start, with rows that are refilled as soon as they are free.
+"""Collection of complete episodes in groups with the same initial state, with continuous batching.
 
 More episodes than rows are played by continuous batching: a row that ends takes the next request. Groups that are
-unfinished when enough others are complete may be kept, and gone on with at the next call under the newer policy: every
-decision remembers which version made it (partial rollouts, APRIL, arXiv:2509.18521).
+unfinished when enough others are complete may be kept and continued at the next call under the newer policy: every
+chunk records the policy version that chose it (partial rollouts, APRIL, arXiv:2509.18521).
 
-Episodes may branch: at given decisions a row's state is kept, and children go on from there with noise of their own.
-What parent and children share is played once. The children's rows hold a copy of it that is masked out. How such trees
-grow, which of the running episodes get more branches and which are stopped early, is TreePO's, arXiv:2508.17445. A
-segment there is a decision here. Its third heuristic, to fall back to a random place of a finished path where no path
-runs and branches are left over, is not built: it needs every state kept.
+Episodes may branch: at given chunks a row's state is saved, and children continue from there with their own noise.
+Steps shared by parent and children are played once. The children's rows contain a copy of them that is masked out. The
+growth of trees, i.e. the distribution of branches over running episodes and early stopping, follows TreePO,
+arXiv:2508.17445. Its segments are action chunks here. Its third heuristic, to fall back to a random position of a
+finished path when branches remain but no path runs, is not implemented: it would require storing every state.
 """
 
 from collections import deque
@@ -36,8 +36,8 @@ from robopolicy.rl.collect import column, store_images, stored_images
 
 @dataclass(frozen=True)
 class Request:
-    """One episode to play. seed: of its start; group: whose outcomes it is compared with; task: index of the
-    instruction, -1: whatever the seed says; state: one row's state to begin in instead.
+    """One episode to play. seed: of its initial state; group: episodes that its outcome is compared with; task: index
+    of the instruction, -1: chosen by the seed; state: one row's state to start from instead.
     """
 
     seed: int
@@ -48,13 +48,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Branching:
-    """at: decisions (from 0) at which every running episode splits; width: into how many, itself among them.
+    """at: chunks (from 0) at which every running episode splits; width: number of resulting episodes, including itself.
 
-    step: how many steps of the decision the branches share (BranchGRPO's tree over the denoising chain; 0 shares the
-    initial noise), several for a split after each of so many, at which every branch splits again; None: they split
-    before the decision and share nothing of it. uncertain: the branches due to a group's episodes that stand at a
-    decision together are shared out among them by how surprising their last decisions were (TreePO). Raises ConfigError
-    unless width is at least 2 and decisions and steps are distinct and from 0.
+    step: number of denoising steps of the chunk that the branches share (BranchGRPO's tree over the denoising chain; 0
+    shares the initial noise); several values split after each of them, and every branch splits again; None: episodes
+    split before the chunk and share nothing of it. uncertain: a group's branches at a chunk are distributed over its
+    running episodes by the surprise of their last chunks (TreePO). Raises ConfigError unless width is at least 2 and
+    chunks and steps are distinct and non-negative.
     """
 
     at: tuple[int, ...] = ()
@@ -72,22 +72,22 @@ class Branching:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """How many steps of the decision are shared at each split there, in order; -1: it is made afresh."""
+        """Number of shared steps at each split within the chunk, in order; -1: nothing is shared."""
         if self.step is None:
             return (-1,)
         return (self.step,) if isinstance(self.step, int) else tuple(sorted(self.step))
 
     @property
     def leaves(self) -> int:
-        """Episodes that one root becomes, if none ends before the last split."""
+        """Number of episodes from one root, if none ends before the last split."""
         return self.width ** (len(self.at) * len(self.steps))
 
 
 def groups_of(seeds: Sequence[int] | Array, sizes: int | Sequence[int], tasks: Sequence[int] = ()) -> list[Request]:
-    """Return requests for one group per seed, `sizes` episodes each (ragged where a sequence is given).
+    """Build requests for one group per seed, with `sizes` episodes each (ragged if a sequence is given).
 
     seeds: [G] of G groups; sizes: for all of them, or [G]; tasks: indices of instructions [G], or none. Raises
-    ValueError where their numbers differ.
+    ValueError if their numbers differ.
     """
     counts = [sizes] * len(seeds) if isinstance(sizes, int) else list(sizes)
     chosen = list(tasks) or [-1] * len(seeds)
@@ -99,17 +99,18 @@ def groups_of(seeds: Sequence[int] | Array, sizes: int | Sequence[int], tasks: S
 
 
 def surprise(logp: Tensor, mask: Tensor) -> Array:
-    """Return how unlikely each decision's steps were, [B]: the mean of -logp over masked steps [B, K], nats; 0 of none.
+    """Compute the surprise of each chunk, [B]: the mean of -logp over masked steps [B, K], in nats; 0 if there are
+    none.
 
-    A policy that is unsure says it by rating what it chose low.
+    An uncertain policy assigns a low probability to the chosen steps.
     """
     return np.asarray(-(torch.where(mask, logp, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)).cpu(), dtype=np.float64)
 
 
 def shared_out(surprises: Sequence[float], branches: int) -> list[int]:
-    """Return how many of so many `branches` each of n episodes gets, [n]: in proportion to exp(surprise).
+    """Distribute `branches` over n episodes in proportion to exp(surprise), [n].
 
-    Rounded to whole ones by largest remainders (equal ones: the first), so that they add up to `branches`.
+    Rounded to integers by largest remainders (ties: the first), so that they sum to `branches`.
     """
     exact = np.exp(np.array(surprises) - max(surprises))
     exact = branches * exact / exact.sum()
@@ -121,7 +122,9 @@ def shared_out(surprises: Sequence[float], branches: int) -> list[int]:
 
 
 def shared_in_groups(groups: Sequence[int], surprises: Sequence[float], each: int) -> list[int]:
-    """Return how many branches each of n episodes gets, [n]: a group's share out `each` times their number."""
+    """Return the number of branches of each of n episodes, [n]: each group distributes `each` times its number of
+    episodes.
+    """
     found = [each] * len(groups)
     for group in set(groups):
         some = [place for place, other in enumerate(groups) if other == group]
@@ -132,10 +135,11 @@ def shared_in_groups(groups: Sequence[int], surprises: Sequence[float], each: in
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e-3) -> Array:
-    """Return which rows' vector fields changed in a decision, [B] bool, by `still` of their spread over the rows.
+    """Return the rows whose vector fields changed during a chunk, [B] bool, by `still` of their standard deviation over
+    the rows.
 
-    before, after: key -> [B, H, ...], of which the newest frames are compared; images are not. What a stuck robot does
-    over and over is what text repeated over and over is to a language model.
+    before, after: key -> [B, H, ...], of which the newest frames are compared; images are ignored. A stuck robot that
+    repeats its actions corresponds to repeated text of a language model.
     """
     found: list[Tensor] = []
     for key, seen in before.items():
@@ -149,11 +153,11 @@ def moved(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e
 
 @dataclass
 class _Running:
-    """One episode, waiting or in flight: how many decisions it has taken, and where it came from.
+    """One episode, waiting or in flight: number of chunks so far, and its origin.
 
-    snapshot, returned: state and return so far where it waits to go on from; parent: number of the episode it branched
-    off, -1: none, at decision branch_decision, of which it shares branch_step steps, -1: none; number: its own, -1: not
-    begun; surprise: of its last decision; still: how many decisions in a row have moved nothing.
+    snapshot, returned: state and return so far, if it waits to continue from there; parent: number of the episode it
+    branched off, -1: none, at chunk branch_decision, of which it shares branch_step steps, -1: none; number: its own,
+    -1: not started; surprise: of its last chunk; still: number of consecutive chunks without movement.
     """
 
     request: Request
@@ -169,11 +173,11 @@ class _Running:
 
     @property
     def origin(self) -> tuple[int, int, int]:
-        """Where it branched off: parent, decision and step."""
+        """Branch point: parent, chunk and step."""
         return self.parent, self.branch_decision, self.branch_step
 
     def tree(self) -> dict[str, Any]:
-        """Return what `of` needs. The state that a request asks to begin in is the snapshot, or was left behind."""
+        """Return the state for `of`. The initial state of a request is the snapshot, or has been dropped."""
         state: Mapping[str, Array] = {} if self.snapshot is None else self.snapshot.arrays
         plain = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("request", "snapshot")
@@ -186,19 +190,19 @@ class _Running:
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "_Running":
-        """Return the episode that `tree` is of."""
+        """Rebuild the episode from `tree`."""
         state = {name: value.numpy() for name, value in tree["snapshot"].items()}
         return _Running(Request(*tree["request"]), snapshot=Snapshot(state) if state else None, **tree["plain"])
 
 
 class EpisodePlayer:
-    """Plays requests in the rows of a world; holds what is in flight between two calls of `play`.
+    """Plays requests in the rows of a world; keeps episodes in flight between two calls of `play`.
 
-    branching: where episodes split, None for nowhere; stop_still: decisions in a row that move nothing after which an
-    episode is stopped, as by a time limit, 0 for never; images: how what cameras show is kept.
-    Raises SpecError where the policy does not fit the world, and ConfigError where rows are to split in a world that
-    cannot save and restore them, or inside decisions of a policy that cannot go on from there, or at a step that a
-    decision does not have.
+    branching: positions at which episodes split, None for no branching; stop_still: consecutive chunks without movement
+    after which an episode is truncated, as by a time limit, 0 for never; images: storage mode of camera images (not,
+    plain or packed). Raises SpecError if the policy does not match the world. Raises ConfigError if rows must split in
+    a world without save and restore, or at a step that a chunk does not have. It is also raised for splits inside
+    policy calls if the policy cannot continue from there.
     """
 
     def __init__(
@@ -230,7 +234,7 @@ class EpisodePlayer:
         self.clear()
 
     def clear(self) -> None:
-        """Drop what is in flight and waiting; the next call starts from fresh resets."""
+        """Drop episodes in flight and waiting; the next call starts from new resets."""
         self._vacate()
         self.waiting: deque[_Running] = deque()
         self.parts: list[dict[str, Any]] = []
@@ -241,7 +245,7 @@ class EpisodePlayer:
         self.count = 0
 
     def _vacate(self) -> None:
-        """Leave every row empty: the world is reset at the next call."""
+        """Clear all rows: the world is reset at the next call."""
         self.rows: list[_Running | None] = [None] * self.world.batch_size
         self.player = Player(self.world, PolicyActor(self.policy, torch.Generator()))
         self.returns = np.zeros(self.world.batch_size)
@@ -253,12 +257,12 @@ class EpisodePlayer:
 
     @property
     def open_groups(self) -> set[int]:
-        """Groups that an episode in flight or waiting belongs to."""
+        """Groups with an episode in flight or waiting."""
         return {row.request.group for row in [*self.rows, *self.waiting] if row is not None}
 
     @property
     def held(self) -> set[int]:
-        """Groups that were requested and not returned yet: open ones, and complete ones beyond what was asked for."""
+        """Groups that were requested and not yet returned: open ones, and surplus complete ones."""
         return self.open_groups | set(self.finished.values())
 
     @torch.no_grad()
@@ -272,10 +276,10 @@ class EpisodePlayer:
         deterministic: bool = False,
         label: str = "",
     ) -> Rollouts:
-        """Play until as many `groups` are complete (default: all that are held or requested) and return those.
+        """Play until `groups` groups are complete (default: all that are stored or requested) and return those.
 
-        The groups of the lowest numbers come first; others stay for the next call, complete, in flight or waiting. Rows
-        of the result are in the order in which episodes were started. extras: `episode_return` [B, T].
+        Groups with the lowest numbers are returned first; others stay for the next call, complete, in flight or
+        waiting. Rows of the result are in the order in which episodes were started. extras: `episode_return` [B, T].
         """
         self.waiting.extend(_Running(request, snapshot=request.state) for request in requests)
         actor = PolicyActor(self.policy, generator, deterministic=deterministic, scored=True)
@@ -301,9 +305,9 @@ class EpisodePlayer:
         return self._assemble(self._complete()[:groups])
 
     def suspend(self) -> None:
-        """Put what is in flight back in the queue, ahead of what waits; the next call starts from fresh resets.
+        """Move episodes in flight back to the front of the queue; the next call starts from new resets.
 
-        In a world that can save its rows an episode goes on from where it is, in another one from its beginning.
+        If the world can save its rows, an episode continues from its current state, otherwise from its start.
         """
         flying = [(index, row) for index, row in enumerate(self.rows) if row is not None]
         if flying and isinstance(self.world, Snapshots):
@@ -318,7 +322,7 @@ class EpisodePlayer:
         self._vacate()
 
     def tree(self) -> dict[str, Any]:
-        """Return what `restore` needs to go on from what was suspended."""
+        """Return the state for `restore`, to continue suspended episodes."""
         return {
             "waiting": {str(place): running.tree() for place, running in enumerate(self.waiting)},
             "parts": _join(self.parts) if self.parts else {},
@@ -331,7 +335,7 @@ class EpisodePlayer:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.clear()
         self.waiting.extend(_Running.of(tree["waiting"][str(place)]) for place in range(len(tree["waiting"])))
         self.parts = [tree["parts"]] if tree["parts"] else []
@@ -342,10 +346,10 @@ class EpisodePlayer:
         self.count = tree["count"]
 
     def rescore(self, score: Callable[[Rollouts], Tensor]) -> None:
-        """Replace the log-probabilities of the n decisions that are held, handed over as [n, 1], by what `score` says.
+        """Replace the log-probabilities of the n stored chunks, passed as [n, 1], by the results of `score`.
 
-        score: rollouts -> [n, 1, K]. What an episode's last chunk executed is known only when it ended, and can be
-        scored only as long as the policy that acted is at hand.
+        score: rollouts -> [n, 1, K]. The executed part of an episode's last chunk is known only when the episode has
+        ended. It can be scored only while the policy that acted is available.
         """
         if not self.parts:
             return
@@ -358,7 +362,7 @@ class EpisodePlayer:
         self.parts = [{**flat, "logp_behaviour": score(decisions)[:, 0]}]
 
     def _fill(self) -> None:
-        """Give waiting episodes to free rows: fresh starts and branches."""
+        """Assign waiting episodes to free rows: new initial states and branches."""
         free = [index for index, row in enumerate(self.rows) if row is None]
         taken = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
         for index, running in taken:
@@ -384,14 +388,18 @@ class EpisodePlayer:
             self.player.restore(self.world, _joined([snapshot for _, snapshot in kept]), rows)
 
     def _splits(self, running: _Running) -> tuple[int, ...]:
-        """Return after how many steps of the decision before it an episode splits; one that began there, only later."""
+        """Return the step counts after which an episode splits in the next chunk; if it branched off in this chunk,
+        only later ones.
+        """
         if running.steps not in self.branching.at:
             return ()
         begun = running.branch_step if running.branch_decision == running.steps else None
         return tuple(step for step in self.branching.steps if begun is None or step > begun)
 
     def _branch(self) -> None:
-        """Where it is time, keep the state and queue children that go on from it, before anything else waiting."""
+        """At branch points, save the state and queue children that continue from it, before all other waiting
+        episodes.
+        """
         due = [(index, row) for index, row in enumerate(self.rows) if row is not None and self._splits(row)]
         if not due:
             return
@@ -411,7 +419,7 @@ class EpisodePlayer:
                 self.waiting.appendleft(child)
 
     def _stopped(self, column: dict[str, Any]) -> Array:
-        """Count the decisions that moved nothing, and end the episodes [B] bool that have too many in a row."""
+        """Count chunks without movement, and truncate the episodes [B] bool with too many in a row."""
         stopped = np.zeros(len(self.rows), dtype=bool)
         for index, moves in enumerate(moved(column["observation"], column["next_observation"])):
             running = self.rows[index]
@@ -425,7 +433,9 @@ class EpisodePlayer:
         return stopped
 
     def _shared_latents(self, device: torch.device) -> tuple[dict[str, Tensor], Tensor] | None:
-        """Return the steps that rows go on from, which have just branched off inside a decision, and how many."""
+        """Return the steps from which rows continue that have just branched off inside a policy call, and their
+        number.
+        """
         due = {
             index: self.shared[running.parent, running.steps]
             for index, running in enumerate(self.rows)
@@ -445,7 +455,7 @@ class EpisodePlayer:
         return latents, count
 
     def _keep(self, column: dict[str, Any], device: torch.device) -> None:
-        """Record the column's live rows as flat decisions with number, group and step of their episodes."""
+        """Record the column's active rows as flat chunks with number, group and step of their episodes."""
         place: list[tuple[int, int, int]] = []
         rows: list[int] = []
         surprises = surprise(column["logp_behaviour"], column["mask"]) if self.branching.uncertain else None
@@ -467,11 +477,11 @@ class EpisodePlayer:
         self.parts.append(part)
 
     def _complete(self) -> list[int]:
-        """Return the groups that are complete and were not returned yet, by number."""
+        """Return the numbers of complete groups that were not yet returned, sorted."""
         return sorted(set(self.finished.values()) - self.open_groups) if self.finished else []
 
     def _assemble(self, groups: list[int]) -> Rollouts:
-        """Gather the decisions of `groups`, with what episodes share with ancestors, as [B, T, ...]; keep the rest."""
+        """Gather the chunks of `groups`, including those shared with ancestors, as [B, T, ...]; keep the rest."""
         flat = _join(self.parts)
         self.parts, device = [flat], flat["place"].device
         mine = torch.isin(flat["place"][:, 1], torch.tensor(groups, device=device))
@@ -517,7 +527,7 @@ class EpisodePlayer:
         )
 
     def _drop(self, which: Tensor, by: int) -> None:
-        """Forget episodes of these numbers (by 0) or groups (by 1), and their decisions."""
+        """Drop episodes with these numbers (by 0) or groups (by 1), and their chunks."""
         flat = _join(self.parts)
         gone = torch.isin(flat["place"][:, by], which.to(flat["place"].device))
         dropped = set(flat["place"][gone, 0].unique().tolist())
@@ -531,7 +541,7 @@ class EpisodePlayer:
             self.count = 0
 
     def _forget_frames(self) -> None:
-        """Keep only the frames that decisions which are held have seen."""
+        """Keep only the frames that stored chunks refer to."""
         held = dict(self.parts[0]) if self.parts else {}
         left = stored_images(held, self.frames)
         self.frames = store_for(self.images)
@@ -541,11 +551,11 @@ class EpisodePlayer:
 
 
 def _nothing(steps: int = 1, note: str = "") -> None:
-    """Advance no bar."""
+    """Do not advance a progress bar."""
 
 
 def _joined(snapshots: Sequence[Snapshot | None]) -> Snapshot:
-    """Put snapshots of single rows together."""
+    """Concatenate snapshots of single rows."""
     parts = [snapshot for snapshot in snapshots if snapshot is not None]
     return Snapshot({name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays})
 

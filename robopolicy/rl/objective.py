@@ -1,6 +1,7 @@
-"""What an update computes: log-probability ratios, the one form of policy loss, the critic's loss, and diagnostics.
+"""Computations of an update: log-probability ratios, the common form of policy loss, the critic's loss, and
+diagnostics.
 
-All are tensors until they are logged; diagnostics tell a healthy update from a sick one.
+All results are tensors until they are logged; diagnostics distinguish healthy updates from unhealthy ones.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,9 @@ from robopolicy.rl.presets import RatioLevel
 
 
 class LogRatios(NamedTuple):
-    """log_ratio [..., T, K], clamped to +-limit; clamped [..., T, K] bool, where that happened (no gradient there)."""
+    """log_ratio [..., T, K], clamped to +-limit; clamped [..., T, K] bool, mask of clamped entries (without
+    gradient).
+    """
 
     log_ratio: Tensor
     clamped: Tensor
@@ -28,10 +31,10 @@ def log_ratios(
     level: RatioLevel = RatioLevel.STEP,
     steps_per_action: int = 0,
 ) -> LogRatios:
-    """Return log(pi / pi_old) without gradient, [..., T, K] (or [N, K]); 0 where mask is False.
+    """Compute log(pi / pi_old) without gradient, [..., T, K] (or [N, K]); 0 where mask is False.
 
-    Above the step level the steps of an action, decision or episode (the last two axes) share the sum or the mean over
-    their scored steps. A clamped entry keeps its sign and size `limit`, so exp never overflows.
+    Above the step level, the steps of an action, chunk or episode (the last two axes) share the sum or the mean over
+    their scored steps. A clamped entry keeps its sign with magnitude `limit`, so exp never overflows.
     """
     # Differences in log space, and the clamp before exp: a ratio of probabilities of hundreds of steps overflows fp32.
     difference = torch.where(mask, logp.detach() - logp_old, 0.0)
@@ -62,10 +65,10 @@ def _shared(values: Tensor, mask: Tensor, level: RatioLevel, steps_per_action: i
 def policy_loss(
     logp: Tensor, coefficient: Tensor, weight: Tensor, auxiliaries: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Return -sum(w * sg(c) * logp) + sum(auxiliaries), a scalar.
+    """Compute -sum(w * sg(c) * logp) + sum(auxiliaries), a scalar.
 
-    logp, coefficient, weight: [N, K]. Entries with weight 0 give neither value nor gradient, even if not finite. The
-    value means little (its gradient is the surrogate's); auxiliaries are scalars, already scaled.
+    logp, coefficient, weight: [N, K]. Entries with weight 0 contribute neither value nor gradient, even if not finite.
+    The value itself is not meaningful (its gradient is the surrogate's); auxiliaries are scalars, already scaled.
     """
     # Masked entries go through where on both factors: 0 * inf would be NaN, and its gradient too.
     used = weight > 0
@@ -77,7 +80,7 @@ def policy_loss(
 
 
 def value_loss(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return half the mean squared error between values and returns [N], over the masked entries."""
+    """Compute half the mean squared error between values and returns [N], over the masked entries."""
     error = 0.5 * (values - returns).square()
     if mask is None:
         return error.mean()
@@ -85,11 +88,11 @@ def value_loss(values: Tensor, returns: Tensor, mask: Tensor | None = None) -> T
 
 
 def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return KL(old || new) of a whole decision: the sum over steps of the mean of (r - 1) - log r, a scalar.
+    """Estimate KL(old || new) of a complete chunk: the sum over steps of the mean of (r - 1) - log r, a scalar.
 
-    log_ratio, mask: [N, K]. The estimator is k3 of Schulman (joschu.net/blog/kl-approx): unbiased for log-probabilities
+    log_ratio, mask: [N, K]. The estimator is Schulman's k3 (joschu.net/blog/kl-approx): unbiased for log-probabilities
     that are sums over dimensions, never negative. With log-probabilities that are means over D dimensions it is a
-    per-dimension figure that cannot be compared with a summed one.
+    per-dimension value, not comparable with a summed one.
     """
     terms = torch.where(mask, torch.expm1(log_ratio) - log_ratio, 0.0)
     # By the chain rule the KL of a decision is the sum over its steps, each a mean over the decisions that have it.
@@ -97,14 +100,14 @@ def approximate_kl(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def clip_fraction(log_ratio: Tensor, mask: Tensor, clip_low: Tensor | float, clip_high: Tensor | float) -> Tensor:
-    """Return the share of scored steps [N, K] whose ratio is outside [1 - low, 1 + high], a scalar."""
+    """Return the fraction of scored steps [N, K] whose ratio is outside [1 - low, 1 + high], a scalar."""
     ratio = log_ratio.exp()
     outside = ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)) & mask
     return outside.sum() / mask.sum().clamp(min=1)
 
 
 def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Return (sum w)^2 / (n sum w^2) in (0, 1], a scalar; w [N]: the ratio of the whole decision, exp(sum [N, K])."""
+    """Return (sum w)^2 / (n sum w^2) in (0, 1], a scalar; w [N]: the ratio of the complete chunk, exp(sum [N, K])."""
     joint = torch.where(mask, log_ratio, 0.0).sum(-1)
     # Shifted by the largest before exp: the common factor cancels in the quotient.
     weights = (joint - joint.max()).exp()
@@ -112,9 +115,9 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """Return 1 - Var(returns - values) / Var(returns) of [N] each: 1 is a perfect critic, 0 like a constant.
+    """Return 1 - Var(returns - values) / Var(returns), both [N]: 1 for a perfect critic, 0 for a constant one.
 
-    NaN where all returns are the same: there is nothing to explain.
+    NaN if all returns are equal, since there is no variance to explain.
     """
     variance = returns.var(unbiased=False)
     explained = 1 - (returns - values).var(unbiased=False) / variance.clamp(min=1e-12)

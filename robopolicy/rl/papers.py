@@ -1,7 +1,7 @@
-"""The papers that this suite was asked for, and those its mechanisms are from: what carries each, and how far.
+"""Register of implemented papers, and of the sources of mechanisms: location and completeness of each implementation.
 
-papers.json has a row a paper; a test compares it with the register of mechanisms and with the marks of the tests, and
-`python tests/papers.py` writes the tests' names into it and the table into README.md. Nothing here imports torch.
+papers.json has one row per paper; a test compares it with the registered mechanisms and with the test markers. `python
+tests/papers.py` writes the tests' names into it and the table into README.md. It does not import torch.
 """
 
 import json
@@ -18,7 +18,7 @@ from robopolicy.core.storage import resource
 FILE = Path(__file__).with_name("papers.json")
 
 Kind = Literal["robots", "language models", "others"]
-"""What a paper of the list was written for; others are not of the list, but mechanisms name them as their source."""
+"""Application area of a listed paper; others are not on the list, but are named by mechanisms as their source."""
 
 TITLES: Mapping[Kind, str] = {
     "robots": "Papers on robots",
@@ -27,17 +27,19 @@ TITLES: Mapping[Kind, str] = {
 }
 
 Status = Literal["works", "part", "absent"]
-"""works: all that the paper calls its own is here, reached from the command line, and a test checks its mathematics."""
+"""works: everything that is specific to the paper is implemented, available on the command line, and its mathematics is
+tested.
+"""
 
 HEADER = ("paper", "arXiv", "where", "test", "status", "effect on success")
 
 
 @dataclass(frozen=True)
 class Paper:
-    """One row. mechanisms: "slot/name" of those that carry it; settings: others' "section.key=value", or a verb with
-    its target; note: what is missing, why it is absent, or, of what works, how it differs; tests: ids of those that
-    check its mathematics; check: the ablation of `bench mechanisms` that measures it, with the variant where it has
-    several methods, "" for none.
+    """One row of the register. mechanisms: "slot/name" of those that implement it; settings: other "section.key=value",
+    or a verb with its target; note: what is missing, the reason for its absence, or, if it works, the differences;
+    tests: ids of tests of its mathematics; check: the ablation of `bench mechanisms` that measures it, with the variant
+    if it has several methods, "" for none.
     """
 
     id: str
@@ -53,7 +55,7 @@ class Paper:
 
     @property
     def where(self) -> str:
-        """What carries it, separated by commas."""
+        """Its mechanisms and settings, separated by commas."""
         return ", ".join((*self.mechanisms, *self.settings))
 
     @property
@@ -64,7 +66,7 @@ class Paper:
 
 @cache
 def papers() -> tuple[Paper, ...]:
-    """Return every row, in the order of the file."""
+    """Load every row, in the order of the file."""
     rows: list[Mapping[str, Any]] = json.loads(FILE.read_text(encoding="utf-8"))
     return tuple(map(_paper, rows))
 
@@ -75,28 +77,28 @@ def _paper(row: Mapping[str, Any]) -> Paper:
 
 
 def papers_of(mechanism: str) -> list[Paper]:
-    """Return the papers that a mechanism, "slot/name", carries."""
+    """Return the papers that a mechanism, "slot/name", implements."""
     return [paper for paper in papers() if mechanism in paper.mechanisms]
 
 
 def cells(paper: Paper, effect: str) -> tuple[str, ...]:
-    """Return one line of the table under HEADER; of several tests the first is named."""
+    """Return one row of the table under HEADER; of several tests the first is named."""
     more = f" and {len(paper.tests) - 1} more" if len(paper.tests) > 1 else ""
     return paper.id, paper.arxiv, paper.where, (paper.tests[0] if paper.tests else "") + more, paper.said, effect
 
 
 @cache
 def published() -> Mapping[str, Any]:
-    """Return the checks of `bench mechanisms` out of assets/figures, {} before they were published."""
+    """Load the checks of `bench mechanisms` from assets/figures; {} if they are not published."""
     path = resource("assets", "figures/mechanisms.json")
     return json.loads(path.read_text(encoding="utf-8"))["checks"] if path.exists() else {}
 
 
 def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
-    """Say by how much the method of the paper beat its ablation in `bench mechanisms`, and whether that shows.
+    """Describe the gain of the paper's method over its ablation in `bench mechanisms`, and its significance.
 
-    The difference of the success rates after the last iteration, pooled over seeds, with Newcombe's interval of 95 %:
-    shown where it lies above 0, reversed where below.
+    The difference of the success rates after the last iteration, pooled over seeds, with Newcombe's 95 % interval:
+    shown if it lies above 0, reversed if below.
     """
     name, _, variant = paper.check.partition("/")
     if name not in checks:
@@ -113,7 +115,7 @@ def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
 
 
 def counted(*kinds: Kind) -> str:
-    """Return how many papers of these kinds work, are there in part, and are absent."""
+    """Count the papers of these kinds that work, are partly implemented, and are absent."""
     chosen = [paper.status for paper in papers() if paper.kind in kinds]
     parts = ", ".join(f"{chosen.count(status)} {status}" for status in ("works", "part", "absent"))
     return f"{len(chosen)} papers: {parts}"

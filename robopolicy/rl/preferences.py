@@ -1,8 +1,9 @@
-"""Pairs of episodes, one preferred to the other: stored on disk, learned from again, or from disk alone.
+"""Preference pairs of episodes: stored on disk, replayed, or used for training from disk alone.
 
-A folder of pairs holds whole episodes with all that scores them again (observations, images, latents, masks), as
-safetensors and JSON. What a frozen encoder made of the images is not kept: whoever learns from them reads them anew, by
-its own. Episodes of one group have one start; in the extra `preferred` those with 1 are preferred to those with -1.
+A folder of pairs contains complete episodes with all inputs for recomputing their log-probabilities (observations,
+images, latents, masks), as safetensors and JSON. Outputs of a frozen image encoder are not stored: every policy encodes
+the images with its own encoder. Episodes of one group have the same initial state; those with 1 in the extra
+`preferred` are preferred to those with -1.
 """
 
 from collections.abc import Mapping
@@ -31,24 +32,24 @@ _NAME = "preferences"
 
 @runtime_checkable
 class StoresPairs(Protocol):
-    """A replay whose episodes are worth keeping beyond the run."""
+    """A replay whose episodes are saved beyond the run."""
 
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
-        """Write them to `folder`, atomically; instructions: of the world, which `Rollouts.task` counts."""
+        """Write them to `folder`, atomically; instructions: of the world, indexed by `Rollouts.task`."""
         ...
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """rollouts: episodes with `preferred` among their extras; instructions: what their `task` counts."""
+    """rollouts: episodes with `preferred` in their extras; instructions: texts indexed by their `task`."""
 
     rollouts: Rollouts
     instructions: tuple[str, ...]
 
     def following(self, instructions: tuple[str, ...]) -> Rollouts:
-        """Return the episodes with `task` [B, T] counting `instructions`, without what an encoder made of their images.
+        """Return the episodes with `task` [B, T] as indices into `instructions`, without image encoder outputs.
 
-        Raises DataError where one of their instructions is missing.
+        Raises DataError if one of their instructions is missing.
         """
         asked = [self.instructions[index] for index in sorted(set(integers(self.rollouts.task[:, 0])))]
         missing = [text for text in asked if text not in instructions]
@@ -60,10 +61,10 @@ class Pairs:
 
 
 def write_pairs(folder: Path, rollouts: Rollouts, instructions: tuple[str, ...]) -> None:
-    """Write whole episodes with `preferred` [B, T] among their extras to `folder`, atomically.
+    """Write complete episodes with `preferred` [B, T] in their extras to `folder`, atomically.
 
-    Raises DataError where they have no such verdicts, a group lacks one of its two sides, or images were left out
-    because an encoder had read them.
+    Raises DataError if labels are missing, a group lacks one of its two sides, or images were dropped because an
+    encoder had processed them.
     """
     _require_verdicts(rollouts, str(folder))
     if rollouts.images is None and any(is_condition(name) for name in rollouts.latents):
@@ -76,9 +77,9 @@ def write_pairs(folder: Path, rollouts: Rollouts, instructions: tuple[str, ...])
 
 
 def read_pairs(folder: Path | str, device: torch.device | str = "cpu") -> Pairs:
-    """Read what `write_pairs` or a run of algorithm=grape wrote.
+    """Read the files of `write_pairs` or of a run of algorithm=grape.
 
-    Raises CheckpointError on missing or damaged files, and DataError where they hold no pairs.
+    Raises CheckpointError on missing or damaged files, and DataError if they contain no pairs.
     """
     tree = load_tree(recover_folder(Path(folder)), _NAME, device)
     if not {"instructions", "rollouts"} <= set(tree):
@@ -90,12 +91,12 @@ def read_pairs(folder: Path | str, device: torch.device | str = "cpu") -> Pairs:
 
 @mechanism(Slot.REPLAY, "preferences", source="GRAPE, arXiv:2411.19309", needs=())
 class Preferences(Buffer):
-    """Keep the pairs of all rounds, learn from older ones again, and begin a round: the base becomes the policy as is.
+    """Store the pairs of all rounds, replay older ones, and start rounds by resetting the base to the current policy.
 
-    refresh: iterations in a round, 1 for a new reference with every batch of episodes, 0 for the policy as it came
-    throughout. share: older episodes learned from per episode of today, by whole groups, 0 for none (the paper learns
-    from its round's pairs). folder: stored pairs that count as older ones from the beginning. megabytes: the most that
-    is kept, in memory and in the run's folder preferences/; the oldest go first. A pair keeps the verdict it was given.
+    refresh: iterations per round, 1 for a new reference with every batch of episodes, 0 to keep the initial policy
+    throughout. share: older episodes per current episode, in complete groups, 0 for none (the paper learns from the
+    current round's pairs). folder: stored pairs that count as older ones from the start. megabytes: maximum size in
+    memory and in the run's folder preferences/; the oldest are dropped first. A pair keeps its original label.
     """
 
     def __init__(self, *, refresh: int = 1, share: float = 0.0, folder: str = "", megabytes: float = 256.0):
@@ -113,11 +114,11 @@ class Preferences(Buffer):
         self.given = read_pairs(folder) if folder else None
 
     def reincarnates(self, context: Context) -> bool:
-        """Return whether a round begins."""
+        """Return whether a round starts."""
         return self.refresh > 0 and context.iteration % self.refresh == 0
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Keep what has a verdict of these rollouts, and return them with older pairs beside them."""
+        """Store the labelled episodes of these rollouts, and return the rollouts together with older pairs."""
         if self.given is not None:
             older = self.given.following(context.instructions).to(rollouts.group.device)
             version = torch.full_like(older.policy_version, -1)  # no policy of this run has made them
@@ -142,18 +143,18 @@ class Preferences(Buffer):
         return joined(rollouts, older)
 
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
-        """Write all that is kept to `folder`, one dataset; nothing where there is nothing."""
+        """Write all stored pairs to `folder`, as one dataset; write nothing if there are none."""
         if self.kept:
             write_pairs(folder, concatenate([part for _, part in self.kept]), instructions)
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from all tensors, those of the folder included."""
+        """Restore all tensors, including those of the folder."""
         super().restore(tree)
         self.kept = [(iteration, _unread(part)) for iteration, part in self.kept]
         self.given = None
 
     def _bound(self) -> None:
-        """Forget the oldest iterations, and of the last that is left its first groups, until the rest fits."""
+        """Drop the oldest iterations, and the first groups of the last remaining one, until the rest fits."""
         while len(self.kept) > 1 and sum(_bytes(part) for _, part in self.kept) > self.most:
             self.kept.pop(0)
         if self.kept and _bytes(self.kept[0][1]) > self.most:
@@ -168,7 +169,7 @@ class Preferences(Buffer):
 
 
 def _judged(rollouts: Rollouts) -> Rollouts:
-    """Return the episodes of groups that have both sides, as `tpo` takes them, with these as verdicts."""
+    """Return the episodes of groups that have both sides, as in `tpo`, labelled by side."""
     if not len(rollouts.group):
         return rollouts
     advantage, groups = rollouts.extras["advantage"], Segments.of(rollouts.group)
@@ -179,7 +180,7 @@ def _judged(rollouts: Rollouts) -> Rollouts:
 
 
 def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollouts]:
-    """Draw whole groups of all parts alike until there are as many as `wanted` episodes, fewer where there are less."""
+    """Sample complete groups uniformly from all parts, up to `wanted` episodes in total."""
     if not wanted or not parts:
         return []
     every = concatenate(parts)
@@ -191,9 +192,10 @@ def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollout
 
 
 def _bare(rollouts: Rollouts) -> Rollouts:
-    """Leave out all that scoring an episode again does not need; its verdict stays. Rewards become their sum.
+    """Drop everything not needed to recompute log-probabilities; the label stays. Rewards are summed.
 
-    What an encoder made of images goes as well: it is larger than they are, and true of its weights alone.
+    Image encoder outputs are dropped as well: they are larger than the images, and valid only for those encoder
+    weights.
     """
     alone = torch.full_like(rollouts.parent, -1)
     return replace(
@@ -209,14 +211,14 @@ def _bare(rollouts: Rollouts) -> Rollouts:
 
 
 def _unread(rollouts: Rollouts) -> Rollouts:
-    """Leave out what an encoder made of the images."""
+    """Drop the image encoder's outputs."""
     return replace(rollouts, latents=for_another_policy(rollouts.latents))
 
 
 def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
-    """Give stored episodes the rewards and extras that `rollouts` have, and their verdict as the advantage.
+    """Give stored episodes the same reward and extra names as `rollouts`, and their label as the advantage.
 
-    Raises DataError where observations or latents are not of the same names and shapes.
+    Raises DataError if observations or latents differ in names or shapes.
     """
     _require_same(part, rollouts)
     extras = {name: value.new_zeros((*part.shape, *value.shape[2:])) for name, value in rollouts.extras.items()}
@@ -239,7 +241,7 @@ def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
 
 
 def _require_same(part: Rollouts, rollouts: Rollouts) -> None:
-    """Raise DataError where stored episodes lack what today's have, or have it in another shape, naming it."""
+    """Raise DataError if stored episodes lack a field of the current ones, or have it in another shape, naming it."""
     for name, stored, played in (
         ("observation", part.shown, rollouts.shown),
         ("latents", _shapes(part.latents), _shapes(rollouts.latents)),
@@ -260,7 +262,7 @@ def _shapes(latents: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _require_verdicts(rollouts: Rollouts, where: str) -> None:
-    """Raise DataError unless there are groups, and each has an episode that is preferred and one that is not."""
+    """Raise DataError unless there are groups, each with a preferred and a rejected episode."""
     if "preferred" not in rollouts.extras or not len(rollouts.group):
         raise DataError(f"{where} holds no pairs: episodes need the extra 'preferred', 1 or -1.")
     groups, verdict = Segments.of(rollouts.group), rollouts.extras["preferred"][:, 0]
@@ -270,7 +272,7 @@ def _require_verdicts(rollouts: Rollouts, where: str) -> None:
 
 
 def _bytes(rollouts: Rollouts) -> int:
-    """How much memory nested tensors take."""
+    """Compute the memory of nested tensors in bytes."""
     return _size(rollouts.tree())
 
 

@@ -1,6 +1,6 @@
-"""Algorithms by name: what each puts into the slots (every slot can be overridden), and what it needs beside that.
+"""Algorithm presets: the mechanisms in each slot (all can be overridden), and additional needs.
 
-`RatioLevel` says what one log-probability ratio is about: a step, an action, a decision or an episode.
+`RatioLevel` is the unit of one probability ratio: a step, an action, a decision (action chunk) or an episode.
 """
 
 from enum import Enum
@@ -10,10 +10,10 @@ from robopolicy.rl.registry import Need
 
 
 class RatioLevel(Enum):
-    """What one ratio is about, and whether the steps inside share the sum or the mean of their log-ratios.
+    """Unit of one probability ratio, and whether its steps share the sum or the mean of their log-ratios.
 
-    step: every step by itself (PPO on tokens, DPPO); action: the tokens of one control step (Rank-GRPO); decision: the
-    whole chunk (ReinFlow, FPO); episode: everything (GSPO uses episode_mean).
+    step: every single step (PPO on tokens, DPPO); action: the tokens of one control step (Rank-GRPO); decision: the
+    complete chunk (ReinFlow, FPO); episode: the complete episode (GSPO uses episode_mean).
     """
 
     STEP = "step"
@@ -26,17 +26,21 @@ class RatioLevel(Enum):
 
     @property
     def needs_all_steps(self) -> bool:
-        """Whether a random choice of a decision's steps says something else: a sum, or which action a token is of."""
+        """Whether a random subset of a chunk's steps would change its meaning: a sum, or the assignment of tokens to
+        actions.
+        """
         return self not in (RatioLevel.STEP, RatioLevel.DECISION_MEAN, RatioLevel.EPISODE_MEAN)
 
     @property
     def shares_sums(self) -> bool:
-        """Whether each of several steps holds the sum of all their log-ratios: who sums them again counts too much."""
+        """Whether each of several steps contains the sum of all their log-ratios, so that summing again would count
+        them repeatedly.
+        """
         return self in (RatioLevel.ACTION_SUM, RatioLevel.DECISION_SUM, RatioLevel.EPISODE_SUM)
 
     @property
     def whole_episodes(self) -> bool:
-        """Whether minibatches must hold whole episodes."""
+        """Whether minibatches must contain complete episodes."""
         return self in (RatioLevel.EPISODE_SUM, RatioLevel.EPISODE_MEAN)
 
 
@@ -139,4 +143,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "distillation": {"advantage": "grpo", "coefficient": "opd", "weight": "step_mean"},
 }
-"""Yardsticks by name: what they put into the slots, and options of it; each can be overridden."""
+"""Algorithm presets by name: their mechanisms per slot, and options; each can be overridden."""

@@ -1,10 +1,10 @@
-"""The register of mechanisms: small functions with a slot, a name and a source, chosen and composed by name.
+"""Registry of mechanisms: small functions with a slot, a name and a source, selected and combined by name.
 
-A mechanism's options are the keyword-only parameters of its function, so that its signature is its configuration.
-What it needs of steps or rollouts is declared beside its name; `require` turns a wrong combination into a clear error.
-Ours, and those of modules that installed packages name under the entry points `robopolicy.mechanisms`, are read off
-source files, so that a list of all imports none of them (nor torch), and imported when used. Others come by dotted
-path, "package.module:name".
+A mechanism's options are the keyword-only parameters of its function, so that its signature is its configuration. Its
+needs of steps or rollouts are declared next to its name; `require` turns an incompatible combination into a clear
+error. Built-in mechanisms, and those of installed packages with the entry point `robopolicy.mechanisms`, are parsed
+from source files: listing them imports none of them (nor torch); they are imported when used. Others are given by
+import path, "package.module:name".
 """
 
 import ast
@@ -24,19 +24,19 @@ from robopolicy.core.registry import is_dotted, load_dotted
 
 DECORATOR = "mechanism"
 ROOT = Path(__file__).resolve().parent
-"""Where ours are."""
+"""Folder of the built-in mechanisms."""
 EXPERIMENTAL = "robopolicy.rl.experimental."
-"""Where those of ours are whose effect was not measured."""
+"""Package of built-in mechanisms whose effect is not measured."""
 GROUP = "robopolicy.mechanisms"
-"""Entry points of installed packages, each a module with mechanisms."""
+"""Entry point group for modules with mechanisms in installed packages."""
 _functions: dict[str, Callable[..., Any]] = {}
-"""Path -> what was registered on import."""
+"""Mapping from import path to the function registered on import."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """One decorated function or class: where it is, "package.module:Name", what its decorator says, its docstring, and
-    its options, the keyword-only parameters, with their defaults. slot, needs and gives are names of enum members.
+    """One decorated function or class: its location "package.module:Name", the decorator's arguments, its docstring,
+    and its options (the keyword-only parameters) with their defaults. slot, needs and gives are names of enum members.
     """
 
     path: str
@@ -51,7 +51,7 @@ class Declared:
 
 @cache
 def declared() -> tuple[Declared, ...]:
-    """Return everything decorated with `@mechanism(Slot.X, "name", ...)` below this package."""
+    """Return all functions and classes decorated with `@mechanism(Slot.X, "name", ...)` below this package."""
     found: list[Declared] = []
     for file in sorted(ROOT.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def declared() -> tuple[Declared, ...]:
 
 
 def declared_in(module: str) -> tuple[Declared, ...]:
-    """Return what another package's module declares, () where its source has no decorator or cannot be found."""
+    """Return the declarations in another package's module, () if its source has no decorator or cannot be found."""
     try:
         found = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -100,7 +100,7 @@ def _of_module(tree: ast.Module, module: str) -> Iterator[Declared]:
 
 
 def _member(node: ast.expr) -> str:
-    """Return X of the expression `Slot.X`."""
+    """Parse X from the expression `Slot.X`."""
     if not isinstance(node, ast.Attribute):
         raise TypeError(f"line {node.lineno}: write slots and needs as Slot.NAME and Need.NAME, they are read as text.")
     return node.attr
@@ -111,7 +111,9 @@ def _members(node: ast.expr | None) -> tuple[str, ...]:
 
 
 def _call_of(node: ast.FunctionDef | ast.ClassDef, classes: dict[str, ast.ClassDef]) -> ast.FunctionDef | None:
-    """Return what is called: the function itself, or the `__init__` of a class or of a base in the same module."""
+    """Return the function that is called: the function itself, or the `__init__` of a class or of a base in the same
+    module.
+    """
     if isinstance(node, ast.FunctionDef):
         return node
     for item in node.body:
@@ -132,7 +134,7 @@ def _options(function: ast.FunctionDef | None, constants: dict[str, ast.expr]) -
 
 
 class Slot(Enum):
-    """Where in an iteration a mechanism plugs in; the values are the configuration keys."""
+    """Stage of an iteration at which a mechanism is used; the values are the configuration keys."""
 
     SAMPLER = "sampler"
     HINT = "hint"
@@ -150,7 +152,7 @@ class Slot(Enum):
 
 
 SEVERAL = (Slot.SELECTION, Slot.MODEL, Slot.REWARD, Slot.CREDIT, Slot.AUXILIARY, Slot.CONTROLLER)
-"""Slots that take a list of mechanisms."""
+"""Slots that accept a list of mechanisms."""
 
 CALLED_WITH: dict[Slot, tuple[str, ...]] = {
     Slot.SELECTION: ("rollouts", "context"),
@@ -163,11 +165,11 @@ CALLED_WITH: dict[Slot, tuple[str, ...]] = {
     Slot.MODEL: ("tools",),
     **dict.fromkeys((Slot.SAMPLER, Slot.HINT, Slot.ALLOCATOR, Slot.REPLAY, Slot.CONTROLLER), ()),
 }
-"""What the functions of a slot are called with, and the classes of one made with."""
+"""Arguments of the functions of each slot, and constructor arguments of its classes."""
 
 
 class Need(Enum):
-    """What a mechanism cannot do without."""
+    """Requirement of a mechanism."""
 
     STARTS = "a pool of starts that come again (starts=N)"
     GROUPS = "several whole episodes from the same start (a group advantage, group_size >= 2)"
@@ -204,8 +206,9 @@ class Need(Enum):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One entry. path: "package.module:Name" of what its slot says; source: paper or project; needs, gives: what it
-    cannot do without and what others need that it provides; text: its docstring; options: with their defaults.
+    """One registry entry. path: "package.module:Name" of its slot's type; source: paper or project; needs:
+    requirements; gives: requirements of other mechanisms that it satisfies; text: its docstring; options: with their
+    defaults.
     """
 
     slot: Slot
@@ -219,12 +222,12 @@ class Mechanism:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function or class itself; its module is imported now."""
+        """The function or class itself; its module is imported on access."""
         found = _functions.get(self.path)
         return load_dotted(self.path, "Mechanism") if found is None else found
 
     def require_options(self, options: Iterable[str]) -> None:
-        """Raise ConfigError, with the nearest name, where it has no such option."""
+        """Raise ConfigError, with the closest name, if it has no such option."""
         for option in options:
             if option not in self.options:
                 raise ConfigError(
@@ -234,12 +237,12 @@ class Mechanism:
 
     @property
     def measured(self) -> bool:
-        """Whether a recipe or a benchmark uses it, or it is not ours; the others lie in rl/experimental."""
+        """Whether a recipe or a benchmark uses it, or it is not built in; the others are in rl/experimental."""
         return not self.path.startswith(EXPERIMENTAL)
 
     @property
     def line(self) -> str:
-        """The first sentence of its docstring."""
+        """First sentence of its docstring."""
         return " ".join(self.text.split("\n\n")[0].split())
 
 
@@ -249,7 +252,7 @@ _registered: dict[tuple[Slot, str], Mechanism] = {}
 def mechanism[F: Callable[..., Any]](
     slot: Slot, name: str, *, source: str = "", needs: tuple[Need, ...] = (), gives: tuple[Need, ...] = ()
 ) -> Callable[[F], F]:
-    """Register a function (or a class, whose instances have state) in a slot; ValueError where the name is taken."""
+    """Register a function (or a class, if it has state) in a slot; raises ValueError if the name is taken."""
 
     def register(function: F) -> F:
         entry = _described(slot, name, function, _path_of(function), source, frozenset(needs), frozenset(gives))
@@ -270,7 +273,7 @@ def mechanisms(slot: Slot | None = None) -> list[Mechanism]:
 
 
 def find(slot: Slot, name: str) -> Mechanism:
-    """Return the mechanism of this name or dotted path, or raise ConfigError with the nearest name."""
+    """Return the mechanism with this name or import path; raises ConfigError with the closest name if there is none."""
     if is_dotted(name):
         return _at(slot, name)
     known = {entry.name: entry for entry in mechanisms(slot)}
@@ -283,19 +286,19 @@ def find(slot: Slot, name: str) -> Mechanism:
 
 
 def declared_at(path: str) -> list[Mechanism]:
-    """Return what is decorated as a mechanism at a dotted path, [] for anything else; raises ConfigError as `find`."""
+    """Return the mechanism declarations at an import path, [] if there are none; raises ConfigError as `find`."""
     function = load_dotted(path, "Mechanism")
     known = {**_installed(), **_registered, **_ours()}.values()
     return [entry for entry in known if callable(function) and entry.path == _path_of(function)]
 
 
 def written(slot: Slot, name: str) -> str:
-    """Return the setting that puts a mechanism into its slot, a list where the slot takes several."""
+    """Return the setting that selects a mechanism in its slot, a list if the slot takes several."""
     return f"{slot.value}=[{name}]" if slot in SEVERAL else f"{slot.value}={name}"
 
 
 def choose(slot: Slot, name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return the mechanism's function with its options bound; a class is bound too, not yet constructed.
+    """Return the mechanism's function with bound options; a class is bound as well, not yet constructed.
 
     Raises ConfigError for an unknown name or option.
     """
@@ -324,7 +327,7 @@ def _path_of(function: Callable[..., Any]) -> str:
 
 @cache
 def _ours() -> dict[tuple[Slot, str], Mechanism]:
-    """Return what our own source files declare; ValueError where one name comes twice in a slot."""
+    """Return the declarations in robopolicy's source files; raises ValueError for a duplicate name in a slot."""
     found: dict[tuple[Slot, str], Mechanism] = {}
     for item in declared():
         entry = _entry(item)
@@ -336,9 +339,9 @@ def _ours() -> dict[tuple[Slot, str], Mechanism]:
 
 @cache
 def _installed() -> dict[tuple[Slot, str], Mechanism]:
-    """Return what modules of other packages declare; one that declares nothing in its own source is imported.
+    """Return the declarations in modules of other packages; a module without declarations in its source is imported.
 
-    Warns of those that cannot be read, and goes on without them: they may have nothing to do with this run.
+    Modules that cannot be read cause a warning and are skipped, since this run may not need them.
     """
     found: dict[tuple[Slot, str], Mechanism] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
@@ -366,7 +369,7 @@ def _entry(item: Declared) -> Mechanism:
 
 
 def _at(slot: Slot, path: str) -> Mechanism:
-    """Return what lies at a dotted path: as its decorator declares it, or a plain function by its own name."""
+    """Return the declaration at an import path, or a plain function under its own name."""
     function = load_dotted(path, f"Mechanism for {slot.value}")
     if not callable(function):
         raise ConfigError(f"{slot.value}: '{path}' is {function!r}, not a function or class.")
@@ -378,7 +381,7 @@ def _at(slot: Slot, path: str) -> Mechanism:
 
 
 def require(entries: list[Mechanism], have: frozenset[Need]) -> None:
-    """Raise ConfigError naming the first mechanism that needs what this combination does not have or give."""
+    """Raise ConfigError naming the first mechanism whose needs this combination does not satisfy."""
     have = have.union(*(entry.gives for entry in entries))
     for entry in entries:
         for need in sorted(entry.needs - have, key=lambda item: item.name):
@@ -386,7 +389,9 @@ def require(entries: list[Mechanism], have: frozenset[Need]) -> None:
 
 
 def unknown_option(option: str, value: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for `value` of a mechanism's `option` (mechanism.name), with the nearest of `known`."""
+    """Build the error for an invalid `value` of a mechanism's `option` (mechanism.name), with the closest of
+    `known`.
+    """
     names = tuple(known)
     return ConfigError(
         f"options.{option}={value} is not known.{did_you_mean(value, names)} There are {', '.join(names)}."

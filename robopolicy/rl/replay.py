@@ -1,8 +1,8 @@
-"""Episodes of earlier iterations that are learned from again: classes with mix(prepared, context) -> prepared.
+"""Replay of episodes from earlier iterations: classes with mix(prepared, context) -> prepared.
 
-They get rollouts with `advantage` among their extras and without next observations, and return those with older rows
-beside them. The trainer scores the older rows again, so that clips are around the policy as it is now (`logp_proximal`)
-and the probabilities they were drawn with stay known (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for
+They take rollouts with `advantage` in their extras and without next observations, and return them together with older
+rows. The trainer recomputes the log-probabilities of older rows, so that clipping is relative to the current policy
+(`logp_proximal`) and the recorded ones stay available (`logp_behaviour`); coefficient=decoupled_ppo or rec corrects for
 the difference.
 """
 
@@ -19,32 +19,32 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 class Replay(Protocol):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Keep what is worth it of these rollouts, and return them with older ones beside them."""
+        """Store useful rows of these rollouts, and return the rollouts together with older rows."""
         ...
 
     def tree(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
+        """Return the state for `restore`."""
         ...
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         ...
 
 
 @runtime_checkable
 class Reincarnates(Protocol):
-    """A replay that at some iteration makes the policy its own base, from which it goes on."""
+    """A replay that at some iteration resets the base to the current policy (reincarnation)."""
 
     def reincarnates(self, context: Context) -> bool:
-        """Return whether that is now."""
+        """Return whether the base is reset in this iteration."""
         ...
 
 
 class Buffer:
-    """Rollouts of earlier iterations, each with the iteration it is from."""
+    """Rollouts of earlier iterations, each with its iteration number."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, Rollouts]] = []
@@ -57,20 +57,22 @@ class Buffer:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from all tensors."""
+        """Restore all tensors."""
         count = len(tree["iterations"])
         parts = [Rollouts.of(tree["rollouts"][str(place)]).without(following=True) for place in range(count)]
         self.kept = list(zip(tree["iterations"], parts, strict=True))
 
 
 def _older(rollouts: Rollouts) -> Rollouts:
-    """Give rows of the past no lineage (their prefixes stay masked)."""
+    """Remove the lineage of older rows (their prefixes stay masked)."""
     alone = torch.full_like(rollouts.parent, -1)
     return replace(rollouts, parent=alone, branch_decision=alone, logp_proximal=None)
 
 
 def joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
-    """Return today's rows and behind them older ones, in groups of their own; as they are where there are none."""
+    """Append older rows to the current ones, in separate groups; return the current ones unchanged if there are
+    none.
+    """
     parts = [replace(rollouts, logp_proximal=None).without(following=True)]  # advantages are made: nothing looks ahead
     parts += [_older(part.without(following=True)) for part in older if len(part.group)]
     return concatenate(parts) if len(parts) > 1 else rollouts
@@ -78,11 +80,12 @@ def joined(rollouts: Rollouts, older: list[Rollouts]) -> Rollouts:
 
 @mechanism(Slot.REPLAY, "spear", source="SPEAR, arXiv:2509.22601", needs=(Need.GROUPS,))
 class Spear(Buffer):
-    """Self-imitation: good episodes of the past come back with an advantage against how good the policy is by now.
+    """Self-imitation: replay good past episodes with an advantage relative to the policy's current performance.
 
-    Kept are episodes whose advantage was positive, the best `capacity` of them, for `age` iterations. At each use their
-    advantage is R minus the median of the recent groups' mean returns, over the spread of returns, and those that are
-    no longer positive are left out. Their weight grows along a cosine over the first `warmup` of the run to `weight`.
+    Episodes with positive advantage are stored, the best `capacity` of them, for `age` iterations. At each use their
+    advantage is R minus the median of the recent groups' mean returns, divided by the standard deviation of returns;
+    those no longer positive are left out. Their weight grows along a cosine to `weight` over the first `warmup`
+    fraction of the run.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Spear(Buffer):
         self.share = share
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Return today's episodes and, beside them, at most `share` times as many of the past's good ones."""
+        """Return the current episodes and up to `share` times as many good past ones."""
         today = context.iteration
         past = [part for iteration, part in self.kept if today - iteration <= self.age]
         self._keep(rollouts, today)
@@ -122,7 +125,7 @@ class Spear(Buffer):
         return joined(rollouts, [older])
 
     def _grown(self, context: Context) -> float:
-        """The weight by now."""
+        """Current weight."""
         done = min(1.0, context.share / self.warmup) if self.warmup > 0 else 1.0
         return self.weight * 0.5 * (1 - float(torch.cos(torch.tensor(torch.pi * done))))
 
@@ -143,7 +146,7 @@ class Spear(Buffer):
 
 
 def with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
-    """Give every scored step of a row its advantage [B]."""
+    """Set the advantage of every scored step of a row to [B]."""
     scored = rollouts.mask & rollouts.alive[..., None]
     return rollouts.with_extras(advantage=torch.where(scored, per_row[:, None, None].float(), 0.0))
 

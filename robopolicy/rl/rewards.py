@@ -1,9 +1,9 @@
-"""What the policy is paid for, changed before advantages are made: (rollouts, context) -> rollouts.
+"""Reward functions that change rewards before advantages are computed: (rollouts, context) -> rollouts.
 
-Episodes may be charged stage by stage: by constraints on what they observed, or by the way they left undone. Source:
-GRAPE's multi-stage costs, arXiv:2411.19309. Its released code charges max(0, cost - threshold), and so does this.
-Frames are those that decisions begin with and the one an episode ends with; what happens inside a chunk is not seen.
-Axes: B episode, N = T + 1 frame, S stage.
+Episodes may get penalties per stage: for violated constraints on observations, or for missing progress. Source: GRAPE's
+multi-stage costs, arXiv:2411.19309. Its released code charges max(0, cost - threshold), as does this. Frames are the
+observations at the start of every chunk and at the end of the episode; those within a chunk are not used. Axes: B
+episode, N = T + 1 frame, S stage.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 @mechanism(Slot.REWARD, "success_only", source="sparse outcome reward")
 def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] = ("uncertainty",)) -> Rollouts:
-    """Pay 1 at the decision in which an episode succeeds; of the world's own rewards only `keep` stays, the price of
-    uncertainty in imagination.
+    """Reward 1 at the chunk in which an episode succeeds; of the world's rewards only `keep` stays (the uncertainty
+    penalty in imagination).
     """
     # `success` may stay true until the episode ends: paid is only where it turns true.
     before = torch.cat(
@@ -45,7 +45,7 @@ def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] 
 
 @mechanism(Slot.REWARD, "effort", source="control cost of robot learning")
 def effort(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
-    """Charge `cost` times the mean squared action of every control step."""
+    """Penalise the mean squared action of every control step by `cost`."""
     charged = torch.where(rollouts.valid, -cost * rollouts.actions.square().mean(-1), 0.0)
     return replace(rollouts, rewards={**rollouts.rewards, "effort": charged})
 
@@ -66,17 +66,17 @@ def guided_cost(
     threshold: float = 0.0,
     keep: tuple[str, ...] = ("uncertainty",),
 ) -> Rollouts:
-    """Pay an episode own * R_self + external * R_ext + success * I_success: what GRAPE ranks episodes by.
+    """Episode reward own * R_self + external * R_ext + success * I_success, by which GRAPE ranks episodes.
 
-    R_self is the log-probability of all its decisions under the policy that acted, R_ext the product over stages of
+    R_self is the log-probability of all its chunks under the behaviour policy, R_ext the product over stages of
     exp(-cost), I_success whether it succeeded; the weights are those of the authors' code. Of the world's rewards only
-    `keep` stays. stages: progress, what is undone of the way to where the farthest episode of the group came, by the
-    world's dense rewards (ours are the increase of the task's potential), cut in so many `parts` of which each is
-    charged weight * max(0, undone - threshold); task, the stages of the world's task (`Task.stages`); or a dotted path
-    to a tuple of `robopolicy.core.stages.Stage`, or to a function that returns one. The paper's language model, which
-    proposes keypoints and writes the costs, is not here. Densities of Gaussian steps depend on the action's units and
-    may be above 1, so that R_self prefers longer episodes where noise is small: keep `own` small beside the others, or
-    0. Stored pairs, which are ranked already, stay as they are.
+    `keep` stays. stages: progress, task, or an import path. progress is the remaining distance to the farthest episode
+    of the group, measured by the world's dense rewards (in robopolicy's tasks, the increase of the task's potential).
+    It is split into `parts`, each charged weight * max(0, undone - threshold). task uses the stages of the world's task
+    (`Task.stages`). An import path names a tuple of `robopolicy.core.stages.Stage`, or a function that returns one. The
+    paper's language model, which proposes keypoints and writes the costs, is not included. Densities of Gaussian steps
+    depend on the action's units and may exceed 1, so that R_self prefers longer episodes if noise is small: keep `own`
+    small relative to the others, or 0. Stored pairs, which are already ranked, are not changed.
     """
     if "preferred" in rollouts.extras:
         return rollouts
@@ -103,7 +103,7 @@ def guided_cost(
 def _stage_costs(
     rollouts: Rollouts, context: Context, stages: str, way: tuple[int, float, float], others: Sequence[str]
 ) -> Tensor:
-    """Return what every episode is charged in every stage, [B, S]; others: rewards that are no progress."""
+    """Compute the cost of every episode in every stage, [B, S]; others: rewards that do not measure progress."""
     if stages == "progress":
         dense = [value for name, value in rollouts.rewards.items() if name not in others]
         if not dense:
@@ -128,7 +128,9 @@ def _stage_costs(
 
 
 def named_stages(path: str) -> tuple[Stage, ...]:
-    """Return the stages at "package.module:name", or those that a function there returns; ConfigError for others."""
+    """Load the stages at "package.module:name", or those returned by a function there; raises ConfigError for anything
+    else.
+    """
     found = load_dotted(path, "Stages")
     found = found() if callable(found) else found
     if not is_sequence(found) or not found or not all(isinstance(item, Stage) for item in found):
@@ -139,9 +141,10 @@ def named_stages(path: str) -> tuple[Stage, ...]:
 
 
 def frames_of(rollouts: Rollouts, instructions: Sequence[str]) -> tuple[dict[str, Array], Array]:
-    """Return what whole episodes observed, key -> [B, N, *shape] float64 and `task` [B, 1], and which frames count.
+    """Return the observations of complete episodes, key -> [B, N, *shape] float64 and `task` [B, 1], and a mask of
+    valid frames.
 
-    The frame after an episode's last decision is the last that counts, [B, N] bool. Camera images are left out.
+    The frame after an episode's last chunk is the last valid one, [B, N] bool. Camera images are left out.
     """
     alive = rollouts.alive
     length = alive.sum(1)
@@ -166,12 +169,12 @@ def _array(tensor: Tensor) -> Array:
 
 
 def stage_costs(stages: Sequence[Stage], frames: Frames, counts: Array) -> Array:
-    """Return what each of B episodes is charged in each stage, sum over constraints of weight * max(0, C - threshold).
+    """Compute the cost of each of B episodes in each stage, sum over constraints of weight * max(0, C - threshold).
 
-    frames, counts: as `frames_of` returns them; the result is [B, S]. A stage goes on from the frame in which the one
-    before it is done to the first in which it is done itself, or to the end. One that never begins is charged in the
-    last frame, so leaving a stage undone costs as much as the state it is left in. Raises ConfigError where a function
-    does not return a number for each frame.
+    frames, counts: as returned by `frames_of`; the result is [B, S]. A stage lasts from the frame in which the previous
+    one is done to the first in which it is done itself, or to the end. A stage that never starts is charged in the last
+    frame, so an undone stage costs as much as the state it is left in. Raises ConfigError if a function does not return
+    one number per frame.
     """
     order = np.arange(counts.shape[1])
     final = counts.sum(1) - 1
@@ -197,7 +200,7 @@ def stage_costs(stages: Sequence[Stage], frames: Frames, counts: Array) -> Array
 
 
 def _of_frames(values: Array, counts: Array, where: str) -> Array:
-    """Return values [B, N], 0 in frames that do not count: they are made of zeros, and nobody asked about those."""
+    """Return values [B, N], with 0 in invalid frames, whose observations are only zero padding."""
     values = np.asarray(values)
     if values.shape != counts.shape:
         raise ConfigError(f"Stage '{where}' returned shape {values.shape} for frames {counts.shape}.")
@@ -205,11 +208,11 @@ def _of_frames(values: Array, counts: Array, where: str) -> Array:
 
 
 def undone_costs(gained: Tensor, group: Tensor, parts: int) -> Tensor:
-    """Return the way that is left to where the farthest of a group came, cut in `parts` even stages, [B, parts].
+    """Compute the remaining distance to the farthest episode of a group, split into `parts` equal stages, [B, parts].
 
     gained [B]: the increase of the potential over an episode, in units of the reward; group [B]. The last stages are
-    the first to be undone; the sum over stages is the whole way left, and 0 for the farthest. Raises ConfigError for
-    less than one part.
+    the first to be undone; the sum over stages is the total remaining distance, and 0 for the farthest episode. Raises
+    ConfigError if parts is less than 1.
     """
     if parts < 1:
         raise ConfigError(f"options.gcpg.parts={parts}: there is at least 1 stage.")

@@ -1,8 +1,9 @@
-"""Models learned beside the policy that say more than an outcome does: what they share, and rewards of every step.
+"""Side models, trained together with the policy, that provide more information than the outcome: base classes, and
+per-step rewards.
 
 Process rewards, progress, action values: most are in `rl.experimental`. The protocol of a side model is
-`robopolicy.rl.context.SideModel`: `annotate(rollouts, context) -> rollouts` learns from the rollouts and then adds what
-it has to say to their extras or rewards; `tree()` and `restore(tree)` carry it over a restart.
+`robopolicy.rl.context.SideModel`: `annotate(rollouts, context) -> rollouts` trains on the rollouts and then adds its
+predictions to their extras or rewards; `tree()` and `restore(tree)` save and restore its state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 class SideNetwork[N: Weights]:
-    """A network of kind N with its Adam optimiser."""
+    """A network (type N) with its Adam optimiser."""
 
     def __init__(self, network: N, rate: float):
         self.network = network
@@ -32,24 +33,24 @@ class SideNetwork[N: Weights]:
         self.optimiser = torch.optim.Adam(self.weights, lr=rate)
 
     def step(self, loss: Tensor) -> None:
-        """Take one step down the gradient of a scalar, `loss` [], its norm bounded by 1."""
+        """Take one gradient step on a scalar `loss` [], with the gradient norm clipped to 1."""
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()  # pyright: ignore[reportUnknownMemberType]
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimiser.step()  # pyright: ignore[reportUnknownMemberType]
 
     def tree(self) -> dict[str, Any]:
-        """Return weights and the optimiser's moments."""
+        """Return weights and optimiser moments."""
         return {"network": self.network.state_dict(), "moments": optimiser_tree(self.optimiser)}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.network.load_state_dict(tree["network"])
         restore_optimiser(self.optimiser, tree["moments"])
 
 
 class StatePerceptron(nn.Module):
-    """`StateFeatures` and `extra` more inputs through an MLP with Mish to `outputs` numbers."""
+    """MLP with Mish from `StateFeatures` and `extra` more inputs to `outputs` numbers."""
 
     def __init__(self, tools: Tools, extra: int, outputs: int, width: int):
         super().__init__()
@@ -61,44 +62,44 @@ class StatePerceptron(nn.Module):
         self.fitted = False
 
     def fit(self, rollouts: Rollouts) -> None:
-        """Fit the standardisation of the state, at the first call only."""
+        """Fit the standardisation of the state, on the first call only."""
         if not self.fitted:
             self.features.fit(visible(rollouts, rollouts.alive))
             self.fitted = True
 
     def forward(self, observation: Mapping[str, Any], *extra: Tensor) -> Tensor:
-        """Return [N, outputs] of an observation [N, H, ...] and further inputs, each [N, ...]."""
+        """Return outputs [N, outputs] for an observation [N, H, ...] and further inputs, each [N, ...]."""
         return self.head(self.layers(torch.cat([self.features(observation), *extra], -1)))
 
 
 class SidePerceptron(SideNetwork[StatePerceptron]):
-    """A `SideNetwork` that is one perceptron; whether its inputs are standardised is part of its state."""
+    """A `SideNetwork` with one MLP; whether its inputs are standardised is part of its state."""
 
     def tree(self) -> dict[str, Any]:
         """Return weights, moments and whether the inputs are standardised."""
         return {**super().tree(), "fitted": self.network.fitted}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.network.fitted = tree["fitted"]
 
 
 def minibatches(count: int, size: int, epochs: int, context: Context) -> Iterator[Tensor]:
-    """Yield the indices [<= size] of minibatches of `count` rows, in a fresh order every epoch; none of no rows."""
+    """Yield the indices [<= size] of minibatches of `count` rows, reshuffled every epoch; nothing for zero rows."""
     for _ in range(epochs if count else 0):
         order = torch.randperm(count, generator=context.generator, device=context.generator.device)
         yield from torch.split(order, size)
 
 
 def mixed_groups(rollouts: Rollouts) -> Tensor:
-    """Return which rows are of groups in which some episodes did better than others, [B] bool."""
+    """Return a mask of rows in groups with different outcomes, [B] bool."""
     groups = Segments.of(rollouts.group)
     return (groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return))[groups.index] > 1e-6
 
 
 def succeeds_later(rollouts: Rollouts) -> Tensor:
-    """Return whether an episode succeeds at a decision or after it, before it ends, [B, T] bool."""
+    """Return whether an episode succeeds during a chunk or later, before it ends, [B, T] bool."""
     won = torch.zeros_like(rollouts.success[:, 0])
     columns: list[Tensor] = []
     for column in reversed(range(rollouts.shape[1])):
@@ -108,20 +109,20 @@ def succeeds_later(rollouts: Rollouts) -> Tensor:
 
 
 def rows_of(observation: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
-    """Return the rows index [n] of every field."""
+    """Select the rows index [n] of every field."""
     return {key: value[index] for key, value in observation.items()}
 
 
 def device_of(tools: Tools) -> torch.device:
-    """Return where the policy is, and a model beside it should be."""
+    """Return the device of the policy, on which its side models are placed."""
     return next(tools.policy.parameters()).device
 
 
 class ImplicitReward(SideNetwork[Trainable]):
-    """r = beta (log phi - log base) of every step, where phi is a copy of the policy trained on outcomes alone.
+    """r = beta (log phi - log base) of every step, with phi a copy of the policy trained on outcomes only.
 
-    Adds extras["process"] [B, T, K]. The sum over an episode is its logit of success (Rafailov et al. 2024,
-    arXiv:2404.12358: a log-ratio is an advantage). On denoising chains the same holds with transition densities.
+    Adds extras["process"] [B, T, K]. The sum over an episode is its success logit (Rafailov et al. 2024,
+    arXiv:2404.12358: a log-ratio is an advantage). The same holds for denoising chains with transition densities.
     """
 
     def __init__(self, tools: Tools, beta: float, rate: float, epochs: int, minibatch: int):
@@ -133,10 +134,10 @@ class ImplicitReward(SideNetwork[Trainable]):
         self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn from the outcomes, then add the rewards of the model as it is now (PRIME's order).
+        """Train on the outcomes, then add the rewards of the updated model (PRIME's order).
 
-        Only groups with different outcomes teach, as in PRIME's online filter: what is common to a start's episodes
-        says nothing about its decisions.
+        Only groups with different outcomes are used, as in PRIME's online filter: if all episodes of an initial state
+        have the same outcome, it is not informative about their chunks.
         """
         with torch.no_grad():
             reference = self._logp(given(self.tools.base, "base"), rollouts)
@@ -160,11 +161,13 @@ class ImplicitReward(SideNetwork[Trainable]):
         return rollouts.with_extras(process=process, process_accuracy=right.expand(rollouts.shape))
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the loss of episode logits [b], a scalar; raises NotImplementedError here, each model has its own."""
+        """Return the loss of episode logits [b], a scalar; raises NotImplementedError here because each model defines
+        its own.
+        """
         raise NotImplementedError
 
     def _logp(self, policy: ScoredPolicy, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities of all that was done, copied prefixes included, [b, t, K], 0 on padding."""
+        """Log-probabilities of all steps, including copied prefixes, [b, t, K], 0 on padding."""
         alive = rollouts.alive
         logp = self.tools.score(policy, rollouts, alive).logp
         return logp.new_zeros(rollouts.mask.shape).index_put((alive,), logp)
@@ -174,10 +177,10 @@ class ImplicitReward(SideNetwork[Trainable]):
     Slot.MODEL, "prime", source="PRIME, arXiv:2502.01456", needs=(Need.EPISODES, Need.BASE), gives=(Need.IMPLICIT,)
 )
 class Prime(ImplicitReward):
-    """Dense rewards from success labels alone: an implicit reward trained online with the outcomes' cross-entropy.
+    """Dense rewards from success labels only: an implicit reward trained online with cross-entropy on outcomes.
 
-    L = CE(sigmoid(beta sum (log phi - log base)), success); use it with advantage=process_rloo. beta: the paper's is
-    0.05 for sums over many tokens; denoising log-probabilities that are means over dimensions need more.
+    L = CE(sigmoid(beta sum (log phi - log base)), success); use it with advantage=process_rloo. beta: the paper's 0.05
+    is for sums over many tokens; denoising log-probabilities that are means over dimensions need more.
     """
 
     def __init__(self, tools: Tools, *, beta: float = 0.05, rate: float = 1e-4, epochs: int = 1, minibatch: int = 64):

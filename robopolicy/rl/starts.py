@@ -1,7 +1,7 @@
-"""Which starts are played, how often, and from how far along a demonstration.
+"""Initial states: which are played, how often, and from which position of a demonstration.
 
-Samplers choose among a pool (seeds, and instructions where a world has several), allocators share out episodes among
-what was chosen, hints say where along a demonstration an episode begins.
+Samplers choose initial states from a pool (seeds, and instructions if a world has several), allocators distribute
+episodes over the chosen ones, and hints set the position in a demonstration at which an episode starts.
 """
 
 from typing import Any, Protocol
@@ -14,63 +14,69 @@ from robopolicy.rl.registry import Slot, mechanism
 
 
 class TaskSampler(Protocol):
-    """Chooses among a pool of starts by what happened on them. Its state is JSON-able."""
+    """Chooses initial states from a pool by their past results. Its state is JSON-able."""
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return `count` different indices [n] into a pool of starts (all of them where the pool is smaller)."""
+        """Return `count` different indices [n] into a pool of initial states (all of them if the pool is smaller)."""
         ...
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
-        """Take in, per start played: its index, successes out of episodes, and mean absolute advantage, each [n]."""
+        """Update with the results per played initial state: its index, successes out of episodes, and mean absolute
+        advantage, each [n].
+        """
         ...
 
     def predict(self, index: Array) -> Array:
-        """Return the expected success rate of starts [n]."""
+        """Return the expected success rate of initial states [n]."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
+        """Return the state for `restore`."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore from `state`."""
         ...
 
 
 class Hints(Protocol):
-    """How far along its demonstration a start's group begins. Its state is JSON-able."""
+    """Chooses the position in its demonstration at which an initial state's group starts. Its state is JSON-able."""
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
-        """Return the share of the demonstration to skip, [n] in [0, 1), for starts with predicted success rates."""
+        """Return the fraction of the demonstration to skip, [n] in [0, 1), for initial states with predicted success
+        rates.
+        """
         ...
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
-        """Take in the success rates [n] of groups that began at `depth`."""
+        """Update with the success rates [n] of groups that started at `depth`."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return what `restore` needs, JSON-able."""
+        """Return the state for `restore`, JSON-able."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Restore from `state`."""
         ...
 
 
 class Beliefs:
-    """A Beta distribution over the success rate of every start seen; others have the prior. Common to the samplers."""
+    """A Beta distribution over the success rate of every initial state seen so far; new ones have the prior. Base class
+    of the samplers.
+    """
 
     def __init__(self, prior: float, decay: float):
         self.prior, self.decay = prior, decay
         self.counts: dict[int, tuple[float, float]] = {}
 
     def beta(self, index: Array) -> tuple[Array, Array]:
-        """Return (a, b) of starts [n]."""
+        """Return the parameters (a, b) of initial states [n]."""
         pairs = [self.counts.get(number, (self.prior, self.prior)) for number in index.tolist()]
         return np.array([a for a, _ in pairs]), np.array([b for _, b in pairs])
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
-        """Add successes and failures, each [n]; what was counted before fades towards the prior by `decay`."""
+        """Add successes and failures, each [n]; earlier counts decay towards the prior by `decay`."""
         for number, won, played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
             a, b = self.counts.get(number, (self.prior, self.prior))
             # Faded before the new counts are added: the latest visit counts fully.
@@ -87,13 +93,13 @@ class Beliefs:
         return {"counts": {str(key): list(value) for key, value in self.counts.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the counts."""
+        """Restore from the counts."""
         self.counts = {int(key): (value[0], value[1]) for key, value in state["counts"].items()}
 
 
 @mechanism(Slot.SAMPLER, "uniform", source="every start alike")
 class UniformSampler(Beliefs):
-    """Draw starts uniformly without replacement, and remember their success rates."""
+    """Draw initial states uniformly without replacement, and track their success rates."""
 
     def __init__(self) -> None:
         super().__init__(prior=1.0, decay=1.0)
@@ -105,9 +111,9 @@ class UniformSampler(Beliefs):
 
 @mechanism(Slot.SAMPLER, "mopps", source="MoPPS, arXiv:2507.04632")
 class MoppsSampler(Beliefs):
-    """Thompson-sample every start's success rate from its Beta belief and take those nearest to `target`.
+    """Thompson-sample every initial state's success rate from its Beta belief and take those nearest to `target`.
 
-    decay: how much of what was seen before counts at the next visit, because the policy changes.
+    decay: weight of earlier results at the next visit, because the policy changes.
     """
 
     def __init__(self, *, target: float = 0.5, decay: float = 0.5):
@@ -115,7 +121,7 @@ class MoppsSampler(Beliefs):
         self.target = target
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return the `count` starts [n] whose drawn rate is nearest to the target."""
+        """Return the `count` initial states [n] whose sampled rate is nearest to the target."""
         a, b = self.beta(np.arange(pool))
         # A draw and not the mean: starts that are hardly known are tried now and then.
         drawn = generator.beta(a, b)
@@ -123,20 +129,24 @@ class MoppsSampler(Beliefs):
 
 
 class Allocator(Protocol):
-    """Shares out episodes among starts."""
+    """Allocates episodes to initial states."""
 
     def plan(self, predicted: Array, group_size: int) -> list[int]:
-        """Return group sizes [n] for starts with these predicted success rates; group_size is the mean to aim at."""
+        """Return group sizes [n] for initial states with these predicted success rates; group_size is the target
+        mean.
+        """
         ...
 
     def extend(self, rate: Array, sizes: Array) -> list[int]:
-        """Return how many more episodes each start gets, given its measured success rate and episodes so far, [n]."""
+        """Return the number of additional episodes per initial state, given its measured success rate and episodes so
+        far, [n].
+        """
         ...
 
 
 @mechanism(Slot.ALLOCATOR, "uniform", source="GRPO, arXiv:2402.03300")
 class Uniform:
-    """Give every start the same number of episodes."""
+    """Give every initial state the same number of episodes."""
 
     def plan(self, predicted: Array, group_size: int) -> list[int]:
         """Return equal sizes [n]."""
@@ -148,22 +158,24 @@ class Uniform:
 
 
 def information_gain(rate: Array) -> Array:
-    """Return p (1 - p)^2 [n]: what a gradient step on starts of these success rates [n] gains (arXiv:2509.25849)."""
+    """Return p (1 - p)^2 [n]: the gain of a gradient step on initial states with success rates p [n]
+    (arXiv:2509.25849).
+    """
     return rate * (1 - rate) ** 2
 
 
 def signal_value(size: Array, rate: Array) -> Array:
-    """Return the expected value of groups [n]: (1 - p^N - (1 - p)^N) p (1 - p)^2, Knapsack RL's.
+    """Return the expected value of groups [n] in Knapsack RL: (1 - p^N - (1 - p)^N) p (1 - p)^2.
 
-    The chance that outcomes are mixed, times how much a gradient step gains there.
+    The probability of mixed outcomes, times the gain of a gradient step.
     """
     return (1 - rate**size - (1 - rate) ** size) * information_gain(rate)
 
 
 def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
-    """Return sizes [n] in [low, high], of sum `budget`, that maximise the summed value: exact, dynamic programming.
+    """Find sizes [n] in [low, high], with sum `budget`, that maximise the total value; exact, by dynamic programming.
 
-    Raises ValueError where no such sizes exist.
+    Raises ValueError if no such sizes exist.
     """
     count = len(rate)
     if not low * count <= budget <= high * count:
@@ -192,11 +204,12 @@ def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
 
 @mechanism(Slot.ALLOCATOR, "knapsack", source="Knapsack RL, arXiv:2509.25849")
 class Knapsack(Uniform):
-    """Solve a knapsack: starts of uncertain outcome get large groups, the same number of episodes in all.
+    """Solve a knapsack problem: initial states with uncertain outcome get large groups, with a fixed total of episodes.
 
-    Predicted rates come from the sampler, so starts have to come back: starts=N. least, most: group sizes. Rates here
-    are means of Beta beliefs, never 0 or 1, and a start never seen counts as one half. The authors' code gives it the
-    usual size, those that always succeed the least, and to those that never succeed what the others do not need.
+    Predicted rates come from the sampler, so initial states must recur: starts=N. least, most: bounds of group sizes.
+    Rates here are means of Beta beliefs, never 0 or 1, and a new initial state counts as one half. The authors' code
+    gives new ones the usual size, those that always succeed the minimum, and those that never succeed what the others
+    do not need.
     """
 
     def __init__(self, *, least: int = 2, most: int = 32):

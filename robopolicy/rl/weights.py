@@ -1,6 +1,6 @@
-"""How per-step losses are averaged, written as weights that a loss is multiplied by and summed.
+"""Averaging of per-step losses, as weights that a loss is multiplied by before summation.
 
-mask: [b, t, K] (or [N, K]); rows are episodes, t decisions. Every weight is 0 outside the mask.
+mask: [b, t, K] (or [N, K]); rows are episodes, t chunks. Every weight is 0 outside the mask.
 """
 
 from torch import Tensor
@@ -10,25 +10,25 @@ from robopolicy.rl.registry import Slot, mechanism
 
 
 def step_mean(mask: Tensor) -> Tensor:
-    """Every scored step [...] counts the same: mask / number of scored steps (token mean; DAPO, DPPO)."""
+    """Weight every scored step [...] equally: mask / number of scored steps (token mean; DAPO, DPPO)."""
     return mask.float() / mask.sum().clamp(min=1)
 
 
 def episode_mean(mask: Tensor) -> Tensor:
-    """Every row [t, K] counts the same, whatever its length: the mean of per-episode means (GRPO, GSPO)."""
+    """Weight every row [t, K] equally, independent of its length: the mean of per-episode means (GRPO, GSPO)."""
     per_row = mask.sum((-2, -1), keepdim=True)
     rows = (per_row > 0).sum().clamp(min=1)
     return mask.float() / per_row.clamp(min=1) / rows
 
 
 def constant_denominator(mask: Tensor, denominator: float) -> Tensor:
-    """Sum over steps [b, t, K] divided by a constant, so long decisions weigh more (Dr.GRPO, arXiv:2503.20783)."""
+    """Sum over steps [b, t, K] divided by a constant, so long chunks weigh more (Dr.GRPO, arXiv:2503.20783)."""
     return mask.float() / denominator
 
 
 @mechanism(Slot.WEIGHT, "step_mean", source="DAPO, arXiv:2503.14476; DPPO, arXiv:2409.00588")
 def weigh_steps(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every scored step counts the same (token mean).
+    """Weight every scored step equally (token mean).
 
     Takes a mask [b, t, K] and returns weights of that shape.
     """
@@ -37,11 +37,11 @@ def weigh_steps(mask: Tensor, rollouts: Rollouts) -> Tensor:
 
 @mechanism(Slot.WEIGHT, "episode_mean", source="GRPO, arXiv:2402.03300")
 def weigh_episodes(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """Every episode counts the same, whatever its length (sequence mean).
+    """Weight every episode equally, independent of its length (sequence mean).
 
-    In minibatches of single decisions each step weighs one over the number of scored steps of its whole episode,
-    extras["episode_steps"] [b, t], normalised to a sum of 1: the same relative weights. Takes a mask [b, t, K]
-    and returns weights of that shape.
+    In minibatches of single chunks each step has weight one over the number of scored steps of its complete episode,
+    extras["episode_steps"] [b, t], normalised to a sum of 1: the same relative weights. Takes a mask [b, t, K] and
+    returns weights of that shape.
     """
     if "episode_steps" not in rollouts.extras:
         return episode_mean(mask)

@@ -1,1 +1,1 @@
-"""Serving a policy to robots over openpi's websocket protocol, a client for it, and a simulated robot that uses it."""
+"""Serving: a policy server with openpi's websocket protocol, a client for it, and a simulated robot that uses it."""

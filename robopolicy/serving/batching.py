@@ -1,8 +1,8 @@
-"""One inference thread: requests that wait at the same time are answered in one batch, off the event loop.
+"""Batched inference in one thread, off the event loop: requests that wait at the same time form one batch.
 
-Addresses take turns, and so do the connections of one address: who sends many requests makes nobody else wait for them.
-What waits is bounded in number and in time. A pass that hangs, or a policy that answers nonsense, is an error of the
-requests that it concerns, shows in `trouble`, and never keeps the process from ending.
+Addresses are served round-robin, and so are the connections of one address, so a client with many requests does not
+delay others. Waiting requests are limited in number and time. A forward pass that hangs, or an invalid policy output,
+is an error of the affected requests only, is reported in `trouble`, and never prevents the process from exiting.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from robopolicy.serving.sessions import Left, underway
 
 
 class BusyError(ServingError):
-    """The server has more to do than it can: ask again later."""
+    """The server is overloaded: retry later."""
 
 
 Asker = tuple[str, int]
-"""The address that a request comes from, and the number of its connection."""
+"""Sender of a request: its address and connection number."""
 
 NOBODY: Asker = ("", 0)
 
 REMEMBERED_TURNS = 4096
-"""Addresses and connections of which it is known when they were served last."""
+"""Number of addresses and connections for which the last service is remembered."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """actions: [C, A], or a whole plan [P, A]; seconds: the inference itself, shared by the batch."""
+    """actions: [C, A], or the full prediction [P, A]; seconds: inference time, shared by the batch."""
 
     actions: np.ndarray
     seconds: float
@@ -49,8 +49,8 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """A request: what was observed [1, H, ...], where its answer goes, its own noise and what is left of its robot's
-    plan, if it has some, and who asks.
+    """A waiting request: the observation [1, H, ...], the future for its answer, its own noise generator, the robot's
+    remaining actions if sent, and its sender.
     """
 
     observation: Observation
@@ -60,7 +60,7 @@ class Waiting:
     asker: Asker = NOBODY
 
     def goes_with(self, other: "Waiting") -> bool:
-        """Whether both can be answered in one batch."""
+        """Whether both requests can be answered in one batch."""
         if self.generator is not None or other.generator is not None:
             return self is other
         mine, theirs = self.left, other.left
@@ -68,14 +68,18 @@ class Waiting:
 
 
 class Turns:
-    """Whose requests are next: of the address that was served longest ago, and of its connections likewise."""
+    """Round-robin order of requests: the least recently served address is next, and within it the least recently served
+    connection.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str | Asker, int] = {}
         self._count = itertools.count(1)
 
     def take(self, waiting: Sequence[Waiting], most: int) -> list[Waiting]:
-        """Return whose turn it is, and up to `most` in all that go with that one, every connection's in their order."""
+        """Select the next request, and up to `most` requests in all that can share its batch, each connection's in
+        order.
+        """
         rows = _rows(waiting)
         address, asker = self._next(rows)
         first = rows[address][asker][0]
@@ -100,7 +104,7 @@ class Turns:
 
 
 def _rows(waiting: Sequence[Waiting]) -> dict[str, dict[Asker, deque[Waiting]]]:
-    """Return what waits by address and connection, in the order in which it came."""
+    """Return waiting requests by address and connection, in order of arrival."""
     rows: dict[str, dict[Asker, deque[Waiting]]] = {}
     for request in waiting:
         rows.setdefault(request.asker[0], {}).setdefault(request.asker, deque()).append(request)
@@ -108,10 +112,10 @@ def _rows(waiting: Sequence[Waiting]) -> dict[str, dict[Asker, deque[Waiting]]]:
 
 
 def gives_way(waiting: Sequence[Waiting], asker: Asker) -> Waiting | None:
-    """Return which of the requests makes room for one of `asker` where no more may wait, None where that one has to go.
+    """Return the request to drop when the queue is full and `asker` sends one; None to drop the new one.
 
-    It is the newest one of the address that has most of them, if that has more than the asker's will have; else of the
-    connection of the asker's own address that has.
+    It is the newest request of the address with the most requests, if that address has more than the asker's would
+    have. Otherwise the same rule applies to the connections of the asker's own address.
     """
     rows = _rows(waiting)
     count = {address: sum(map(len, askers.values())) for address, askers in rows.items()}
@@ -126,10 +130,10 @@ def gives_way(waiting: Sequence[Waiting], asker: Asker) -> Waiting | None:
 class InferenceQueue:
     """Answers observations [1, H, ...] with action chunks; `start` it on the event loop that calls `infer`.
 
-    maximum_batch: most requests in one forward pass; maximum_waiting: most requests that wait, more are refused;
-    deadline: seconds after which a request is given up; stall: seconds after which a pass counts as hanging;
-    deterministic: no exploration noise; on_batch: called with the number of requests of every pass; plans: who makes
-    plans that follow on from what is left of a robot's last one.
+    maximum_batch: maximum requests in one forward pass; maximum_waiting: maximum waiting requests, further ones are
+    refused; deadline: seconds after which a request is dropped; stall: seconds after which a forward pass counts as
+    hanging; deterministic: no exploration noise; on_batch: called with the number of requests in every pass; plans:
+    computes predictions that continue a robot's remaining actions.
     """
 
     def __init__(
@@ -159,11 +163,11 @@ class InferenceQueue:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start answering requests."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self, patience: float = 5.0) -> None:
-        """Stop after the pass in progress, or after `patience` seconds; requests still waiting are cancelled."""
+        """Stop after the forward pass in progress, or after `patience` seconds; waiting requests are cancelled."""
         for request in self._waiting:
             request.answer.cancel()
         self._waiting.clear()
@@ -174,17 +178,17 @@ class InferenceQueue:
         self._thread.stop()
 
     def __len__(self) -> int:
-        """How many requests wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
     def pass_age(self) -> float:
-        """Seconds since the pass in progress began, 0 where none is."""
+        """Seconds since the forward pass in progress started, 0 if there is none."""
         return 0.0 if self.pass_began is None else time.monotonic() - self.pass_began
 
     @property
     def trouble(self) -> str | None:
-        """What keeps this queue from answering, in a sentence; None if nothing does."""
+        """Reason why this queue cannot answer, in one sentence; None if it can."""
         if self._task is None or self._task.done():
             return "The inference has ended: restart the server."
         if self.pass_age > self.stall:
@@ -192,7 +196,7 @@ class InferenceQueue:
         return None
 
     async def first(self, observation: Observation, rows: int, left: Left | None = None) -> None:
-        """Answer one observation [1, H, ...] in a batch of so many rows, however long that takes; raises as `infer`."""
+        """Answer one observation [1, H, ...] in a batch of this many rows, without a deadline; raises as `infer`."""
         nobody: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         batch = [Waiting(observation, nobody, None, left)] * rows
         await self._thread.call(lambda: self._act(batch))
@@ -204,10 +208,11 @@ class InferenceQueue:
         left: Left | None = None,
         asker: Asker = NOBODY,
     ) -> Answer:
-        """Return the answer to one observation, computed with `generator` and alone where one is given.
+        """Return the answer to one observation; with a `generator` it is computed alone, using that generator.
 
-        left: what is left of the robot's plan [n, A], which the answer then follows on from; asker: who takes turns
-        with others. Raises what the policy raises for it, and BusyError when too many wait or the deadline passes.
+        left: the robot's remaining actions [n, A], which the answer then continues; asker: sender, for the round-robin
+        order. Raises the policy's errors for this request, and BusyError when too many requests wait or the deadline
+        passes.
         """
         if self.trouble is not None:
             raise BusyError(self.trouble)
@@ -254,7 +259,7 @@ class InferenceQueue:
                     request.answer.set_exception(answer)
 
     def _next_batch(self) -> list[Waiting]:
-        """Take what is answered next of what still waits."""
+        """Take the next batch from the requests that are still waiting."""
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if not self._waiting:
             return []
@@ -264,7 +269,7 @@ class InferenceQueue:
         return chosen
 
     def _answer(self, batch: list[Waiting]) -> list[Answer | Exception]:
-        """Answer a batch; if it fails, answer one by one, so that only the request at fault fails."""
+        """Answer a batch; if it fails, answer one by one, so that only the faulty request fails."""
         try:
             return list(self._act(batch))
         except Exception as error:  # the policy is foreign code: its error belongs to the client that caused it
@@ -296,7 +301,7 @@ class InferenceQueue:
     def _decided(
         self, observation: TensorObservation, generator: torch.Generator, left: Sequence[Left | None]
     ) -> Tensor:
-        """Return the chunks [B, C, A], or plans [B, P, A] that follow on from those that are left."""
+        """Return the chunks [B, C, A], or predictions [B, P, A] that continue the remaining actions."""
         plans = [each for each in left if each is not None]
         if not plans:
             return self.policy.act(observation, generator, deterministic=self.deterministic).actions
@@ -306,9 +311,9 @@ class InferenceQueue:
 
 
 class _Thread:
-    """A thread that runs one call after the other and dies with the process, whatever hangs in it.
+    """A thread that runs calls in order and ends with the process, even if a call hangs.
 
-    Threads of an executor are waited for when the process ends, and one that hangs would keep it from ending.
+    An executor's threads are joined when the process exits, so a hanging one would prevent the exit.
     """
 
     def __init__(self) -> None:
@@ -324,7 +329,7 @@ class _Thread:
         self._calls.put(None)
 
     async def call[Result](self, function: Callable[[], Result]) -> Result:
-        """Return what `function` returns, or raise what it raises."""
+        """Return the result of `function`, or raise its error."""
         future: Future[Result] = Future()
 
         def run() -> None:

@@ -1,8 +1,8 @@
-"""A client for policy servers that speak openpi's protocol; needs numpy, msgpack and websockets, but no torch.
+"""Client for policy servers with openpi's protocol; needs numpy, msgpack and websockets, but not torch.
 
-Where a server is: its address, the proxy on the way there, its certificate, and what went wrong. Proxies are those of
-the environment, in the order of the websockets library: ws_proxy or wss_proxy, socks_proxy, https_proxy, and http_proxy
-for ws:// alone, but for the hosts in no_proxy. This machine is never reached through one.
+Connection details of a server: its address, a proxy, its certificate, and error messages. Proxies are read from the
+environment in the order of the websockets library: ws_proxy or wss_proxy, socks_proxy, https_proxy, and for ws:// also
+http_proxy, except for hosts in no_proxy. Connections to this machine never use one.
 """
 
 import ipaddress
@@ -40,38 +40,39 @@ from robopolicy.serving.pictures import smaller
 from robopolicy.serving.protocol import CHECK, REQUEST, RESET, SESSION, fingerprint, pack, unpack, unsealed
 
 MAXIMUM_ANSWER = 64 * 2**20
-"""Bytes of the longest answer that is read."""
+"""Maximum bytes of an answer."""
 
 BUSY = 1013
-"""Close code of a server that has too much to do."""
+"""Close code of an overloaded server."""
 
 KEYS = "api_key; of robopolicy drive: drive.api_key, or the environment's ROBOPOLICY_API_KEY"
-"""Where a client's key comes from."""
+"""Sources of a client's API key, for error messages."""
 
 UNASKED = 1000
-"""Messages that nobody asked for, before a server is given up."""
+"""Maximum unsolicited messages before the connection is closed."""
 
 AGAIN = 0.05
-"""Seconds that an answer may come after one which is the last one's copy, at least."""
+"""Minimum seconds to wait for another message after an answer that duplicates the last one."""
 
 DESCRIBED = ("observation", "action", "history", "chunk", "prediction", "chunking", "fps", "instructions", "world")
-"""What a server says of its policy, and must say again after a connection was lost."""
+"""Metadata keys of the policy that must be unchanged after a reconnection."""
 PORT = 8000
-"""Port of a server where nobody says another."""
+"""Default port of a server."""
 SCHEMES = ("ws", "wss")
 STARTING = 5.0
-"""Seconds that a server may take to start, where its robot has as much patience: a connection says earlier than the
-robot gives up that nobody listens."""
+"""Seconds that a server may take to start, if the robot's patience allows it: the connection error then comes before
+the robot gives up.
+"""
 SHORTEST = 1.0
-"""Seconds that a connection waits for an answer at least; a driver with less patience gives up before."""
+"""Minimum seconds that a connection waits for an answer; a driver with less patience gives up earlier."""
 
 
 def whole_address(host: str, port: int | None, encrypted: bool) -> str:
-    """Return the ws:// or wss:// address of a server.
+    """Return the ws:// or wss:// URL of a server.
 
-    host: a name, or a whole address; port: None for the one that a whole address says, PORT for a name; encrypted:
-    whether a name is one of a wss:// address. Raises ConfigError where the two say different ports, where a whole
-    address is of another kind, and where it is ws:// although it has to be encrypted.
+    host: a host name or a full URL; port: None for the port in the URL, or PORT for a host name; encrypted: whether a
+    host name uses wss://. Raises ConfigError when URL and port disagree, when the URL has another scheme, and when it
+    is ws:// although encryption is required.
     """
     name = f"[{host}]" if host.count(":") > 1 and "://" not in host and "[" not in host else host  # IPv6
     whole = host if "://" in host else f"{'wss' if encrypted else 'ws'}://{name}"
@@ -96,8 +97,8 @@ def whole_address(host: str, port: int | None, encrypted: bool) -> str:
 
 
 def trusting(certificate: Path | str | None) -> ssl.SSLContext:
-    """Return what a server's certificate is checked against: a PEM file, None for the authorities that the system
-    trusts. Raises ServingError where it cannot be read.
+    """Return the TLS context that verifies a server's certificate: with a PEM file, or with the system's certificate
+    authorities for None. Raises ServingError when the file cannot be read.
     """
     try:
         return ssl.create_default_context(cafile=None if certificate is None else str(certificate))
@@ -106,7 +107,7 @@ def trusting(certificate: Path | str | None) -> ssl.SSLContext:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` is a name or an address of the machine that asks: connections to it leave it through no proxy."""
+    """Whether `host` is a name or an address of this machine: connections to it use no proxy."""
     name = host.lower().strip("[]").rstrip(".")
     if name in ("localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
@@ -123,10 +124,10 @@ def is_this_machine(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy on the way to a server.
+    """A proxy between client and server.
 
-    url: its address, with the login if the user gave one; setting: what names it, such as https_proxy; host: of the
-    server.
+    url: its URL, including credentials if given; setting: name of the setting that defines it, such as https_proxy;
+    host: the server's host.
     """
 
     url: str
@@ -134,18 +135,18 @@ class Proxy:
     host: str
 
     def __str__(self) -> str:
-        """Return where it is and who says so; a login is left out."""
+        """Return its URL without credentials, and the setting that defines it."""
         scheme, _, rest = self.url.partition("://")
         return f"the proxy {scheme}://{rest.rpartition('@')[2]} of {self.setting}"
 
     @property
     def around(self) -> str:
-        """What lets connections to the server go without it."""
+        """Advice for bypassing the proxy."""
         return f" no_proxy={self.host} goes around it."
 
 
 def proxy_for(address: str) -> Proxy | None:
-    """Return the proxy that the environment wants between this machine and a ws:// or wss:// address, None for none."""
+    """Return the environment's proxy for a ws:// or wss:// address, None for a direct connection."""
     parts = urlsplit(address)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "wss" else 80)
     if is_this_machine(host) or proxy_bypass(f"{host}:{port}"):
@@ -162,7 +163,7 @@ def proxy_for(address: str) -> Proxy | None:
 
 
 def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingError:
-    """Return what it means that connecting to `address`, through `proxy`, raised `error`, and what to do about it."""
+    """Return a ServingError that explains why connecting to `address` through `proxy` raised `error`, and a remedy."""
     said = str(error).rstrip(".") or type(error).__name__
     if isinstance(error, ConnectionClosed):  # within the handshake, when the end comes before the answer is looked at
         said = "did not receive a valid HTTP response"
@@ -187,7 +188,7 @@ def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingE
 
 
 def way_out(address: str, error: Exception) -> str:
-    """Return what to do about an error that came of connecting to `address`, "" where nobody knows."""
+    """Return the remedy for a connection error at `address`, "" if none is known."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if "mismatch" in error.verify_message.lower():
             return " Connect by a name that its certificate holds, or make one that holds this name (subjectAltName)."
@@ -205,24 +206,23 @@ def way_out(address: str, error: Exception) -> str:
 
 
 class RefusedError(ServingError):
-    """The server refuses what this client sends: asking the same again is no use."""
+    """The server rejects this client's request: retrying is useless."""
 
 
 class PolicyClient:
     """A blocking connection to one server; use it as a context manager.
 
-    host: name, or a whole ws:// or wss:// address; port: 8000 for None, of a whole address its own; timeout: seconds to
-    wait for an answer; patience: seconds to keep trying while the server starts; session: name of this robot's history;
-    certificate: PEM file of what a wss:// address is checked against (None: the authorities that the system trusts); a
-    name is that of a wss:// address then. A proxy that the environment names is used, with a
-    RobopolicyWarning where it can read along, but never to reach this machine. A connection that was lost between two
-    requests is opened again once, and the server's history then begins anew; a server that describes another policy
-    than before (`DESCRIBED`) is refused. Pictures that are larger than the policy reads are made smaller before they
-    are sent, as the server would. A server of ours seals its answers: one that is damaged, or belongs to another
-    request, is not returned, and the connection is given up. Raises ConfigError on an address that contradicts itself,
-    ServingError: nobody listens, refused observation, no answer in time, one that cannot be trusted; RefusedError,
-    which is one: wrong API key, another policy. thrown_away: answers that came without being asked for, and were not
-    used.
+    host: host name, or a full ws:// or wss:// URL; port: default 8000, or the URL's own; timeout: seconds to wait for
+    an answer; patience: seconds to keep retrying while the server starts; session: name of this robot's history;
+    certificate: PEM file to verify a wss:// server (None: the system's certificate authorities); with one, a host name
+    means wss://. A proxy from the environment is used, with a RobopolicyWarning if it can read the traffic, but never
+    to reach this machine. A connection lost between two requests is reopened once, and the server's history then starts
+    empty. A server that then describes another policy (`DESCRIBED`) is rejected. Images larger than the policy's input
+    are resized before sending, exactly as the server would. Robopolicy servers add a checksum to answers: a damaged
+    answer, or one to another request, is discarded and the connection closed. Raises ConfigError on a contradictory
+    address; ServingError when no server listens, an observation is refused, no answer arrives in time, or it fails
+    verification; and its subclass RefusedError on a wrong API key or another policy. thrown_away: number of unsolicited
+    answers that were discarded.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class PolicyClient:
         return self._exchange(dict(observation))
 
     def reset(self) -> None:
-        """Begin an episode: the server forgets this session's history."""
+        """Start an episode: the server clears this session's history."""
         self._exchange({RESET: True})
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ class PolicyClient:
         return found
 
     def _sent(self, message: dict[str, Any]) -> tuple[ClientConnection, bytes]:
-        """Send a message, over a new connection where the old one was lost; return the connection and what was sent."""
+        """Send a message, over a new connection if the old one was lost; return the connection and the bytes sent."""
         lost: ConnectionClosed | None = None
         for _ in range(2):
             connection = self._connection if self._connection is not None else self._open()
@@ -320,7 +320,9 @@ class PolicyClient:
         raise ServingError(f"{self.address} closes every connection before it is asked ({lost}).") from lost
 
     def _throw_away(self, connection: ClientConnection) -> None:
-        """Take what lies there before a request is sent: it answers none, and would shift all later answers by one."""
+        """Discard messages received before a request is sent: they are unsolicited and would shift all later answers by
+        one.
+        """
         with suppress(TimeoutError):
             for _ in range(UNASKED):
                 connection.recv(timeout=0)
@@ -329,9 +331,10 @@ class PolicyClient:
             raise ServingError(f"{self.address} sends more than {UNASKED} messages that nobody asked for.")
 
     def _not_the_last(self, connection: ClientConnection, answer: bytes) -> bytes:
-        """Return an answer that is not the last one come twice, which would be one and the same to the last byte.
+        """Return an answer that is not a byte-identical duplicate of the last one.
 
-        A policy may answer the same again, without timings: then nothing comes after it, for twice as long as it takes.
+        A policy may legitimately repeat an answer, without timings: then no further message arrives within twice its
+        usual time.
         """
         for _ in range(UNASKED):
             if answer != self._last:
@@ -380,7 +383,7 @@ class PolicyClient:
             raise ServingError(f"What {self.address} sent cannot be read: {error}") from error
 
     def _read(self, message: bytes) -> dict[str, Any]:
-        """Decode what a server sent; one of ours seals all of it, beginning with what it says of itself."""
+        """Decode a server message; robopolicy servers add a checksum to all messages, starting with the metadata."""
         if self._sealed:
             return unsealed(message)
         found = unpack(message)
@@ -392,7 +395,7 @@ class PolicyClient:
 
     @staticmethod
     def _close_code(connection: ClientConnection) -> int | None:
-        """Return the code with which the server closes the connection, None where it does not."""
+        """Return the code with which the server closes the connection, None if it stays open."""
         try:
             connection.recv(timeout=1.0)
         except (ConnectionClosed, TimeoutError):
@@ -400,7 +403,7 @@ class PolicyClient:
         return None
 
     def _open(self) -> ClientConnection:
-        """Connect, and learn what is served. Raises RefusedError where that is another policy than before."""
+        """Connect and read the metadata. Raises RefusedError when the server now serves another policy than before."""
         self.close()
         self._sealed, self._last = False, b""
         self._connection = connection = self._connected()
@@ -444,7 +447,7 @@ class PolicyClient:
                 time.sleep(0.1)
 
     def _turned_away(self, error: InvalidStatus, proxy: Proxy | None) -> ServingError:
-        """Return what an answer to a handshake means that is none of a websocket's."""
+        """Return the error for a handshake that was answered with an HTTP status instead of a websocket."""
         status, headers = error.response.status_code, error.response.headers
         if status == 401:
             wants = "another API key than the one given" if self._headers else "an API key, and none was given"
@@ -463,14 +466,16 @@ class PolicyClient:
 
 
 def _may_be_starting(error: Exception) -> bool:
-    """Whether a server that is about to listen would be the end of this error."""
+    """Whether this error would disappear once the server has started."""
     if isinstance(error, InvalidProxyStatus):
         return error.response.status_code in (502, 503, 504)  # what proxies say of servers that do not listen
     return isinstance(error, ConnectionRefusedError | ConnectionResetError)
 
 
 def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], prefix: str = "") -> dict[Any, Any]:
-    """Return a message whose pictures are no larger than the policy reads them; cameras: name in it -> that shape."""
+    """Return a message with images resized to at most the policy's input; cameras: name in the message -> shape of the
+    policy's input.
+    """
     fitted = {}
     for key, value in message.items():
         name = prefix + str(key).replace(".", "/")
@@ -483,7 +488,7 @@ def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], 
 
 
 def _largest(message: Mapping[Any, Any]) -> str:
-    """Return which field of a message is the largest, and what to do about it; "" where none is an array."""
+    """Return advice that names the largest field of a message; "" if it contains no arrays."""
     waiting, arrays = [("", message)], dict[str, np.ndarray]()
     while waiting:
         prefix, part = waiting.pop()
@@ -500,16 +505,16 @@ def _largest(message: Mapping[Any, Any]) -> str:
 
 
 def _change(key: str, before: Any, now: Any) -> str:
-    """Return what has changed of a policy's description, with the values where they are short."""
+    """Describe the changes in a policy's description, with the values if they are short."""
     short = all(isinstance(value, int | float | str) for value in (before, now))
     return f"{key}, {str(before)[:40]} -> {str(now)[:40]}" if short else key
 
 
 def connected(server: ServerAddress, patience: float) -> PolicyClient:
-    """Return a connection to `server`, with the environment's ROBOPOLICY_API_KEY unless it names a key.
+    """Return a connection to `server`; the API key defaults to the environment's ROBOPOLICY_API_KEY.
 
-    patience: seconds after which a robot gives its server up; what it asked is given up then too. Raises as
-    `PolicyClient` does.
+    patience: seconds without an answer after which a robot stops using its server, also used as the answer timeout.
+    Raises as `PolicyClient` does.
     """
     return PolicyClient(
         server.host,

@@ -1,4 +1,4 @@
-"""What can be set about a policy server and about a robot, attached or simulated, that asks one; imports neither."""
+"""Settings of a policy server and of robots that use it, attached or simulated; imports neither."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from robopolicy.core.ranges import Count, Natural, NonNegative, Positive
 from robopolicy.core.structured import REGISTRY
 
 LONGEST_KEY = 4096
-"""Characters of an API key: a header of twice as many is refused by servers."""
+"""Maximum characters of an API key: servers refuse headers of twice this length."""
 
 
 def require_key(key: str) -> None:
-    """Raise ConfigError, without saying it, where an API key cannot be sent in a header, "" excepted."""
+    """Raise ConfigError, without printing the key, when an API key cannot be sent in a header; "" is allowed."""
     if not key.isprintable():
         wrong = "holds a line break or the like"
     elif key != key.strip():
@@ -34,41 +34,41 @@ class ServerConfig:
     """A policy server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; beyond loopback it needs an api_key."""
+    """Address to listen on; addresses other than loopback require an api_key."""
     port: Natural = 8000
-    """Port to listen on, 0 for any free one."""
+    """Port to listen on, 0 for any free port."""
     api_key: str = ""
-    """What clients must show, or set the environment's ROBOPOLICY_API_KEY."""
+    """Key that clients must send; it can also be set by the environment variable ROBOPOLICY_API_KEY."""
     rename: dict[str, str] = field(default_factory=dict)
-    """A client's names -> the policy's fields: {images/cam_high: observation.images.top}."""
+    """Mapping from a client's names to the policy's fields: {images/cam_high: observation.images.top}."""
     maximum_batch: Count = 16
-    """Most requests answered in one forward pass."""
+    """Maximum number of requests per forward pass."""
     maximum_waiting: Count = 256
-    """Most requests that wait for it; more are told that the server is busy."""
+    """Maximum number of waiting requests; further ones get an error that the server is busy."""
     deadline: Positive = 10.0
-    """Seconds after which a request is given up."""
+    """Timeout of a request in seconds."""
     stall: Positive = 10.0
-    """Seconds after which a policy that computes counts as hanging: /livez then answers 503."""
+    """Seconds of computation after which the policy counts as hanging; /livez then answers 503."""
     chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.configuration:CHUNKINGS"})
-    """How plans follow on from the one that a robot is executing: not (synchronous), or around what is left of it (rtc,
-    trained_rtc, lerobot_rtc, ensembling, bidirectional). For robots that say what is left, as `drive` does; others get
-    chunks. Needs a policy whose prediction_steps go beyond its chunk.
+    """Consistency of a new chunk with the remaining actions of the last one: synchronous (none), or rtc, trained_rtc,
+    lerobot_rtc, ensembling, bidirectional. It applies to robots that send their remaining actions, as `drive` does;
+    others get independent chunks. It needs a policy whose prediction_steps exceed its chunk.
     """
     chunking_options: dict[str, Any] = field(default_factory=dict)
-    """Its own settings, such as serve.chunking_options.max_guidance_weight=10."""
+    """Options of the chunking method, such as serve.chunking_options.max_guidance_weight=10."""
     session_expiry: Positive = 600.0
-    """Seconds after which the history of a robot that asks for nothing is forgotten."""
+    """Seconds without requests after which a robot's observation history is dropped."""
     with_parent: bool = False
-    """End when the process that started the server does, however that ends."""
+    """Stop when the process that started the server ends, for any reason."""
     certificate: Path | None = None
     """PEM file of a TLS certificate: clients then connect to wss://."""
     certificate_key: Path | None = None
-    """PEM file of its private key, where the certificate's file does not hold it."""
+    """PEM file of the certificate's private key, if the certificate file does not contain it."""
     origins: tuple[str, ...] = ()
-    """Web pages that may connect from a browser, such as [https://console.example]; others are refused."""
+    """Origins of web pages that may connect from a browser, such as [https://console.example]; others are refused."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what no server can answer with."""
+        """Raise ConfigError for invalid server settings."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}: choose 1 to 65535, or 0 for any free one.")
         counts = {"maximum_batch": self.maximum_batch, "maximum_waiting": self.maximum_waiting}
@@ -86,64 +86,68 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a robot's server is."""
+    """Address of a robot's policy server."""
 
     host: str = "127.0.0.1"
-    """The server's name, or its whole address: wss://robot.example:8000."""
+    """Host name of the server, or its complete URL: wss://robot.example:8000."""
     port: Natural | None = None
-    """The server's port; 8000 unless set, or that of a whole address."""
+    """Port of the server; default: the URL's port, else 8000."""
     api_key: str = ""
-    """The server's key, if it wants one, or set the environment's ROBOPOLICY_API_KEY."""
+    """API key of the server, if required; it can also be set by the environment variable ROBOPOLICY_API_KEY."""
     certificate: Path | None = None
-    """PEM file of a certificate to trust, such as a server's self-signed one (serve.certificate); it is wss:// then."""
+    """PEM file of a certificate to trust, such as a server's self-signed one (serve.certificate); the connection then
+    uses wss://.
+    """
 
 
 @dataclass(frozen=True)
 class RobotSettings:
-    """How a simulated robot is driven."""
+    """Settings for driving a robot."""
 
     prefetch: Natural = 0
-    """Ask for the next chunk when so many steps are left, where the server is slower than half a step: acting on what
-    was seen so many steps ago costs success.
+    """Request the next chunk when this many steps are left, if the server takes longer than half a step. Success falls
+    because observations are then this many steps old.
     """
     latency_steps: Natural = 0
-    """Control steps that every answer is held back, an episode's first excepted: how a slower server would do."""
+    """Simulated server latency: control steps by which every answer but an episode's first is delayed."""
     blend: Natural = 0
-    """Over so many steps a new chunk takes over from the old one: angles such as yaw the short way round, grippers and
-    toggles at once.
+    """Number of steps over which a new chunk is blended with the old one. Angles such as yaw take the shorter way;
+    grippers and toggles switch at once.
     """
     turns: dict[str, NonNegative] = field(default_factory=dict)
-    """Elements of the action that go round -> one turn, in the policy's units: {yaw: 6.2832}; 0 for those that neither
-    go round nor switch, although their names say so.
+    """Mapping from periodic action elements to the size of one turn, in the policy's units: {yaw: 6.2832}. 0 marks
+    elements that are neither periodic nor toggles despite their names.
     """
     switches: tuple[str, ...] = ()
-    """Elements of the action that change at once."""
+    """Action elements that switch at once instead of being blended."""
     hold: Literal["auto", "zero", "last"] = "auto"
-    """What elements of an action do, while the robot holds still, of which neither name nor unit says it: go to zero
-    (velocities, differences), or stay (last: positions). auto: as the served policy's world has it (its latency_hold);
-    where that does not say, zero for a simulated robot, and an attached one asks.
+    """Holding value of action elements whose name and unit do not imply one: zero (velocities, differences) or last
+    (positions). auto uses the latency_hold of the served policy's world; without it, a simulated robot uses zero and an
+    attached robot requires a choice.
     """
     positions: tuple[str, ...] = POSITIONS
-    """Elements of the action that stay at their place while the robot holds still, by name, whatever they are."""
+    """Names of action elements that keep their position while the robot holds still, regardless of unit."""
     neutral: dict[str, float] = field(default_factory=dict)
-    """Elements of the action that go to a value instead, in the policy's units: {x.vel: 0, throttle: 0.5}."""
+    """Mapping from action elements to the value they take instead while the robot holds still, in the policy's units:
+    {x.vel: 0, throttle: 0.5}.
+    """
     max_age: NonNegative | None = None
-    """Seconds after which an observation is too old to act on; as long as two chunks take, unless set."""
+    """Maximum age in seconds of an observation to act on; default: the duration of two chunks."""
     change: Positive | None = None
-    """Most by which an action may differ from the one before, in the policy's units; an episode's first from where the
-    robot is.
+    """Maximum change of an action from the previous one, in the policy's units; an episode's first is compared with the
+    robot's position.
     """
     bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Least and most of elements of the action, in the policy's units: {x.vel: [-0.2, 0.2]}. An attached robot needs
-    them, or change, where the policy has no bounds of its own (LeRobot's have none).
+    """Minimum and maximum of action elements, in the policy's units: {x.vel: [-0.2, 0.2]}. An attached robot requires
+    bounds or change if the policy has no bounds of its own (LeRobot's have none).
     """
     unbounded: bool = False
-    """Whether an attached robot may be sent any action where nothing bounds it."""
+    """Allow an attached robot to receive any action when no bounds apply."""
     patience: NonNegative = 5.0
-    """Seconds that a server may fail, or be silent, before the drive ends; the robot holds still meanwhile."""
+    """Seconds for which the server may fail or not answer before the drive ends; the robot holds still meanwhile."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what no robot can be driven by."""
+        """Raise ConfigError for settings that cannot drive a robot."""
         if self.change is not None and not 0 < self.change < math.inf:
             raise ConfigError(f"change is {self.change}: an action may differ from the last by more than 0, or null.")
         if not all(math.isfinite(value) for value in self.neutral.values()):
@@ -166,27 +170,27 @@ class RobotSettings:
 
 @dataclass(frozen=True)
 class AttachedRobot:
-    """A robot of LeRobot's."""
+    """A LeRobot robot."""
 
     robot: str = ""
-    """A LeRobot robot to drive instead of a world: its type, such as so101_follower (built in, or of an installed
-    lerobot_robot_* package), or the dotted path of its RobotConfig.
+    """LeRobot robot to drive instead of a world: its type, such as so101_follower (built in, or from an installed
+    lerobot_robot_* package), or the import path of its RobotConfig.
     """
     robot_options: dict[str, Any] = field(default_factory=dict)
-    """The fields of its configuration: {port: /dev/ttyACM0, id: mine, cameras: {front: {type: opencv, ...}}}."""
+    """Fields of the robot's configuration: {port: /dev/ttyACM0, id: mine, cameras: {front: {type: opencv, ...}}}."""
     rename: dict[str, str] = field(default_factory=dict)
-    """The robot's motors and cameras -> the policy's elements and fields, where names differ:
+    """Mapping from the robot's motors and cameras to the policy's elements and fields, where names differ:
     {shoulder_pan.pos: shoulder_pan_position, front: observation.images.top}.
     """
     scale: dict[str, float] = field(default_factory=dict)
-    """The robot's motors -> the policy's units in one of the robot's, 1 unless set: {shoulder_pan.pos: 0.0174533}
-    where the policy learned radians and the robot counts degrees.
+    """Mapping from motors to the policy's units per unit of the robot, 1 by default: {shoulder_pan.pos: 0.0174533} for
+    a policy in radians and a robot in degrees.
     """
     task: str = ""
-    """The robot's instruction, empty for the policy's only one."""
+    """Instruction for the robot; empty for the policy's only one."""
     seconds: Positive = 30.0
-    """How long an episode of the robot lasts."""
+    """Duration of an episode of the robot in seconds."""
     answers_within: Positive = 1.0
-    """Seconds that the robot may take for an observation or an action before it is stopped."""
+    """Timeout in seconds of the robot's observations and actions, after which it is stopped."""
     camera_age: Positive = 1.0
-    """Seconds that a camera may show one and the same picture while the robot moves, before it counts as frozen."""
+    """Seconds of identical images while the robot moves after which a camera counts as frozen."""

@@ -1,4 +1,4 @@
-"""Who may connect: limits on open sockets, wrong keys and control frames, which count before a handshake is done."""
+"""Connection limits: open sockets, wrong keys and control frames, enforced before a handshake completes."""
 
 import asyncio
 import math
@@ -13,12 +13,13 @@ from websockets.protocol import State
 from robopolicy.serving.protocol import Limits
 
 READ_BYTES = 32 * 1024
-"""Bytes taken from a socket at a time: what one client sends is worked through in pieces this long, and a flood is
-noticed after the first of them."""
+"""Bytes read from a socket at a time: data is processed in parts of this size, so a flood is noticed after the first
+part.
+"""
 
 
 class Door:
-    """Counts open sockets and wrong keys, in all and by address."""
+    """Counts open sockets and wrong keys, in total and by address."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -27,23 +28,23 @@ class Door:
         self._wrong: dict[str, tuple[float, int]] = {}
 
     def enter(self, address: str) -> bool:
-        """Count a socket, and return whether it is one too many."""
+        """Count a new socket; return whether it exceeds a limit."""
         self.open[address] += 1
         return self.open.total() > self.limits.connections or self.open[address] > self.limits.address_connections
 
     def leave(self, address: str) -> None:
-        """Count a socket that closed."""
+        """Count a closed socket."""
         self.open[address] -= 1
         if self.open[address] <= 0:
             del self.open[address]
             self._lanes.pop(address, None)
 
     def lane(self, address: str) -> asyncio.Semaphore:
-        """Return what the messages of one address pass to be read, some at a time: others' are not behind them."""
+        """Return the semaphore that limits concurrent decoding for one address, so that others need not wait."""
         return self._lanes.setdefault(address, asyncio.Semaphore(self.limits.reading))
 
     def locked_out(self, address: str) -> bool:
-        """Whether too many wrong keys came from there of late."""
+        """Whether this address recently sent too many wrong keys."""
         began, count = self._wrong.get(address, (0.0, 0))
         if time.monotonic() - began > self.limits.lockout:
             self._wrong.pop(address, None)
@@ -51,12 +52,12 @@ class Door:
         return count >= self.limits.wrong_keys
 
     def lockout_left(self, address: str) -> int:
-        """Return for how many seconds keys from there are not looked at, rounded up."""
+        """Return the seconds, rounded up, during which keys from this address are still ignored."""
         began, _ = self._wrong.get(address, (0.0, 0))
         return max(math.ceil(began + self.limits.lockout - time.monotonic()), 0)
 
     def wrong_key(self, address: str) -> None:
-        """Count a wrong key; none at all is no guess, and is not counted."""
+        """Count a wrong key; a missing key is not counted."""
         now = time.monotonic()
         began, count = self._wrong.get(address, (now, 0))
         if len(self._wrong) > 10_000:  # many addresses: forget those whose time is over
@@ -65,8 +66,8 @@ class Door:
 
 
 class LimitedConnection(ServerConnection):
-    """A connection that is cut where there are too many, and where its client floods it with pings. One that sends too
-    large a message is told so in a text first, as of everything else that is refused.
+    """A connection that is closed when there are too many, or when its client floods it with pings. After a message
+    that is too large, it first sends an error text, as for every refused request.
     """
 
     def __init__(self, *arguments: Any, door: Door, **options: Any):
@@ -77,7 +78,7 @@ class LimitedConnection(ServerConnection):
         self._pings = (0.0, 0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Count the socket, and cut it if it is one too many."""
+        """Count the socket, and close it if it exceeds a limit."""
         super().connection_made(transport)
         self._entered = address_of(transport)
         cast(Any, transport).max_size = READ_BYTES
@@ -101,7 +102,7 @@ class LimitedConnection(ServerConnection):
         self._fail(code, reason)
 
     def process_event(self, event: Any) -> None:
-        """Cut the connection where more pings come than anybody needs."""
+        """Close the connection when pings exceed the limit."""
         if isinstance(event, Frame) and _does_nothing(event):
             now = time.monotonic()
             began, count = self._pings
@@ -117,6 +118,6 @@ def _does_nothing(frame: Frame) -> bool:
 
 
 def address_of(transport: asyncio.BaseTransport) -> str:
-    """Return the address a socket came from, "" for none (a local socket, or one that is gone)."""
+    """Return the address that a socket came from, "" if unknown (a local socket, or a closed one)."""
     peer = transport.get_extra_info("peername")
     return str(peer[0]) if isinstance(peer, tuple) and peer else ""

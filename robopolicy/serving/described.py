@@ -1,4 +1,4 @@
-"""A served policy, as its server describes it, and the limits within which a robot takes its actions.
+"""Client-side description of a served policy, from the server's metadata, and the action limits of a robot.
 
 Axes: H history, A action dimension (any shape).
 """
@@ -19,29 +19,29 @@ from robopolicy.serving.configuration import RobotSettings
 from robopolicy.serving.inputs import accepted_names
 
 LONGEST_HISTORY = 1000
-"""Frames; a server that asks for more describes no policy."""
+"""Maximum observation history in frames; metadata with a longer one is rejected."""
 
 MOST_NUMBERS = 10_000
-"""Elements of an action, or of a vector that is read."""
+"""Maximum number of elements of an action, or of a vector field."""
 
 MOST = 2**28
-"""Elements of one frame of a camera, and of all that is remembered for a policy."""
+"""Maximum number of elements of one camera frame, and of a policy's complete history."""
 
 Range = tuple[np.ndarray, np.ndarray]
-"""Least and greatest of the elements of a vector, [N]."""
+"""Lowest and highest values of a vector's elements, [N]."""
 
 NO_TURNS = Turns(np.zeros(()), np.zeros(()), np.zeros(()), np.zeros((), dtype=bool))
 
 
 @dataclass(frozen=True)
 class DescribedPolicy:
-    """A served policy, as its server describes it.
+    """A served policy, as described by its server.
 
-    fields: what it reads of the robot -> shape of a frame; ahead: steps after which its decisions are executed, 0 for
-    at once; overlap: steps by which its plans reach beyond a chunk where the server offers a chunking that follows on
-    from the plan underway, else 0; shape, low, high: of an action [A]; names, unit: of its elements, () and "" where it
-    does not say; elements: field -> names of its elements; turns: how they go round; known: field -> least and greatest
-    [N] of the vectors that the policy was trained on.
+    fields: fields that it reads from the robot -> shape of a frame; ahead: latency in control steps that the policy was
+    trained for, 0 for none; overlap: number of predicted steps beyond the chunk, for servers whose chunking continues
+    the robot's remaining actions, else 0; shape, low, high: of an action [A]; names, unit: of its elements, () and ""
+    if unknown; elements: field -> names of its elements; turns: their periods; known: field -> lowest and highest
+    values [N] of the vectors in the training data.
     """
 
     fields: Mapping[str, tuple[int, ...]]
@@ -61,28 +61,30 @@ class DescribedPolicy:
     known: Mapping[str, Range] = field(default_factory=dict[str, Range])
 
     def with_turns(self, turns: Mapping[str, float], switches: Sequence[str]) -> "DescribedPolicy":
-        """Return the same with what settings say of elements that go round or switch; see `turns_of`."""
+        """Return a copy with the periodic and switching elements from the settings; see `turns_of`."""
         low, high = (tuple(map(float, bound.ravel())) for bound in (self.low, self.high))
         action = Field(self.shape, low=low, high=high, unit=self.unit, names=self.names)
         return replace(self, turns=turns_of(action, turns, switches))
 
     @property
     def kinds(self) -> list[Kind]:
-        """What the elements of an action are by their names and unit, [A] in order."""
+        """Kinds of the action elements according to their names and unit, [A] in order."""
         size = int(np.prod(self.shape))
         return kinds_of(self.names, self.unit) if self.names else [kind_of("", self.unit)] * size
 
     def called(self, chosen: np.ndarray) -> str:
-        """Return the names of the elements of an action that are chosen [A] bool, their places where they have none."""
+        """Return the names of the action elements selected by `chosen` [A] bool, or their indices if they have no
+        names.
+        """
         places = np.flatnonzero(chosen)
         return ", ".join(self.names[place] if self.names else f"element {place}" for place in places)
 
     def frames(self, shown: Mapping[str, Any], before: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what a robot shows of the fields, one frame each [*shape]; images may have any size.
+        """Return the policy's fields from a robot's observation, one frame each [*shape]; images may have any size.
 
-        before: field -> the frames so far [1, H, *shape], none as an episode begins. Raises ServingError where a field
-        is missing, SpecError where a frame is no array of numbers, or of another shape than the field or its frames
-        before, NonFiniteError on NaN or infinity.
+        before: field -> previous frames [1, H, *shape], empty at the start of an episode. Raises ServingError when a
+        field is missing, SpecError when a frame is not a numeric array or its shape differs from the field or the
+        previous frames, NonFiniteError on NaN or infinity.
         """
         missing = [key for key in self.fields if key not in shown]
         if missing:
@@ -112,10 +114,10 @@ class DescribedPolicy:
 
 
 def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
-    """Return what a server's metadata says of its policy.
+    """Return the policy description from a server's metadata.
 
-    Raises ServingError where that cannot be: what is missing or of another type, bounds that bind nothing or nobody can
-    keep, sizes that no robot has (a server may lie, and nothing of that size is made here).
+    Raises ServingError when it is invalid: missing or wrongly typed entries, bounds that exclude nothing or everything,
+    or implausible sizes (metadata is untrusted, and nothing of that size is allocated here).
     """
     missing = {"observation", "history", "chunk", "action"} - set(metadata)
     if missing:
@@ -150,14 +152,14 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
 
 
 def _whole(value: Any) -> int:
-    """Return a whole number as it was sent; int() would take 2.7, "2" and True for one. Raises ValueError."""
+    """Return an integer as it was sent; int() would also accept 2.7, "2" and True. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ValueError(f"{value!r:.40} is no whole number")
     return int(value)
 
 
 def _rate(value: Any) -> float:
-    """Return a number of steps a second. Raises ValueError on what is none."""
+    """Return a number of steps per second. Raises ValueError if it is not a number."""
     if isinstance(value, bool):
         raise ValueError(f"{value} steps a second")
     return float(value)
@@ -170,7 +172,9 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def _range(key: Any, said: Any, fields: Mapping[str, tuple[int, ...]]) -> Range:
-    """Return between which values the elements of a vector lay in training [N]. Raises ValueError on what is none."""
+    """Return the lowest and highest values of a vector in the training data [N]. Raises ValueError if they are not a
+    valid range.
+    """
     low, high = (np.asarray(_mapping(said)[name], np.float64) for name in ("low", "high"))
     if (
         key not in fields
@@ -183,7 +187,7 @@ def _range(key: Any, said: Any, fields: Mapping[str, tuple[int, ...]]) -> Range:
 
 
 def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    """Return shape and bounds [*shape] of a field, or of the action. Raises ValueError where it cannot be one."""
+    """Return shape and bounds [*shape] of a field or of the action. Raises ValueError if the description is invalid."""
     described, image = _mapping(described), isinstance(key, str) and key.startswith(IMAGE_PREFIX)
     if not isinstance(key, str) or not isinstance(described["shape"], list | tuple):
         raise ValueError(f"{key!r:.40} is no field: its shape is {described['shape']!r:.40}")
@@ -205,15 +209,16 @@ def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.nd
 
 
 def _names(described: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a vector's elements, () where they are not one of its own for each."""
+    """Return the names of a vector's elements, () unless there is a unique one for each."""
     names = tuple(map(str, described.get("names") or ()))
     return names if len(set(names)) == int(np.prod([int(size) for size in described["shape"]])) == len(names) else ()
 
 
 def camera_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return what a client may call the policy's cameras -> shape in which it reads them, [height, width, 3].
+    """Return the names that a client may use for the policy's cameras -> shape that the policy reads, [height, width,
+    3].
 
-    Nothing of a server that does not say so, and no name that may be either of two cameras of different sizes.
+    Returns {} if the server does not report it; omits names that could mean two cameras of different sizes.
     """
     fields, rename = metadata.get("observation"), metadata.get("rename")
     try:
@@ -231,12 +236,12 @@ def camera_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class ActionLimits:
-    """What a robot is ready to do, in the units of its actions, numbers or arrays that broadcast to [A].
+    """Limits of a robot's actions, in action units, as numbers or arrays that broadcast to [A].
 
-    low, high: bounds of an action, within those of the policy; change: most by which it may differ from the one before,
-    an episode's first from where the robot is (where actions are positions: velocity / fps; where they are velocities:
-    acceleration / fps); workspace: an action [A] -> the nearest that keeps the robot where it may be; unbounded: that
-    any action may be sent where neither the policy nor these say a bound.
+    low, high: bounds of an action, within the policy's; change: maximum difference to the previous action, for an
+    episode's first action to the robot's position (for position actions: velocity / fps; for velocity actions:
+    acceleration / fps); workspace: an action [A] -> the closest action within the permitted workspace; unbounded: allow
+    any action where neither the policy nor these limits give a bound.
     """
 
     low: np.ndarray | float | None = None
@@ -246,8 +251,8 @@ class ActionLimits:
     unbounded: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for bounds that bind nothing (NaN, infinite, another shape, low above high) and for changes
-        below 0, which would drive a robot away.
+        """Raise ConfigError for invalid bounds (NaN, infinite, another shape, low above high) and for a negative
+        change, which would drive a robot away.
         """
         said = f"low is {self.low}, high {self.high} and change {self.change}"
         try:
@@ -267,8 +272,8 @@ class ActionLimits:
             raise ConfigError(f"low is {self.low} and high {self.high}: low is at most high, in every element.")
 
     def require_fit(self, policy: DescribedPolicy) -> None:
-        """Raise ConfigError where these are no limits of the policy's actions [A], leave it none, or leave open what
-        the policy leaves open.
+        """Raise ConfigError when the limits do not fit the policy's actions [A], exclude all actions, or leave elements
+        unbounded that the policy leaves unbounded.
         """
         for name in ("low", "high", "change"):
             shape = np.shape(value) if (value := getattr(self, name)) is not None else ()
@@ -290,12 +295,12 @@ class ActionLimits:
     def limited(
         self, action: np.ndarray, last: np.ndarray | None, policy: DescribedPolicy, *, held: bool = False
     ) -> np.ndarray:
-        """Return `action` [A] within the bounds of the policy and of the robot, and within `change` of its last one.
+        """Return `action` [A] clipped to the bounds of the policy and the robot, and to `change` from the last one.
 
-        last: the last action [A], before an episode's first where the robot is; NaN or None where nobody knows; held:
-        whether the action only holds the robot still, which is no reason to move it between bounds. A robot outside of
-        the bounds is led back by `change` a step. Raises NonFiniteError where the result is NaN or infinity,
-        ConfigError on a workspace that returns another shape.
+        last: the last action [A], or the robot's position before an episode's first action; NaN or None if unknown;
+        held: whether the action only holds the robot still, in which case it is not moved into the bounds. A robot
+        outside the bounds is led back by `change` per step. Raises NonFiniteError when the result is NaN or infinity,
+        ConfigError when the workspace returns another shape.
         """
         low, high = self._bounds(policy)
         if not held:
@@ -323,7 +328,7 @@ class ActionLimits:
 
 
 def nothing_bounds(policy: DescribedPolicy, open_ended: np.ndarray) -> str:
-    """Return what to give where neither policy nor robot bounds the `open_ended` elements of an action, [A] bool."""
+    """Return the error message for the `open_ended` action elements, [A] bool, that neither policy nor robot bounds."""
     example = policy.names[int(np.flatnonzero(open_ended)[0])] if policy.names else "NAME"
     return (
         f"Nothing bounds {policy.called(open_ended)}: the policy has no bounds of its own, whatever it answers would "
@@ -336,10 +341,11 @@ def nothing_bounds(policy: DescribedPolicy, open_ended: np.ndarray) -> str:
 def limits_of(
     settings: RobotSettings, policy: DescribedPolicy, names: Sequence[str], limits_itself: np.ndarray | None = None
 ) -> ActionLimits:
-    """Return the limits that settings say of a robot whose actions have elements of these names.
+    """Return the limits configured for a robot whose action elements have these names.
 
-    names: the robot's, () where they have none; the policy's are understood too. limits_itself: elements [A] bool that
-    the robot itself keeps from jumping. Raises ConfigError where bounds name no element, and where nothing bounds one.
+    names: the robot's names, () if it has none; the policy's names are accepted too. limits_itself: elements [A] bool
+    whose jumps the robot limits itself. Raises ConfigError when bounds name an unknown element, and when an element has
+    no bound.
     """
     low, high = (np.array(bound, dtype=np.float64) for bound in (policy.low, policy.high))
     for name, (least, most) in settings.bounds.items():
@@ -362,7 +368,7 @@ def limits_of(
 
 
 def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Whether an array of `shape` fits one of `target` without making it larger."""
+    """Whether an array of `shape` broadcasts to `target` without enlarging it."""
     try:
         return np.broadcast_shapes(shape, target) == target
     except ValueError:

@@ -1,4 +1,4 @@
-"""A simulated robot that takes its actions from a policy server, in real time; run it in a process of its own."""
+"""A simulated robot that gets its actions from a policy server in real time; run it in its own process."""
 
 import time
 from collections import Counter
@@ -32,16 +32,15 @@ def drive(
     robot: RobotSettings = STANDARD,
     notices: Notices | None = None,
 ) -> dict[str, Any]:
-    """Run one episode per seed, as many at a time as the world has rows, and return what happened.
+    """Run one episode per seed, as many at a time as the world has rows, and return the results.
 
-    robot: see `RobotSettings`, and `Driver` for what it means; rate: control steps per second in real time, in which a
-    robot without an action holds still; 0 for as fast as possible, where the world stands still while the server
-    answers; notices: where it is said what the user should know meanwhile. Returns episodes, successes, steps,
-    requests, wall_seconds, rate, prefetch, latency_steps, held, clipped, stale and outside (see `Driver`), failures,
-    deadline_misses (control steps that came more than a tenth of a period late) and latency_ms {p50, p90, p99, max} of
-    the requests. Every request carries the history the policy wants, taken at the control rate.
-    Raises SpecError, ConfigError, ServingError (world and policy do not fit, or the server fails for longer than
-    patience) and NonFiniteError (an action that must not reach a robot).
+    robot: see `RobotSettings`, and `Driver` for the meanings; rate: control steps per second in real time, during which
+    a robot without an action holds still; 0 for as fast as possible: the world then waits for the server; notices:
+    receives messages for the user. Returns episodes, successes, steps, requests, wall_seconds, rate, prefetch,
+    latency_steps, held, clipped, stale and outside (see `Driver`), failures, deadline_misses (control steps more than a
+    tenth of a period late) and latency_ms {p50, p90, p99, max} of the requests. Every request contains the history that
+    the policy reads, sampled at the control rate. Raises SpecError, ConfigError, ServingError (world and policy do not
+    fit, or the server fails for longer than patience) and NonFiniteError (an action that must not reach a robot).
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     _check(world, client.metadata)
@@ -75,7 +74,7 @@ def drive(
 
 
 class _Robots:
-    """The rows of a world, each with a driver, as an actor that gives out single control steps."""
+    """The rows of a world, each with a driver, as an actor that returns single control steps."""
 
     def __init__(self, world: World, client: Server, settings: RobotSettings, clock: Clock, notices: Notices):
         self.world, self.clock = world, clock
@@ -109,15 +108,15 @@ class _Robots:
 
     @property
     def counts(self) -> Counter[str]:
-        """Those of all drivers together."""
+        """Sum of the counts of all drivers."""
         return sum((driver.counts for driver in self.drivers), Counter())
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop sending requests."""
         self.requests.close()
 
     def episodes(self, seeds: np.ndarray) -> tuple[int, int]:
-        """Run one episode per seed [n <= B] until all have ended; returns how many succeeded and the steps run."""
+        """Run one episode per seed [n <= B] until all have ended; returns the number of successes and of steps."""
         count = len(seeds)
         successes = 0
         steps = 0
@@ -129,14 +128,14 @@ class _Robots:
         return successes, steps
 
     def reset(self, rows: Rows = None) -> None:
-        """Begin every robot anew, with nothing seen and nothing to do."""
+        """Reset every robot: no frames, no remaining actions."""
         for driver in self.drivers:
             driver.reset()
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, None]:
-        """Return every robot's next control step [B, 1, A], zero where no episode runs, once it is due.
+        """Return every robot's next control step [B, 1, A], zero for ended episodes, when it is due.
 
-        Raises what the server did wrong once it is hopeless, or away for longer than patience.
+        Raises the server's error once it is fatal, or has lasted longer than patience.
         """
         actions = np.zeros((self.world.batch_size, 1, *self.world.spec.action.shape))
         running = self.player.running.nonzero()[0]
@@ -152,7 +151,7 @@ class _Robots:
 
 
 def _check(world: World, metadata: Mapping[str, Any]) -> None:
-    """Raise unless the world shows what the policy behind the server reads."""
+    """Raise an error unless the world provides the fields that the served policy reads."""
     policy = described_policy(metadata)
     observation = {key: read for key, read in metadata["observation"].items() if key != QUEUE}  # the driver's own
     for key, read in observation.items():
@@ -177,7 +176,7 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
 
 
 def _home(metadata: Mapping[str, Any]) -> str:
-    """Return how to drive in the world that the policy behind the server comes from."""
+    """Return advice on which world to drive in: the one that the served policy was trained in."""
     said = metadata.get("world")
     if not is_mapping(said) or not said.get("name"):
         return " Name the one that it was trained for: world=NAME."
@@ -185,7 +184,7 @@ def _home(metadata: Mapping[str, Any]) -> str:
 
 
 def _declared(described: Mapping[str, Any]) -> Field:
-    """Return a field as a server describes it, with as much of names, unit and bounds as it says."""
+    """Return a field from a server's description, with names, unit and bounds as far as it gives them."""
     unsaid = Field(tuple(described["shape"])).to_json()
     try:
         field = Field.from_json({**unsaid, **{key: each for key, each in described.items() if each is not None}})

@@ -1,19 +1,19 @@
-"""`Driver`: what stands between a robot and a policy server, and gives the robot an action at every control step.
+"""`Driver`: connects a robot to a policy server, and returns an action for the robot at every control step.
 
     with PolicyClient(host, api_key=KEY) as client, Driver(client, limits=ActionLimits(change=0.05)) as driver:
         driver.reset()                                  # at the beginning of every episode
         while running:                                  # at driver.fps, by the robot's own clock
             robot.send(driver.step(robot.observe()))    # {field: frame} -> action [A]
 
-The robot never misses its next step for the network: it waits for an answer for half a control step at most, chunks may
-be asked for ahead, an answer is cut by the steps that the robot has acted since its observation (those that it held
-still have used up nothing), and where no action is left that is young enough, the robot holds still. A server that
-offers a chunking other than synchronous (real-time chunking) is told what is left of the plan underway. A policy that
-decides ahead (it reads `observation.action_queue`, see `core.delayed`) is asked when just so many steps are left, and
-its answer follows on from them: a robot whose server is quicker than that never waits and never jumps. Whatever comes
-is clipped to the policy's bounds and to the robot's own, and counted. A server that fails is asked again, later and
-later; `error` and `away` say what is wrong and for how long, and `require_server` raises it once that is too long.
-Axes: C chunk step, P predicted step, A action dimension (any shape).
+Network delays never make the robot miss a step: it waits at most half a control step for an answer. Chunks can be
+requested ahead. An answer is shortened by the steps that the robot has acted since its observation (steps held still do
+not count). If no action is left that is recent enough, the robot holds still. A server with a chunking other than
+synchronous (real-time chunking) receives the robot's remaining actions. A policy trained with inference latency (it
+reads `observation.action_queue`, see `core.delayed`) is called when exactly that many steps are left, and its answer
+continues them: if the server is faster than that, the robot never waits and never jumps. All actions are clipped to the
+policy's and the robot's bounds, and clipping is counted. A failing server is retried at increasing intervals; `error`
+and `away` report the problem and its duration, and `require_server` raises it once that is too long. Axes: C chunk
+step, P predicted step, A action dimension (any shape).
 """
 
 import time
@@ -36,21 +36,21 @@ from robopolicy.serving.notices import Notices, far_from_known
 from robopolicy.serving.protocol import DELAY, PLAN, SESSION
 
 BACK_OFF = 0.1, 5.0
-"""Seconds before a server that failed is asked again: at first, and at most; doubled in between."""
+"""Seconds before a failing server is retried: initial and maximum, doubling in between."""
 
 LONG = 1.0
-"""Seconds without an answer after which the user is told that the robot stands still for that."""
+"""Seconds without an answer after which the user is notified that the robot is holding still."""
 
 REMEMBERED_DELAYS = 10
-"""Of the last answers, whose greatest delay is expected of the next one."""
+"""Number of recent answers whose maximum delay is the estimate for the next one."""
 
 
 class Server(Protocol):
-    """What a driver needs of a client: `PolicyClient`, or a stand-in."""
+    """Interface of the client that a driver needs: `PolicyClient`, or a substitute."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the server said of its policy when the connection was made."""
+        """Metadata of the policy that the server sent on connection."""
         ...
 
     def infer(self, observation: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -59,9 +59,9 @@ class Server(Protocol):
 
 
 class Requests:
-    """One conversation with a server, in a thread of its own: questions of one or several drivers in their order.
+    """Requests to a server in a separate thread, from one or several drivers, in order.
 
-    latencies: seconds of every question that was answered.
+    latencies: seconds of every answered request.
     """
 
     def __init__(self, client: Server):
@@ -70,7 +70,7 @@ class Requests:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="requests")
 
     def ask(self, message: Mapping[str, Any]) -> Future[np.ndarray]:
-        """Send an observation; the future has the actions [C, A], or what went wrong."""
+        """Send an observation; the future returns the actions [C, A] or raises the error."""
         return self._thread.submit(self._ask, message)
 
     def _ask(self, message: Mapping[str, Any]) -> np.ndarray:
@@ -86,41 +86,40 @@ class Requests:
 
     @property
     def trouble(self) -> str:
-        """Why the client cannot connect while it keeps trying, "" where it does not say or has no trouble."""
+        """Reason why the client cannot connect while it keeps retrying, "" if unknown or none."""
         return str(getattr(self.client, "trouble", None) or "")
 
     def close(self) -> None:
-        """Give up what has not been asked yet."""
+        """Cancel requests that have not been sent yet."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Driver:
-    """The next action of one robot, at every control step; see the module.
+    """Computes the next action of one robot at every control step; see the module.
 
     hold: the action that keeps the robot still, [A], or a function (newest frames by field, last action or None) that
-    returns it (for robots that are told positions: `lambda frames, last: frames["observation.state"]`); None:
-    velocities and forces go to zero and positions stay, by the names and units of the policy's actions (see `holding`).
-    start: where the robot is before its first action [A], from which `limits.change` counts, NaN where nobody knows it;
-    what holds it still unless given. limits: the robot's own, which must bound what the policy does not. prefetch: the
-    next chunk is asked for when so many steps are left (a policy then acts on what was seen so many steps ago, which
-    costs success: only where the server is slower than `grace`); of a server that offers chunking it is asked for as
-    soon as a chunk has been executed of the plan, which reaches further, and of one that decides ahead when as many
-    steps are left as it was trained for. grace: seconds that a step may wait for its action, half a control step for
-    None. latency_steps: control steps that an answer is held back after its observation, to simulate a slow one; an
-    episode's first is not. blend: over so many steps a new chunk takes over from the old one, angles that go round the
-    short way, grippers and toggles at once, by their names and units, or by turns and switches (see `turns_of`).
-    max_age: seconds after which an observation is too old to act on (None: as long as two chunks take). patience:
-    seconds that an episode's first chunk is waited for, and after which a server that has not answered counts as away
-    (`require_server`). wait: wait for every chunk, in a simulator that stands still meanwhile. requests: shared with
-    other drivers of the same connection, each of which then has a `session` of its own, by which the server tells them
-    apart. counts: how many steps were taken ("steps"), held ("held"), clipped ("clipped"), shown far outside of what
-    the policy knows ("outside"), late answers thrown away ("stale"), failures ("failures"). late: by how many steps the
-    present chunk is executed later than it was meant, because the robot held still meanwhile, which the policy had not
-    foreseen. error: what the server did wrong last, silence included, None since it answered. Raises ServingError where
-    the server does not describe its policy, ConfigError on a prefetch beyond the chunk, for a policy that decides
-    further ahead than its chunks reach, on a latency that leaves no answer of use, and where hold or limits do not fit
-    its actions, `act` NonFiniteError where what holds the robot still or limits it is no number, ConfigError where it
-    is none for these actions.
+    returns it (for position-controlled robots: `lambda frames, last: frames["observation.state"]`); None: velocities
+    and forces go to zero and positions stay, according to the names and units of the policy's actions (see `holding`).
+    start: position of the robot before its first action [A], from which `limits.change` counts, NaN if unknown;
+    defaults to hold. limits: the robot's own, which must bound whatever the policy does not. prefetch: request the next
+    chunk when this many steps are left. The policy then acts on an observation this many steps old, which reduces
+    success: use it only if the server is slower than `grace`. With a server that offers chunking, requests are sent as
+    soon as a chunk of the longer prediction has been executed; with a policy trained for latency, when that many steps
+    are left. grace: seconds that a step may wait for its action, None for half a control step. latency_steps: control
+    steps by which answers are delayed after their observation, to simulate a slow server; an episode's first answer is
+    not delayed. blend: number of steps over which a new chunk is blended with the old one: periodic angles along the
+    shorter way, grippers and toggles without blending, according to their names and units, or to turns and switches
+    (see `turns_of`). max_age: seconds after which an observation is too old to act on (None: duration of two chunks).
+    patience: seconds to wait for an episode's first chunk, and after which an unresponsive server counts as away
+    (`require_server`). wait: wait for every chunk, for a simulator that pauses meanwhile. requests: shared with other
+    drivers of the same connection; each then needs its own `session` so that the server can distinguish them. counts:
+    numbers of steps ("steps"), held steps ("held"), clipped actions ("clipped"), observations far outside of the
+    training data ("outside"), late answers that were discarded ("stale"), and failures ("failures"). late: number of
+    steps by which the present chunk is executed late because the robot held still unexpectedly. error: the server's
+    last error, including timeouts, None once it answers again. Raises ServingError when the server does not describe
+    its policy. Raises ConfigError on a prefetch beyond the chunk, for a policy whose latency exceeds its chunk, on a
+    latency that makes every answer useless, and when hold or limits do not fit its actions. `act` raises NonFiniteError
+    when hold or limits give a non-finite action, ConfigError when its shape does not fit.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Driver:
         self.reset()
 
     def _require_possible(self) -> None:
-        """Raise ConfigError for what this policy cannot be driven with."""
+        """Raise ConfigError for settings that this policy cannot be driven with."""
         policy, steps = self.policy, self.latency_steps
         for name in ("prefetch", "latency_steps", "blend"):
             value = getattr(self, name)
@@ -206,7 +205,7 @@ class Driver:
         self.limits.require_fit(policy)
 
     def reset(self) -> None:
-        """Begin an episode: nothing is remembered, and an answer under way is not used."""
+        """Start an episode: clear the history; a pending answer is not used."""
         self._frames: dict[str, np.ndarray] = {}
         self._task: str | None = None
         self._step, self._first = 0, True
@@ -222,7 +221,7 @@ class Driver:
         self._last: np.ndarray | None = None
 
     def close(self) -> None:
-        """Ask no more; the client stays open."""
+        """Stop sending requests; the client stays open."""
         if self._owned:
             self._requests.close()
 
@@ -234,26 +233,28 @@ class Driver:
 
     @property
     def fps(self) -> float:
-        """Control steps a second that the policy was trained for."""
+        """Control steps per second that the policy was trained for."""
         return self.policy.fps
 
     @property
     def away(self) -> float:
-        """Seconds since the oldest question that has no answer, whether the server fails or is silent; 0 for none."""
+        """Seconds since the oldest unanswered request, whether the server fails or does not respond; 0 if there is
+        none.
+        """
         answered = self.error is None and self._request is not None and self._request.done()  # but held back
         return 0.0 if self._unanswered is None or answered else self._clock() - self._unanswered
 
     def step(self, frames: Mapping[str, Any]) -> np.ndarray:
-        """Take what the robot sees now, and return its action [A]: `look`, then `act`."""
+        """Take the robot's present observation and return its action [A]: `look`, then `act`."""
         self.look(frames)
         return self.act()
 
     def look(self, frames: Mapping[str, Any]) -> None:
-        """Take what the robot sees now: field -> frame [*shape], and its instruction under `task`.
+        """Take the robot's present observation: field -> frame [*shape], and its instruction under `task`.
 
-        Asks ahead if it is time. Raises ServingError where a field is missing that the policy reads, SpecError where a
-        frame has another shape than it reads, or than the frames before, or the instruction is no text, NonFiniteError
-        on NaN or infinity.
+        Requests the next chunk if it is time. Raises ServingError when a field is missing that the policy reads,
+        SpecError when a frame's shape differs from the policy's field or from earlier frames, or the instruction is not
+        text, NonFiniteError on NaN or infinity.
         """
         shown = self.policy.frames(frames, self._frames)
         if self.policy.ahead:
@@ -305,7 +306,9 @@ class Driver:
         return {key: value[0, -1] for key, value in self._frames.items()}
 
     def _queue(self) -> np.ndarray:
-        """Return what is decided and not yet done, [d * A], as `DelayedWorld` shows it; at first all is still."""
+        """Return the action queue [d * A]: decided but not yet executed actions, as in `DelayedWorld`; initially hold
+        actions.
+        """
         policy, ahead = self.policy, self._chunk[max(self._step - self._begins, 0) :][: self.policy.ahead]
         at_first = np.clip(np.zeros(policy.shape), policy.low, policy.high)
         still = at_first if self._last is None else self._still(self._last)
@@ -315,14 +318,17 @@ class Driver:
 
     @property
     def _foreseen(self) -> bool:
-        """Whether a step that is held still was in the queue that the policy was shown: its decision is not late."""
+        """Whether a held step was already in the action queue that the policy received: the answer then does not count
+        as late.
+        """
         since = self._step - self._asked.step
         return self._request is not None and self._asked.shown <= since < self.policy.ahead
 
     def _after_queue(self, chunk: np.ndarray, begins: int) -> tuple[np.ndarray, int]:
-        """Return a chunk that begins at a later step behind what is done until then, and the step at which that begins.
+        """Return a chunk that starts at a later step, preceded by the actions executed until then, and the step at
+        which it starts.
 
-        In an episode's first steps, in which nothing is decided yet, the robot holds still.
+        In an episode's first steps, before any action is decided, the robot holds still.
         """
         before = self._chunk[max(self._step - self._begins, 0) :][: max(begins - self._step, 0)]
         waits = max(begins - self._step - len(before), 0)
@@ -345,7 +351,7 @@ class Driver:
             self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
 
     def _take_answer(self) -> None:
-        """Put an answer that has come in the place of the chunk before."""
+        """Replace the present chunk by an answer that has arrived."""
         if self._request is None or self._comes_later():
             return
         if self.wait:
@@ -408,13 +414,13 @@ class Driver:
         self.late = late
 
     def _later(self) -> None:
-        """Ask no sooner than after a while, and after a longer one the next time."""
+        """Delay the next request, each time for longer."""
         self._ask_after = self._clock() + self._back_off
         self._back_off = min(2 * self._back_off, BACK_OFF[1])
 
     def _blended(self, chunk: np.ndarray, begins: int) -> np.ndarray:
-        """Return a new chunk whose first steps from now on lead over from those of the old one: angles the short way
-        round, grippers and toggles at once.
+        """Return a new chunk whose first steps from now on are blended with the old one's: periodic angles along the
+        shorter way, grippers and toggles without blending.
         """
         chunk, turns = chunk.astype(np.float64), self.policy.turns
         for index in range(self.blend):
@@ -425,19 +431,19 @@ class Driver:
         return chunk
 
     def _planned(self) -> np.ndarray | None:
-        """Return this step's action of the chunk at hand [A], None where there is none or it is too old."""
+        """Return this step's action of the present chunk [A], None if there is none or it is too old."""
         place = self._step - self._begins
         return self._chunk[place] if place < len(self._chunk) and not self._too_old(self._seen) else None
 
     def _comes_later(self) -> bool:
-        """Whether an answer that is there is held back, because a slower one is simulated."""
+        """Whether an available answer is still delayed, to simulate a slower server."""
         return not self._first and self._step < self._asked.step + self.latency_steps
 
     def _too_old(self, seen: float) -> bool:
         return not self.wait and self._clock() - seen > self.max_age
 
     def _waited(self, seconds: float) -> np.ndarray | None:
-        """Return this step's action [A] once it is there; None after `seconds`, or where asking again is no use."""
+        """Return this step's action [A] once it is available; None after `seconds`, or after a fatal error."""
         asked = self._asked.seen if self._request is not None and self.wait else self._clock()  # `look` waits too
         until = asked + seconds
         while (action := self._planned()) is None and self._clock() < until and not self.hopeless:
@@ -453,11 +459,13 @@ class Driver:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the server refuses what this robot sends, or answers what must not be executed."""
+        """Whether the error is fatal: the server rejects this robot's requests, or returns actions that must not be
+        executed.
+        """
         return isinstance(self.error, RefusedError | NonFiniteError)
 
     def require_server(self) -> None:
-        """Raise what the server did wrong once it is hopeless, or away for longer than patience: time to stop."""
+        """Raise the server's error once it is fatal, or has lasted longer than patience: the caller should stop."""
         if self.error is not None and (self.hopeless or self.away > self.patience):
             raise self.error
 
@@ -471,7 +479,7 @@ class Driver:
 
 
 def _instruction(task: Any) -> str:
-    """Return the robot's instruction. Raises SpecError where it is none: anything else as text would be one, too."""
+    """Return the robot's instruction. Raises SpecError if it is not text."""
     if not isinstance(task, str):
         raise SpecError(f"The robot's instruction, '{TASK}', is text, not {type(task).__name__}.")
     return str(task)
@@ -479,9 +487,10 @@ def _instruction(task: Any) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """When a question was asked: the control step, the seconds, and how many steps had been held still unforeseen.
+    """Time of a request: the control step, the seconds, and the number of unexpectedly held steps before it.
 
-    shown: how many actions were decided already and shown to a policy that decides ahead, which then saw stillness.
+    shown: number of decided actions in the queue of a policy trained for latency; the rest of its queue were hold
+    actions.
     """
 
     step: int
@@ -491,9 +500,9 @@ class _Asked:
 
 
 class Clock:
-    """Paces control steps; a step that is late is counted and shifts the following ones.
+    """Paces control steps; a late step is counted and shifts the following ones.
 
-    rate: steps a second, 0 for as fast as can be; misses: steps that came more than a tenth of a period late.
+    rate: steps per second, 0 for as fast as possible; misses: steps that came more than a tenth of a period late.
     """
 
     def __init__(self, rate: float):
@@ -502,7 +511,7 @@ class Clock:
         self._next: float | None = None
 
     def start(self) -> None:
-        """Begin an episode: its first control step is due whenever it is ready."""
+        """Start an episode: its first control step is due immediately."""
         self._next = None
 
     def wait(self) -> None:
@@ -519,7 +528,7 @@ class Clock:
 
 
 def latency_figures(seconds: Sequence[float]) -> dict[str, float]:
-    """Return {p50, p90, p99, max} of how long answers took, in milliseconds; nothing where there was none."""
+    """Return {p50, p90, p99, max} of the answer latencies in milliseconds; {} if there were none."""
     if not seconds:
         return {}
     latency = np.array(seconds) * 1e3

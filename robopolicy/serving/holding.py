@@ -1,4 +1,4 @@
-"""What a robot does that has nothing to do. Axes: A action element."""
+"""Hold actions of a robot that has no action to execute. Axes: A action element."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ Hold = Callable[[Mapping[str, np.ndarray], np.ndarray | None], np.ndarray]
 
 
 def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSettings:
-    """Return settings whose hold is that of the world which a server's policy comes from, where they leave it open and
-    the world says one.
+    """Return the settings with `hold` taken from the served policy's world, if they leave it open and the world defines
+    it.
     """
     said = metadata.get("world")
     options = said.get("options") if is_mapping(said) else None
@@ -31,7 +31,9 @@ def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSett
 
 
 def unsaid(names: Sequence[str]) -> str:
-    """Return what to ask of elements of which neither name nor unit says what they do while a robot stands still."""
+    """Return the error message for elements whose behaviour while the robot holds still follows from neither name nor
+    unit.
+    """
     listed, first = ", ".join(names), names[0]
     return (
         f"Neither name nor unit says how {listed} {'stands' if len(names) == 1 else 'stand'} still. Say it, once: "
@@ -47,12 +49,12 @@ def holding(
     unit: str = "",
     shown: Mapping[str, Sequence[str]] | None = None,
 ) -> Hold:
-    """Return what holds a robot still whose actions have `size` elements with these names, () where they have none.
+    """Return the hold function of a robot whose actions have `size` elements with these names, () if they have none.
 
-    Velocities, forces and toggles go to zero, or to their neutral; positions keep their last value (see `standstill`).
-    Before the first action they are where the robot shows an element of the same name, and zero where it shows none.
-    unit: of the action; shown: field -> names of the elements that the robot shows. Raises ConfigError where settings
-    name other elements than the actions have.
+    Velocities, forces and toggles go to zero, or to their neutral value; positions keep their last value (see
+    `standstill`). Before the first action, positions are read from the robot's element of the same name, and are zero
+    without one. unit: of the action; shown: field -> names of the elements in the robot's observation. Raises
+    ConfigError when settings name elements that the actions do not have.
     """
     kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
     standing = standstill(kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.neutral)
@@ -72,11 +74,11 @@ def holding(
 
 
 class Stillness:
-    """What holds a robot still: what its user says, or what the names and units of its actions say.
+    """Hold action of a robot: given by the user, or derived from the names and units of its actions.
 
-    hold: the action [A], what returns it, or None for `holding`. Warns where the user's keeps a velocity or force
-    going, or sends a position somewhere. Raises ConfigError where None leaves an element open, or an array is no action
-    of the policy's.
+    hold: the action [A], a function that returns it, or None for `holding`. Warns when the user's hold keeps a velocity
+    or force non-zero, or sends a position to a fixed place. Raises ConfigError when None leaves an element undefined,
+    or an array does not fit the policy's actions.
     """
 
     def __init__(self, hold: np.ndarray | Hold | None, policy: DescribedPolicy):
@@ -119,7 +121,7 @@ class Stillness:
     def __call__(self, frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
         """Return the action that keeps the robot still [A], after its `last` one; see `Hold`.
 
-        Raises ConfigError where it has another shape than the policy's.
+        Raises ConfigError when its shape differs from the policy's.
         """
         hold = self._hold
         action = np.asarray(hold(frames, last) if callable(hold) else hold, dtype=np.float64)

@@ -1,7 +1,7 @@
-"""From a client's message to the policy's observation: names, layouts, history and clear errors.
+"""Conversion of client messages to the policy's observation: names, layouts, history and clear errors.
 
-Accepted names, of which several for one field say the same ("/" stands for "." or nesting, so
-{"observation": {"state": ...}} is fine):
+Accepted names ("/" also stands for "." or nesting, so {"observation": {"state": ...}} is valid); several names for one
+field must have equal values:
 
     policy field                  names in the message
     observation.state             observation/state, state, or observation/joint_position + observation/gripper_position
@@ -12,12 +12,12 @@ Accepted names, of which several for one field say the same ("/" stands for "." 
                                   of these three kinds those that no other camera goes by
     task                          task, prompt
 
-Names of one's own are mapped to those in the left column (`rename`). An array is one frame, or [n <= H, ...], the
-newest frames (oldest first), which replace what the server remembers. Images are RGB, uint8 (or floats from 0 to 1,
-which are taken times 255), height x width x 3; 3 x height x width (openpi's ALOHA) is turned, and other sizes are
-resized with black borders, as openpi's server does. Nobody can see whether a picture is BGR, as OpenCV reads them: turn
-such a one, picture[..., ::-1]. Without a task the policy's only instruction is used; one that reads several refuses to
-guess. Needs numpy and msgpack alone.
+Custom names are mapped to those in the left column (`rename`). An array is one frame, or [n <= H, ...], the newest
+frames (oldest first), which replace the frames stored on the server. Images are RGB, uint8 (or floats from 0 to 1,
+which are multiplied by 255), height x width x 3; 3 x height x width (openpi's ALOHA) is transposed, and other sizes are
+resized with black borders, as openpi's server does. BGR images, as OpenCV reads them, cannot be detected: convert them
+with picture[..., ::-1]. Without a task, a policy's only instruction is used; a policy with several raises an error.
+Needs only numpy and msgpack.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,9 +45,9 @@ _PROPRIOCEPTION = ("observation/joint_position", "observation/gripper_position")
 
 
 class Session:
-    """What the server remembers of one robot: the last H frames of every field.
+    """Server-side history of one robot: the last H frames of every field.
 
-    rename: name in the client's messages -> the policy's field; limits: of what is read of a message.
+    rename: name in the client's messages -> the policy's field; limits: of the message contents.
     """
 
     def __init__(self, spec: PolicySpec, rename: Mapping[str, str] | None = None, limits: Limits | None = None):
@@ -56,14 +56,14 @@ class Session:
         self._frames: dict[str, np.ndarray] = {}
 
     def reset(self) -> None:
-        """Forget the history: the next frame begins an episode."""
+        """Clear the history: the next frame starts an episode."""
         self._frames = {}
 
     def observe(self, message: Mapping[Any, Any]) -> Observation:
         """Add the message to the history and return the policy's observation [1, H, ...] with its task.
 
-        Raises SpecError (field missing, wrong shape or dtype, more than a limit allows) and NonFiniteError; the history
-        is then unchanged.
+        Raises SpecError (missing field, wrong shape or dtype, exceeded limit) and NonFiniteError; the history is then
+        unchanged.
         """
         names = flat(message, self.limits)
         if unknown := [name for name in names if name.startswith("robopolicy/")]:
@@ -84,7 +84,7 @@ class Session:
         return observation
 
     def _read(self, key: str, field: Field, names: Mapping[str, Any]) -> np.ndarray:
-        """Return the frames [n <= H, *shape] that the message holds for `key`."""
+        """Return the frames [n <= H, *shape] that the message contains for `key`."""
         found = [name for name in dict.fromkeys(self._accepted[key]) if name in names]
         if found:
             _require_same(key, found, names)
@@ -97,7 +97,7 @@ class Session:
         raise SpecError(self._missing(key, names))
 
     def _missing(self, key: str, names: Mapping[str, Any]) -> str:
-        """Return what to do about a message that holds nothing called like the field `key`."""
+        """Return the error message for a message without a field named like `key`."""
         image, accepted = key.startswith(IMAGE_PREFIX), self._accepted[key]
         kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if image else f"field '{key}'"
         used = {next((name for name in each if name in names), "") for each in self._accepted.values()}
@@ -124,7 +124,7 @@ class Session:
         return frames if is_image else _float32(frames)
 
     def _images(self, key: str, name: str, frames: np.ndarray, field: Field) -> np.ndarray:
-        """Return images [n, h, w, 3] or [n, 3, h, w] as [n, height, width, 3] of `field`, where that can be done."""
+        """Return images [n, h, w, 3] or [n, 3, h, w] as [n, height, width, 3] of `field`, if possible."""
         if frames.dtype == np.uint8 and frames.shape[1:] == field.shape:
             return frames
         found = pixels(frames)
@@ -145,7 +145,7 @@ class Session:
 
 
 def _require_same(key: str, found: Sequence[str], names: Mapping[str, Any]) -> None:
-    """Raise SpecError where a message holds other values under several names `found` that all stand for `key`."""
+    """Raise SpecError when the names `found`, which all stand for `key`, have different values in a message."""
     first, *others = (names[name] for name in found)
     for name, other in zip(found[1:], others, strict=True):
         if not np.array_equal(_array(found[0], first), _array(name, other)):
@@ -153,7 +153,7 @@ def _require_same(key: str, found: Sequence[str], names: Mapping[str, Any]) -> N
 
 
 def _array(name: str, value: Any) -> np.ndarray:
-    """Return what a message holds under `name` as an array. Raises SpecError where it is none."""
+    """Return the entry `name` of a message as an array. Raises SpecError if it is not one."""
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, bytes | str):
@@ -171,13 +171,13 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 
 def _float32(array: np.ndarray) -> np.ndarray:
-    """Return numbers as float32; those beyond its range become infinite, which is refused where they are used."""
+    """Return numbers as float32; values beyond its range become infinite and are refused later."""
     with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(np.float32)
 
 
 def flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
-    """Return {"a/b": value} of nested mappings. Raises SpecError past a limit."""
+    """Return {"a/b": value} of nested mappings. Raises SpecError beyond a limit."""
     names: dict[str, Any] = {}
     waiting: list[tuple[str, Mapping[Any, Any], int]] = [("", message, 1)]
     while waiting:
@@ -202,7 +202,7 @@ def flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
 def accepted_names(fields: Iterable[str], rename: Mapping[str, str]) -> dict[str, list[str]]:
     """Return every name under which a client may send the fields of a policy, field -> names.
 
-    rename: name in the client's messages -> field. Raises SpecError on one that there is not.
+    rename: name in the client's messages -> field. Raises SpecError on an unknown field.
     """
     fields = list(fields)
     accepted = {key: _names(key, cameras_of(fields)) for key in fields}
@@ -231,7 +231,7 @@ def _own_names(camera: str) -> list[str]:
 
 
 def _alike(camera: str, cameras: Sequence[str]) -> list[str]:
-    """Return names that say this camera where no other camera could be meant by them."""
+    """Return alternative names of this camera that could not mean another camera."""
     names = [f"observation/{camera.replace('.', '/')}_image"]
     if "wrist" in camera:
         names += ["observation/wrist_image", "observation/wrist_image_left"]

@@ -1,11 +1,10 @@
-"""A robot behind LeRobot's `Robot` interface, made by its type, watched, driven, and stopped.
+"""A robot behind LeRobot's `Robot` interface: create by type, observe, drive, and stop it.
 
-Every call of the robot's has a deadline, in a thread that dies with the process: a bus that hangs must not keep a
-program from stopping its robot. LeRobot robots have no brake of their own: a stop tells positions to stay where they
-are, sets velocities, forces and toggles to zero, and disconnects, which takes the torque off where the robot's
-configuration says so.
+Every call to the robot has a deadline and runs in a thread that ends with the process: a hanging bus must not prevent
+stopping the robot. LeRobot robots have no brake: a stop holds positions, sets velocities, forces and toggles to zero,
+and disconnects, which disables torque if the robot's configuration says so.
 
-`drive_robot` takes its actions from a policy server, by its own clock, until its time is over or something fails.
+`drive_robot` gets its actions from a policy server, at its own clock, until its time is over or an error occurs.
 """
 
 import importlib
@@ -43,26 +42,26 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")  # and no type parameters: a robot's computer may have Python 3.10
 
 CONNECTS_WITHIN = 60.0
-"""Seconds that a robot may take to connect: cameras warm up."""
+"""Maximum seconds for connecting a robot: cameras warm up."""
 
 STOPS_WITHIN = 3.0
-"""Seconds that a robot may take for each part of a stop."""
+"""Maximum seconds for each part of a stop."""
 
 MOVED = 0.02
-"""By how much an element of a robot's vectors changes, in the policy's units, before the robot counts as moved."""
+"""Change of a vector element, in the policy's units, above which the robot counts as moved."""
 
 ENDING_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
-"""Signals that end a drive: Ctrl-C, a service that is stopped, a terminal that is closed."""
+"""Signals that end a drive: Ctrl-C, service stop, closed terminal."""
 
 PACKAGES = ("lerobot_robot_", "lerobot_camera_")
-"""How the names of distributions begin that bring LeRobot robots and their cameras."""
+"""Name prefixes of distributions that provide LeRobot robots and cameras."""
 
 
 def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
-    """Return a LeRobot robot, not yet connected, by its type or the dotted path of its configuration's class.
+    """Create a LeRobot robot, not yet connected, by its type or the import path of its configuration class.
 
-    options: the fields of its configuration, {type: ...} where LeRobot has a choice. Raises ConfigError on an unknown
-    type, on options that it does not take, and where the robot cannot be made.
+    options: fields of its configuration, {type: ...} for LeRobot's choice classes. Raises ConfigError on an unknown
+    type, on invalid options, and when the robot cannot be created.
     """
     import draccus
     from lerobot.robots import RobotConfig, make_robot_from_config
@@ -86,7 +85,7 @@ def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
 
 
 def _import_robots() -> dict[str, str]:
-    """Import LeRobot's robots and cameras and those of installed packages; return module -> why it could not be."""
+    """Import LeRobot's robots and cameras and those of installed packages; return failed module -> error."""
     import lerobot.cameras
     import lerobot.robots
 
@@ -108,7 +107,7 @@ def _import_robots() -> dict[str, str]:
 
 
 def blue_first(robot: "Robot") -> tuple[str, ...]:
-    """Return the cameras of a robot whose pictures are BGR by their configuration; policies read RGB."""
+    """Return the cameras of a robot that are configured as BGR; policies read RGB."""
     configured = dict(getattr(getattr(robot, "config", None), "cameras", None) or {})
     made = {name: getattr(camera, "config", camera) for name, camera in (getattr(robot, "cameras", None) or {}).items()}
     modes = {name: getattr(config, "color_mode", None) for name, config in {**configured, **made}.items()}
@@ -116,13 +115,13 @@ def blue_first(robot: "Robot") -> tuple[str, ...]:
 
 
 class AttachedLeRobot:
-    """A LeRobot robot while it is driven; use it as a context manager, which stops it on the way out.
+    """A LeRobot robot while it is driven; use it as a context manager, which stops it on exit.
 
-    wire: makes the wiring, from what the robot shows and takes; answers_within: seconds that it may take for an
-    observation or an action; camera_age: seconds that a camera may show one picture while the robot moves; settings:
-    what elements do to stand still of which neither name nor unit says it, None for the wiring's own. Raises
-    ServingError where the robot cannot be connected, does not answer or shows a frozen picture, ConfigError where it is
-    not calibrated or where nobody says how an element stands still, and what `wire` and the wiring raise.
+    wire: creates the wiring from the robot's observation and action features; answers_within: maximum seconds for an
+    observation or an action; camera_age: maximum seconds that a camera may repeat one image while the robot moves;
+    settings: hold behaviour of elements for which neither name nor unit defines it, None for the wiring's own. Raises
+    ServingError when the robot cannot be connected, does not answer or repeats a frozen image, ConfigError when it is
+    not calibrated or the hold behaviour of an element is undefined, and the errors of `wire` and the wiring.
     """
 
     def __init__(
@@ -164,7 +163,7 @@ class AttachedLeRobot:
         self.stop()
 
     def observe(self) -> dict[str, np.ndarray]:
-        """Return what the robot shows now: the policy's fields -> frames [*shape], images RGB."""
+        """Return the robot's present observation: the policy's fields -> frames [*shape], images RGB."""
         shown = self._call("show what it sees", self.robot.get_observation, self.answers_within)
         if not is_mapping(shown):
             raise SpecError(f"{self.robot} shows {in_one_line(shown, 80)}, and no values by name.")
@@ -175,17 +174,17 @@ class AttachedLeRobot:
         return frames
 
     def still(self) -> np.ndarray:
-        """Return the action [A] that keeps the robot where it was seen last; see `Wiring.still`."""
+        """Return the action [A] that keeps the robot at its last observed position; see `Wiring.still`."""
         return self.wiring.still(self._shown, self._last)
 
     @property
     def placed(self) -> np.ndarray:
-        """Which elements of `still` [A] bool are known: positions that were neither shown nor sent yet are not."""
+        """Which elements of `still` [A] bool are known: positions that were neither observed nor sent yet are not."""
         return self.wiring.placed(self._shown) | (self._sent is not None)
 
     @property
     def limits_itself(self) -> np.ndarray:
-        """Which elements of an action [A] bool the robot keeps from jumping: positions, by its max_relative_target."""
+        """Which action elements [A] bool the robot limits itself: positions, by its max_relative_target."""
         limited = getattr(getattr(self.robot, "config", None), "max_relative_target", None) is not None
         return ~self._stops & limited
 
@@ -194,14 +193,15 @@ class AttachedLeRobot:
         return np.zeros(len(self.wiring.action)) if self._sent is None else self._sent
 
     def send(self, action: np.ndarray) -> None:
-        """Let the robot do `action` [A], in the policy's units."""
+        """Send `action` [A] to the robot, in the policy's units."""
         command, self._sent = self.wiring.command(action), action
         self._call("take an action", lambda: self.robot.send_action(command), self.answers_within)
 
     def stop(self) -> None:
-        """Stop the robot where it is, and disconnect it; what fails is said in a warning. May be repeated.
+        """Stop the robot at its present position and disconnect it; failures are reported as a warning. May be called
+        repeatedly.
 
-        Signals are not heeded meanwhile: nobody's second Ctrl-C leaves a robot moving.
+        Signals are ignored meanwhile, so a second Ctrl-C cannot leave a robot moving.
         """
         if not self._calls.ended:
             with _undisturbed():
@@ -226,13 +226,13 @@ class AttachedLeRobot:
             )
 
     def _from_beside(self) -> None:
-        """Where a call hangs, make what follows in another thread."""
+        """If a call hangs, run the following calls in another thread."""
         if not self._calls.rested(0):
             self._calls.end()
             self._calls = _Calls()
 
     def _attempted(self, what: str, function: Callable[[], object]) -> list[str]:
-        """Make a call of a stop's; return what has failed, if it has."""
+        """Run one call of the stop procedure; return the failure, if any."""
         try:
             self._calls.call(function).result(STOPS_WITHIN)
         except Exception as error:
@@ -250,7 +250,7 @@ class AttachedLeRobot:
             raise ServingError(f"{self.robot} did not {what}: {_said(error)}. It was stopped.") from error
 
     def _require_fresh(self, frames: Mapping[str, np.ndarray]) -> None:
-        """Raise ServingError where a camera has shown the same picture for long, and the robot moved meanwhile."""
+        """Raise ServingError when a camera has repeated one image for too long although the robot moved."""
         now = self._clock()
         place = np.concatenate([np.zeros(0), *(frames[field] for field in self.wiring.vectors)])
         for field, name in self.wiring.cameras.items():
@@ -267,7 +267,7 @@ class AttachedLeRobot:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Let no signal end what is inside, where signals are handled: in the main thread."""
+    """Block signals while the body runs, in the main thread, where signals are handled."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -285,7 +285,7 @@ def _said(error: Exception) -> str:
 
 
 class _Calls:
-    """A thread that makes one call after the other and dies with the process, whatever hangs in it."""
+    """A thread that runs calls in order and ends with the process, even if a call hangs."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -294,11 +294,11 @@ class _Calls:
         threading.Thread(target=self._work, name="robot", daemon=True).start()
 
     def rested(self, seconds: float) -> bool:
-        """Whether no call is under way, or none after `seconds`."""
+        """Whether no call is running, or none after `seconds`."""
         return self._last is None or bool(wait([self._last], seconds).done)
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Begin a call; the future has what it returns, or what it raises."""
+        """Start a call; the future returns its result or raises its error."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -314,7 +314,7 @@ class _Calls:
         return future
 
     def end(self) -> None:
-        """Make no more calls."""
+        """Accept no more calls."""
         self.ended = True
         self._waiting.put(None)
 
@@ -333,12 +333,12 @@ def drive_robot(
     settings: RobotSettings,
     notices: Notices | None = None,
 ) -> dict[str, Any]:
-    """Drive a connected robot for `episodes` of `attached.seconds` each, and return what happened.
+    """Drive a connected robot for `episodes` of `attached.seconds` each, and return the results.
 
-    rate: control steps a second, 0 for the policy's; notices: where it is said what the user should know meanwhile.
-    Returns what `drive` does, without successes, which no robot reports. Where nothing is left to do the robot stays
-    where it is. Raises ConfigError on a rate or a time of no use, what the robot raises (see `AttachedLeRobot`), and
-    what the server did wrong once it is hopeless, or away for longer than patience; the robot is the caller's to stop.
+    rate: control steps per second, 0 for the policy's; notices: receives messages for the user. Returns the results of
+    `drive` without successes, which robots do not report. Without an action to execute, the robot holds its position.
+    Raises ConfigError on an invalid rate or duration, the robot's errors (see `AttachedLeRobot`), and the server's
+    error once it is fatal or has lasted longer than patience; stopping the robot is left to the caller.
     """
     requests = Requests(client)
     renamed = robot.wiring.renamed

@@ -1,7 +1,7 @@
-"""What the user of a robot has to know before it moves and while it does: said once, then now and then.
+"""Messages for the user of a robot before and while it moves, repeated at intervals.
 
-A robot far from all that its policy knows, and one whose every answer comes too late, look like a bad policy. Both are
-said on one line, which comes again every `EVERY` seconds at most while it lasts. Axes: N element.
+A robot far outside of its policy's training data, and one whose answers all come too late, look like a bad policy. Each
+is reported in one line, repeated at most every `EVERY` seconds while it lasts. Axes: N element.
 """
 
 import logging
@@ -13,16 +13,17 @@ import numpy as np
 from robopolicy.serving.described import DescribedPolicy
 
 EVERY = 10.0
-"""Seconds between two lines about one thing."""
+"""Minimum seconds between two messages of one kind."""
 
 FAR = 0.25
-"""By which share of the range of an element, as its policy knows it, a robot is beyond it when that is far."""
+"""Distance beyond an element's training range that counts as far, as a fraction of that range."""
 
 
 class Notices:
-    """Lines about a robot that is driven, or about several at once.
+    """Messages about one driven robot, or several.
 
-    say: where they go, None for the logger `robopolicy.driver`; every: seconds between two lines of one kind.
+    say: function that receives the messages, None for the logger `robopolicy.driver`; every: minimum seconds between
+    two messages of one kind.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Notices:
         self._said: dict[str, float] = {}
 
     def say(self, kind: str, text: str) -> None:
-        """Say a line, unless one of its kind was said just now."""
+        """Issue a message, unless one of its kind was issued recently."""
         now = self._clock()
         if kind not in self._said or now - self._said[kind] >= self._every:
             self._said[kind] = now
@@ -44,7 +45,9 @@ class Notices:
 
 
 def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) -> str:
-    """Return which elements of a robot's frames, field -> [*shape], lie far beyond what the policy knows, or ""."""
+    """Return the elements of a robot's frames, field -> [*shape], that lie far outside of the policy's training data,
+    or "".
+    """
     found: list[tuple[float, str]] = []
     for key, (low, high) in policy.known.items():
         if key not in frames:

@@ -1,7 +1,7 @@
-"""Pictures of a camera as a policy reads them: RGB, uint8, height x width x 3, in the size of its field.
+"""Camera images in the form that a policy reads: RGB, uint8, height x width x 3, in the size of its field.
 
-Client and server make the same of a picture to the last bit, so a client may do it before sending. Needs numpy alone;
-Pillow, where it is installed, is several times as fast.
+Client and server give bit-identical results, so a client may resize before sending. Needs only numpy; with Pillow
+installed it is several times faster.
 """
 
 import numpy as np
@@ -12,13 +12,13 @@ except ImportError:  # a robot's computer: `_scaled` computes what Pillow would
     fromarray = Resampling = None
 
 _BITS = 22
-"""Binary places of a weight, as in Pillow's Resample.c."""
+"""Fixed-point bits of a weight, as in Pillow's Resample.c."""
 
 
 def pixels(frames: np.ndarray) -> np.ndarray | None:
-    """Return pictures [..., h, w, 3] or [..., 3, h, w] as uint8 [..., h, w, 3], None where they are none for certain.
+    """Return images [..., h, w, 3] or [..., 3, h, w] as uint8 [..., h, w, 3], None if they are not clearly images.
 
-    They are uint8, or floats within 0 to 1, which openpi's servers take too: floats beyond may mean anything.
+    Valid are uint8, and floats from 0 to 1, which openpi's servers accept too: floats outside that range are ambiguous.
     """
     if frames.dtype.kind == "f" and frames.size and frames.min() >= 0 and frames.max() <= 1:  # NaN is neither
         frames = np.rint(frames * 255).astype(np.uint8)
@@ -30,10 +30,10 @@ def pixels(frames: np.ndarray) -> np.ndarray | None:
 
 
 def smaller(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return what a camera shows, [..., h, w, 3] or [..., 3, h, w], as the server would read it where that is smaller.
+    """Return camera images, [..., h, w, 3] or [..., 3, h, w], as the server would read them if that is smaller.
 
-    shape: in which the policy reads it, [height, width, 3]; the frames are then [..., *shape]. What is no picture stays
-    as it is: the server says what is wrong with it.
+    shape: shape that the policy reads, [height, width, 3]; the frames are then [..., *shape]. Anything that is not an
+    image is returned unchanged: the server reports the error.
     """
     frames = pixels(sent)
     if frames is None or frames.ndim > 4 or not frames.size:
@@ -45,7 +45,7 @@ def smaller(sent: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
-    """Return an image [h, w, 3] uint8 as [*size, 3]: scaled to fit, its aspect kept, centred on black."""
+    """Return an image [h, w, 3] uint8 as [*size, 3]: scaled to fit with its aspect ratio, centred on black."""
     height, width = size
     if image.shape[:2] == (height, width):
         return image
@@ -62,10 +62,11 @@ def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
 
 
 def _scaled(image: np.ndarray, count: int, axis: int) -> np.ndarray:
-    """Return an image [h, w, 3] uint8 with `count` rows or columns along `axis`, as Pillow's BILINEAR makes them.
+    """Resize an image [h, w, 3] uint8 to `count` rows or columns along `axis`, with the same result as Pillow's
+    BILINEAR.
 
-    Every new pixel is a weighted mean of those below a triangle, as wide as two new pixels (two old ones where there
-    are fewer of those), in whole numbers.
+    Each new pixel is a weighted mean under a triangle filter as wide as two new pixels (two old ones if the image is
+    enlarged), in integer arithmetic.
     """
     before = image.shape[axis]
     if before == count:

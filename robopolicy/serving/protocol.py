@@ -1,9 +1,9 @@
-"""openpi's wire form: msgpack whose arrays are {b"__ndarray__", b"data", b"dtype", b"shape"}; never pickle.
+"""openpi's wire format: msgpack with arrays as {b"__ndarray__", b"data", b"dtype", b"shape"}; never pickle.
 
-One binary message per observation and per answer; an error is a text message, then close code 1011 (1013 where the
-server is busy). The first message of a connection is the server's metadata. Keys that begin with `robopolicy.` are this
-project's extensions. Arrays of two relatives are read too: openpi's with text keys, as clients in Java or C++ write
-them, and those of PyPI's msgpack-numpy, {b"nd", b"type", b"kind", b"shape", b"data"}.
+One binary message per observation and per answer; an error is a text message, then close code 1011 (1013 if the server
+is overloaded). The first message of a connection is the server's metadata. Keys that begin with `robopolicy.` are this
+project's extensions. Two related array encodings are read too: openpi's with text keys, as clients in Java or C++ write
+them, and that of PyPI's msgpack-numpy, {b"nd", b"type", b"kind", b"shape", b"data"}.
 
 What one client may ask for has limits, so that none can stall or starve the others; most follow from the policy. A
 server that reads megabytes of text, counts ten million numbers or keeps a gigabyte of history for one client makes
@@ -23,23 +23,23 @@ from robopolicy.core.errors import SpecError
 from robopolicy.core.spec import IMAGE_PREFIX, PolicySpec
 
 IMAGE_BYTES = 3 * 1280 * 720
-"""Most bytes of one image that is sent to be resized."""
+"""Maximum bytes of an image that is sent to be resized."""
 
 NUMBER_BYTES = 8
-"""Most bytes of one number of a vector, as float64."""
+"""Maximum bytes of one vector element, as float64."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of what a client may send, and of how much of it is kept.
+    """Limits on what a client may send, and on how much of it is stored.
 
-    message: bytes of one message; text: characters of an instruction; names: fields of one mapping; name: characters of
-    a field's or a session's name; length: elements of one list; elements: of all lists and mappings of a message
-    together; depth: of nested mappings; image: bytes of one frame of a camera; sessions, address_sessions,
-    all_sessions: robots behind one connection, behind one address, and in all; connections, address_connections: open
-    sockets in all, and from one address; pipelined: requests of one connection that are under way at once; reading:
-    messages of one address that are decoded at once; pings: a second and connection; wrong_keys: from one address
-    within `lockout` seconds, after which its other ones are not looked at for as long.
+    message: bytes per message; text: characters of an instruction; names: fields per mapping; name: characters of a
+    field's or a session's name; length: elements per list; elements: total elements of all lists and mappings in a
+    message; depth: of nested mappings; image: bytes of one camera frame; sessions, address_sessions, all_sessions:
+    robots per connection, per address, and in total; connections, address_connections: open sockets in total, and per
+    address; pipelined: concurrent requests per connection; reading: messages of one address that are decoded at once;
+    pings: per second and connection; wrong_keys: per address within `lockout` seconds, after which further wrong keys
+    are rejected unread for that time.
     """
 
     message: int = 64 * 2**20
@@ -63,7 +63,9 @@ class Limits:
 
     @classmethod
     def of(cls, spec: PolicySpec) -> "Limits":
-        """Return the limits for clients of a policy: twice the largest honest message, lists as long as its vectors."""
+        """Return the limits for clients of a policy: twice the largest legitimate message, lists as long as its
+        vectors.
+        """
         vectors = [field.size for key, field in spec.observation.items() if not key.startswith(IMAGE_PREFIX)]
         images = [field.size for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
         frames = sum(vectors) * NUMBER_BYTES + sum(max(size, IMAGE_BYTES) for size in images)
@@ -77,32 +79,35 @@ class Limits:
 
 
 RESET = "robopolicy.reset"
-"""True in a request: forget the history of this session first; alone in a request it is answered without actions."""
+"""True in a request: clear this session's history first; a request with nothing else is answered without actions."""
 
 SESSION = "robopolicy.session"
-"""Text in a request: which of several robots behind one connection this is (each has its own history)."""
+"""Text in a request: which of several robots on one connection it belongs to (each has its own history)."""
 
 SEED = "robopolicy.seed"
-"""Integer in a request: from here on this session draws its noise from a generator of its own with this seed, so that
-the same observations are answered the same way again, whoever else is connected."""
+"""Integer in a request: from now on this session uses its own noise generator with this seed, so that the same
+observations get the same answers, whoever else is connected.
+"""
 
 REQUEST = "robopolicy.request"
-"""Integer in a request, another one every time: the answer then holds under it the `fingerprint` of the request as it
-arrived, and is `sealed`. Nothing else tells an answer to this request from one to another, or from a damaged one."""
+"""Integer in a request, different every time: the answer then contains under it the `fingerprint` of the request as it
+arrived, and is `sealed`. Only this identifies an answer to another request, or a damaged one.
+"""
 
 PLAN = "robopolicy.plan"
-"""Array [n, A] in a request to a server whose metadata names a `chunking`: the actions that this robot goes on with,
-the first in the step of this observation, none of them ([0, A]) as an episode begins. The answer is then a whole plan
-[P, A] that follows on from them."""
+"""Array [n, A] in a request to a server whose metadata names a `chunking`: the robot's remaining actions, the first for
+the step of this observation, none ([0, A]) at the start of an episode. The answer is then a full prediction [P, A] that
+continues them.
+"""
 
 DELAY = "robopolicy.delay"
-"""Integer beside a plan, 0 to n: how many of its actions will have been executed when the answer is there."""
+"""Integer next to the remaining actions, 0 to n: how many of them will have been executed when the answer arrives."""
 
 OURS = (RESET, SESSION, SEED, REQUEST, PLAN, DELAY)
-"""What a request may say beside an observation; one that says something else like it is refused, not half read."""
+"""Extension keys of a request; a request with a similar but unknown key is refused, not partly read."""
 
 CHECK = "robopolicy.check"
-"""Last key of a sealed message: the CRC-32 of all bytes before the value, which has four."""
+"""Last key of a sealed message: the CRC-32 of all bytes before the value, which has four bytes."""
 
 _KINDS = "biuf"
 
@@ -112,13 +117,13 @@ _WAYS_OUT = {
     "max_array_len": f" Its lists are too long, a picture as lists of numbers perhaps: {_ARRAYS}.",
     "max_ext_len": f" It holds an extension type of msgpack, which says nothing here: {_ARRAYS}.",
 }
-"""What to do about some of msgpack's errors, by a word in them."""
+"""Remedies for some of msgpack's errors, by a word in the error."""
 
 _OF_ARRAYS = {"__ndarray__", "__npgeneric__", "nd", "data", "dtype", "type", "kind", "shape"}
-"""Keys of an array in the dialects that are read."""
+"""Keys of an array in the supported encodings."""
 
 _DTYPE_LENGTH = 16
-"""Characters of the longest dtype that is read; numpy would parse a list of a million of them."""
+"""Maximum characters of a dtype; numpy would parse a list of a million of them."""
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
@@ -137,18 +142,19 @@ def fingerprint(data: bytes) -> int:
 
 
 def sealed(message: Mapping[str, Any]) -> bytes:
-    """Encode `message` as `pack` does, with a checksum at its end: TCP's own lets one damaged packet in 65,536 pass.
+    """Encode `message` as `pack` does, with a checksum at its end: TCP's own checksum misses one damaged packet in
+    65,536.
 
-    Raises SpecError on what cannot be sent.
+    Raises SpecError on unsupported types.
     """
     data = pack({**message, CHECK: bytes(4)})[:-4]
     return data + zlib.crc32(data).to_bytes(4, "big")
 
 
 def unsealed(data: bytes) -> dict[str, Any]:
-    """Decode a mapping that `sealed` wrote, its checksum taken out.
+    """Decode a mapping that `sealed` wrote, without its checksum.
 
-    Raises SpecError on anything else, and where a byte differs from what was sent.
+    Raises SpecError on anything else, and when a byte differs from what was sent.
     """
     message = unpack(data)
     if not isinstance(message, dict) or message.pop(CHECK, None) != zlib.crc32(data[:-4]).to_bytes(4, "big"):
@@ -159,7 +165,7 @@ def unsealed(data: bytes) -> dict[str, Any]:
 def unpack(data: bytes, limits: Limits | None = None) -> Any:
     """Decode what `pack` or openpi's client wrote; arrays are read-only views.
 
-    limits: of what is read (None: of a message's size alone). Raises SpecError on anything else, and past a limit.
+    limits: of the message contents (None: message size only). Raises SpecError on anything else, and beyond a limit.
     """
     limits = limits or Limits(length=2**20, elements=2**22, names=10_000, text=2**20)
     if len(data) > limits.message:
@@ -208,7 +214,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: dict[Any, Any]) -> Any:
-    """Return the array or number that a mapping stands for, and every other one as it is. Raises SpecError."""
+    """Return the array or number that a mapping encodes; other mappings unchanged. Raises SpecError."""
     if b"data" not in value and "data" not in value:
         return value
     said = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}

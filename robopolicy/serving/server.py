@@ -1,8 +1,8 @@
-"""A websocket server that speaks openpi's protocol, so that any openpi client can drive a robot with our policies.
+"""Websocket server with openpi's protocol, so that any openpi client can drive a robot with robopolicy's policies.
 
-GET /livez answers 200 while the policy can compute at all (restart the server otherwise), GET /readyz and /healthz
-while it takes requests (503 with the reason otherwise), GET /metrics Prometheus text. With an API key every connection
-(and /metrics) must carry `Authorization: Api-Key KEY`. Without one the server listens on loopback only.
+GET /livez returns 200 while the policy can compute at all (otherwise restart the server), GET /readyz and /healthz
+while it accepts requests (503 with the reason otherwise), GET /metrics Prometheus text. With an API key every
+connection (and /metrics) must send `Authorization: Api-Key KEY`. Without one the server listens on loopback only.
 """
 
 import asyncio
@@ -48,23 +48,23 @@ from robopolicy.serving.sessions import Left, Sessions
 from robopolicy.serving.telemetry import Log, Metrics, log_to_stderr
 
 LARGE = 64 * 1024
-"""Bytes of a message that is decoded off the event loop."""
+"""Size in bytes above which a message is decoded off the event loop."""
 
 ACCEPTED = 8
-"""Connections that are accepted in one turn of the event loop; a hundred handshakes at once would hold up robots."""
+"""Maximum connections accepted in one turn of the event loop; a hundred handshakes at once would delay robots."""
 
 SHORT_KEY = 16
-"""Characters below which an API key can be guessed by whoever tries a thousand a second for long enough."""
+"""Length in characters below which an API key can be guessed by trying a thousand per second for long enough."""
 
 SHUTDOWN = 3.0
-"""Seconds that a stopping server waits for its clients and for the pass in progress, together."""
+"""Maximum seconds that a stopping server waits for its clients and the forward pass in progress, in total."""
 
 
 @dataclass(frozen=True)
 class ServerSettings(ServerConfig):
-    """What can be set about a server, with seed: of the policy's noise; deterministic: no exploration noise; keepalive:
-    seconds between pings, and how long a silent client is kept; limits: None for those that follow from the policy;
-    device: where the policy computes, None for where its weights lie.
+    """Settings of a server, with seed: of the policy's noise; deterministic: no exploration noise; keepalive: seconds
+    between pings, and maximum silence of a client; limits: None for those that follow from the policy; device: device
+    of the policy, None for its weights' present device.
     """
 
     seed: int = 0
@@ -77,8 +77,8 @@ class ServerSettings(ServerConfig):
 def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], None] = lambda port: None) -> None:
     """Serve `policy` until SIGINT or SIGTERM; `on_ready` is called with the port once clients can connect.
 
-    A second signal ends the process at once. Raises ServingError when the port is taken, a certificate cannot be read,
-    or the address would be open to the network without an API key.
+    A second signal ends the process at once. Raises ServingError when the port is in use, a certificate cannot be read,
+    or the address would be reachable from the network without an API key.
     """
     require_safe_address(settings)
     log_to_stderr()
@@ -105,7 +105,7 @@ def serve(policy: Policy, settings: ServerSettings, on_ready: Callable[[int], No
 
 
 async def _stop_with_parent(stop: asyncio.Event) -> None:
-    """Set `stop` when this process is handed to another parent, as happens to orphans."""
+    """Set `stop` when the parent of this process changes, which means that the original parent has ended."""
     parent = os.getppid()
     while os.getppid() == parent:
         await asyncio.sleep(0.5)
@@ -126,7 +126,7 @@ def require_safe_address(settings: ServerSettings) -> None:
 
 
 class PolicyServer:
-    """One policy, many clients; each connection has its own sessions, all share one inference thread."""
+    """Serves one policy to many clients; each connection has its own sessions, all share one inference thread."""
 
     def __init__(self, policy: Policy, settings: ServerSettings):
         self.policy, self.settings = policy, settings
@@ -151,7 +151,7 @@ class PolicyServer:
         self._numbers = itertools.count(1)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[int], None] = lambda port: None) -> None:
-        """Serve until `stop` is set, then close every connection in order, within SHUTDOWN seconds."""
+        """Serve until `stop` is set, then close all connections cleanly, within SHUTDOWN seconds."""
         self.queue.start()
         try:
             if not await warmed_up(self.queue, self.log, stop):
@@ -210,8 +210,8 @@ class PolicyServer:
         return None
 
     def _key_refused(self, connection: ServerConnection, request: Request) -> Response | None:
-        """Return what is answered to a request without the right key, None with it: that passes even where others of
-        its address (behind one router, on one machine) have tried wrong ones.
+        """Return the response to a request without the right key, None if the key is right: the right key is accepted
+        even if others at its address (behind one router, on one machine) have tried wrong ones.
         """
         address = address_of(connection.transport)
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape").strip()
@@ -228,7 +228,7 @@ class PolicyServer:
         return connection.respond(HTTPStatus.UNAUTHORIZED, "Send the header 'Authorization: Api-Key KEY'.\n")
 
     def _unready(self) -> str | None:
-        """Return why the next request would be refused, None if it would not."""
+        """Return the reason why the next request would be refused, None if it would be accepted."""
         if self.queue.trouble is None and len(self.queue) >= self.settings.maximum_waiting:
             return "Busy: as many requests wait as may."
         return self.queue.trouble
@@ -262,7 +262,9 @@ class PolicyServer:
             self.log("disconnected", connection=number, address=address, requests=conversation.requests)
 
     async def _refuse(self, connection: ServerConnection, number: int, error: Exception) -> None:
-        """Send the error as text and close, as openpi's server does; the trace of a foreign one goes to the log."""
+        """Send the error as text and close, as openpi's server does; the traceback of an unexpected error goes to the
+        log.
+        """
         code, kind = 1011, "wrong observation"
         if isinstance(error, BusyError):
             code, kind = 1013, "busy"
@@ -282,10 +284,9 @@ class PolicyServer:
             await connection.close(code, f"{kind}; the text message before this says what")
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a client learns on connecting: fields, history, chunk, how far plans reach and how they follow on
-        from others, rate, instructions, names it may use, how images are meant and how large they may be, the world
-        that the policy was trained in, None where it is not known, and between which values the vectors lay that it was
-        trained on.
+        """Metadata sent to a connecting client: fields, history, chunk, length and chunking of predictions, rate,
+        instructions, accepted names, image format and maximum size, the training world (None if unknown), and the range
+        of each vector in the training data.
         """
         spec, origin = self.policy.spec, origin_of(self.policy)
         return {
@@ -314,7 +315,7 @@ class PolicyServer:
 
 
 class _Conversation:
-    """One connection: requests are read in order, computed together where they may be, answered in order."""
+    """One connection: requests are read in order, computed concurrently if possible, and answered in order."""
 
     def __init__(self, server: PolicyServer, connection: ServerConnection, asker: Asker):
         self.server = server
@@ -325,7 +326,7 @@ class _Conversation:
         self._previous: float | None = None
 
     async def hold(self) -> None:
-        """Read and answer until the client goes. Raises the first error that concerns this client."""
+        """Read and answer until the client disconnects. Raises the first error that concerns this client."""
         reader, writer = asyncio.create_task(self._read()), asyncio.create_task(self._write())
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
@@ -338,7 +339,7 @@ class _Conversation:
                 task.cancel()
 
     async def _read(self) -> bool:
-        """Take in messages until the client goes (False), or one is wrong (True)."""
+        """Read messages until the client disconnects (False) or a message is invalid (True)."""
         async for message in self.connection:
             self.requests += 1
             self.server.metrics.requests += 1
@@ -351,7 +352,7 @@ class _Conversation:
         return False
 
     async def _write(self) -> None:
-        """Send the replies in the order of their requests. Raises the error of the first that has one."""
+        """Send the replies in the order of their requests. Raises the error of the first failed one."""
         while True:
             await self.connection.send(await (await self._replies.get()))
 
@@ -359,7 +360,7 @@ class _Conversation:
         return [self._replies.get_nowait() for _ in range(self._replies.qsize())]
 
     async def _begin(self, message: str | bytes) -> asyncio.Future[bytes]:
-        """Take in a message, and return its reply under way; what is wrong with the message is the reply's error."""
+        """Process a message and return its pending reply; an invalid message gives a reply that raises the error."""
         arrived = time.perf_counter()
         try:
             if isinstance(message, str):
@@ -417,19 +418,19 @@ class _Conversation:
 
 
 def _said(value: Any) -> bool:
-    """Return what a request says under RESET. Raises SpecError where that is neither true nor false."""
+    """Return the value of RESET in a request. Raises SpecError if it is neither true nor false."""
     if value is not None and (not isinstance(value, bool | int | np.bool_ | np.integer) or value not in (0, 1)):
         raise SpecError(f"'{RESET}' is true or false, not {type(value).__name__}.")
     return bool(value)
 
 
 def _packed(answer: dict[str, Any], request: int | None) -> bytes:
-    """Encode an answer, sealed and with the fingerprint of its request where the client asked for that."""
+    """Encode an answer; if the client asked for it, with the fingerprint of its request and a checksum."""
     return pack(answer) if request is None else sealed({**answer, REQUEST: request})
 
 
 def _settled(outcome: bytes | Exception) -> asyncio.Future[bytes]:
-    """Return a reply that is there already, or an error in the place of one."""
+    """Return a completed reply, or a reply that raises the given error."""
     reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
     if isinstance(outcome, Exception):
         reply.set_exception(outcome)
@@ -463,11 +464,11 @@ def _device(policy: Policy) -> torch.device:
 
 
 async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> bool:
-    """Let the policy decide before anybody asks, and return whether it was not stopped meanwhile.
+    """Run the policy once before requests arrive; return False if the server was stopped meanwhile.
 
-    Where code is made for numbers of rows, by the policy or by what it decides by means of, it is made for all that may
-    ask together, however long that takes; plans that follow on from others are made too, where the server offers them.
-    Raises what the policy raises, and BusyError where a decision takes longer than a request may.
+    If the policy, or one that it wraps, compiles for specific batch sizes, all batch sizes that may occur are compiled,
+    however long that takes. Predictions that continue remaining actions are computed too, if the server offers them.
+    Raises the policy's errors, and BusyError when a policy call exceeds the request deadline.
     """
     deciding, stopping = asyncio.ensure_future(_decide(queue, log)), asyncio.ensure_future(stop.wait())
     await asyncio.wait([deciding, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -496,7 +497,7 @@ async def _decide(queue: InferenceQueue, log: Log) -> None:
 
 
 def blank_observation(policy: Policy) -> Observation:
-    """Return a zero observation [1, H, ...] that fits the policy."""
+    """Return an all-zero observation [1, H, ...] that fits the policy."""
     spec = policy.spec
     observation: Observation = {
         key: np.zeros((1, spec.history, *field.shape), np.uint8 if key.startswith(IMAGE_PREFIX) else np.float32)

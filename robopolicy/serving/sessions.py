@@ -1,7 +1,7 @@
-"""The sessions of all connections: each is one robot's history, kept as long as it is used, and its plan underway.
+"""Sessions of all connections: each has one robot's history, kept while in use, and its remaining actions.
 
-A robot says what is left of the plan that it is executing, so that the next one follows on from it. Axes: B row, n
-steps left of the plan, A action dimension.
+A robot sends its remaining actions so that the next prediction continues them. Axes: B row, n remaining steps, A action
+dimension.
 """
 
 import time
@@ -21,10 +21,10 @@ from robopolicy.serving.protocol import DELAY, PLAN, SEED, SESSION, Limits
 
 @dataclass(frozen=True, eq=False)
 class Left:
-    """What is left of a robot's plan.
+    """Remaining actions of a robot.
 
-    actions: [n, A] in the world's units, the first for the observation that comes with it; delay: how many of them will
-    have been executed when the next plan is there; decisions: how many plans its episode has had.
+    actions: [n, A] in the world's units, the first for the accompanying observation; delay: number of them that will
+    have been executed when the next prediction arrives; decisions: number of predictions so far in the episode.
     """
 
     actions: np.ndarray
@@ -33,12 +33,12 @@ class Left:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What requests must have in common to be answered together."""
+        """Key that requests must share to be answered in one batch."""
         return len(self.actions), self.delay
 
 
 def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -> Left | None:
-    """Take what a request says of its robot's plan out of it, None where it says nothing.
+    """Remove the remaining actions from a request and return them, None if there are none.
 
     Raises SpecError on other than [n <= P, A] numbers and an integer from 0 to n, NonFiniteError on NaN or infinity.
     """
@@ -62,7 +62,7 @@ def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -
 
 
 def underway(parts: Sequence[Left], chunk: int, device: torch.device) -> Underway:
-    """Return what is left of B robots' plans of one `shape`, for `robopolicy.inference.chunking.Plans`."""
+    """Return the batched remaining actions of B robots with one `shape`, for `robopolicy.inference.chunking.Plans`."""
     rest = torch.from_numpy(np.stack([part.actions for part in parts])).to(device)
     # A robot may know a plan of which this server has not heard: it has had one then.
     decisions = torch.tensor([max(part.decisions, int(len(part.actions) > 0)) for part in parts], device=device)
@@ -70,8 +70,8 @@ def underway(parts: Sequence[Left], chunk: int, device: torch.device) -> Underwa
 
 
 class RobotSession(Session):
-    """One robot's history; generator: its own noise where it asked for a seed, else None; used: when it asked last;
-    address: where it asks from; plans: how many plans its episode has had.
+    """History of one robot; generator: its own noise generator if it set a seed, else None; used: time of its last
+    request; address: sender; plans: number of predictions so far in the episode.
     """
 
     generator: torch.Generator | None = None
@@ -80,14 +80,14 @@ class RobotSession(Session):
     plans: int = 0
 
     def reset(self) -> None:
-        """Forget the history and the plans: the next frame begins an episode."""
+        """Clear history and predictions: the next frame starts an episode."""
         super().reset()
         self.plans = 0
 
     def take_left(self, request: dict[Any, Any], offered: bool) -> Left | None:
-        """Take out of a request what is left of the robot's plan, None where it says nothing of it.
+        """Remove the robot's remaining actions from a request and return them, None if there are none.
 
-        offered: whether plans follow on from others here. Raises SpecError where they do not, and as `taken`.
+        offered: whether this server continues remaining actions. Raises SpecError if it does not, and as `taken`.
         """
         left = taken(request, self.spec, self.plans)
         if left is None:
@@ -101,16 +101,16 @@ class RobotSession(Session):
         return left
 
     def seed(self, value: Any, device: torch.device) -> None:
-        """Draw noise from a generator of its own from here on. Raises SpecError unless `value` is an integer."""
+        """Use a separate noise generator with this seed from now on. Raises SpecError unless `value` is an integer."""
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
             raise SpecError(f"'{SEED}' is an integer from 0 to 2**63 - 1.")
         self.generator = torch.Generator(device).manual_seed(value)
 
 
 class Sessions:
-    """The sessions of all connections, bounded in number.
+    """Sessions of all connections, limited in number.
 
-    expiry: seconds after which a session that asked for nothing is forgotten; its next request begins an episode.
+    expiry: seconds without a request after which a session is deleted; its next request starts an episode.
     """
 
     def __init__(self, spec: PolicySpec, limits: Limits, rename: Mapping[str, str], expiry: float):
@@ -122,14 +122,15 @@ class Sessions:
         self._known: dict[tuple[int, str], RobotSession] = {}
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of sessions."""
         return len(self._known)
 
     def take(self, connection: int, request: dict[Any, Any], address: str = "") -> RobotSession:
-        """Return the session that `request` of a connection names, begun where it is new; the name is taken out.
+        """Return the session that `request` of a connection names, creating it if new; the name is removed from the
+        request.
 
-        address: where the connection comes from. Raises SpecError where the name is no short text, and where there are
-        too many.
+        address: address of the connection. Raises SpecError when the name is not a short text, and when there are too
+        many sessions.
         """
         name = request.pop(SESSION, "")
         if not isinstance(name, str) or len(name) > self.limits.name:
@@ -151,7 +152,7 @@ class Sessions:
         return session
 
     def drop(self, connection: int) -> None:
-        """Forget the sessions of a connection that closed."""
+        """Delete the sessions of a closed connection."""
         self._known = {key: value for key, value in self._known.items() if key[0] != connection}
 
     def _forget_idle(self, now: float) -> None:

@@ -1,6 +1,6 @@
-"""What a server tells of itself: its log, and its figures in Prometheus' text form.
+"""Telemetry of the server: its log, and metrics in Prometheus' text format.
 
-The log is one JSON object a line on standard error, so that a person and a collector can read it.
+The log has one JSON object per line on standard error, readable for people and log collectors.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 LOGGER = logging.getLogger("robopolicy.serving")
 
 PER_SECOND = 20
-"""Lines of one event that are written a second; the rest are counted."""
+"""Maximum lines per second of one event; the rest are counted."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Upper bounds of the histogram of latencies, seconds."""
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -22,13 +22,15 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Log:
-    """Events as they happen; one that repeats too fast is counted instead, and the count is written with the next."""
+    """Event log; an event that repeats too fast is counted instead, and the count is written with the next one."""
 
     def __init__(self) -> None:
         self._window: dict[str, tuple[float, int]] = {}
 
     def __call__(self, event: str, level: int = logging.INFO, **details: Any) -> None:
-        """Write `event` with `details` (JSON values), unless it came PER_SECOND times within this second already."""
+        """Write `event` with `details` (JSON values), unless it was already written PER_SECOND times within this
+        second.
+        """
         now = time.monotonic()
         began, count = self._window.get(event, (now, 0))
         if now - began >= 1:
@@ -41,7 +43,7 @@ class Log:
 
 
 class JsonLines(logging.Formatter):
-    """{"time", "level", "event", ...details}; a trace, where there is one, under "trace"."""
+    """Log format: {"time", "level", "event", ...details}; a traceback, if any, under "trace"."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
@@ -55,7 +57,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Write the log to standard error; what the websocket library says beside it is dropped."""
+    """Write the log to standard error; other output of the websocket library is dropped."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     LOGGER.handlers[:] = [handler]
@@ -66,7 +68,7 @@ def log_to_stderr() -> None:
 
 
 class Histogram:
-    """How often a value fell under each of `bounds`."""
+    """Histogram of values with upper `bounds`."""
 
     def __init__(self, name: str, bounds: tuple[float, ...]):
         self.name, self.bounds = name, bounds
@@ -80,7 +82,7 @@ class Histogram:
         self._total += value
 
     def lines(self) -> list[str]:
-        """Return the exposition's lines."""
+        """Return the lines in Prometheus' exposition format."""
         lines, running = [f"# TYPE robopolicy_{self.name} histogram"], 0
         for bound, count in zip((*self.bounds, "+Inf"), self._counts, strict=True):
             running += count
@@ -89,7 +91,7 @@ class Histogram:
 
 
 class Metrics:
-    """What a server did since it started. refused: how often, by reason (key, limit, busy, observation, policy)."""
+    """Server metrics since start. refused: number of refusals by reason (key, limit, busy, observation, policy)."""
 
     def __init__(self) -> None:
         self.requests = self.connections = self.batches = self.sessions = 0
@@ -99,11 +101,11 @@ class Metrics:
 
     @property
     def errors(self) -> int:
-        """How many requests and connections were refused, for whatever reason."""
+        """Total number of refused requests and connections."""
         return self.refused.total()
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """Return the exposition text. gauges: further values of this moment, by name."""
+        """Return the exposition text. gauges: further current values, by name."""
         lines = []
         for name, kind, value in (
             ("requests_total", "counter", self.requests),

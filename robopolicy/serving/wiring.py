@@ -1,8 +1,8 @@
-"""Which of a robot's named values is which element of a policy's vectors, and in which unit.
+"""Mapping between a robot's named values and the elements of a policy's vectors, with units.
 
-A LeRobot robot shows and takes {name: value}, one float a motor and one image a camera; a policy reads and writes
-vectors whose elements its checkpoint names. Equal sizes say nothing: elements are found by name alone. Axes: A action
-dimension.
+A LeRobot robot reads and writes {name: value}, one float per motor and one image per camera; a policy reads and writes
+vectors whose elements its checkpoint names. Elements are matched by name only, since equal sizes prove nothing. Axes: A
+action dimension.
 """
 
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ STANDARD = RobotSettings()
 class Wiring:
     """A robot's names in the order of a policy's elements.
 
-    vectors: field -> names of its elements; cameras: field -> name; action: names of its elements; factors: name -> the
-    policy's units in one of the robot's, 1 where nothing is said; units: field, or "action" -> what the policy says;
-    shows: names of all that the robot shows but cameras; renamed: the robot's names -> the policy's, where they differ;
-    settings: what their `hold`, `positions` and `neutral` say of elements of an action, by either name.
+    vectors: field -> names of its elements; cameras: field -> name; action: names of its elements; factors: name ->
+    policy units per robot unit, default 1; units: field, or "action" -> the policy's unit; shows: names in the robot's
+    observation, without cameras; renamed: the robot's names -> the policy's, if different; settings: whose `hold`,
+    `positions` and `neutral` apply to action elements, by either name.
     """
 
     vectors: Mapping[str, tuple[str, ...]]
@@ -43,9 +43,10 @@ class Wiring:
 
     @cached_property
     def standing(self) -> Standstill:
-        """What the elements of an action do while the robot stands still.
+        """Behaviour of the action elements while the robot holds still.
 
-        Raises ConfigError where neither names nor units nor settings say it of one, and on settings that name none.
+        Raises ConfigError when names, units and settings leave an element undefined, and on settings that name an
+        unknown one.
         """
         own, units = self._own(self.action), dict[str, str]()
         for key, names in [*self.vectors.items(), ("action", self.action)]:
@@ -66,13 +67,13 @@ class Wiring:
         return standing
 
     def _own(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what the policy calls elements of the robot's."""
+        """Return the policy's names of the robot's elements."""
         return tuple(self.renamed.get(name, name) for name in names)
 
     def frames(self, shown: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return what the robot shows as the policy's fields: vectors float32 in its units, images uint8 [h, w, 3].
+        """Return the robot's observation as the policy's fields: vectors float32 in its units, images uint8 [h, w, 3].
 
-        Raises SpecError where a name is missing or an image is none, NonFiniteError on NaN or infinity.
+        Raises SpecError when a name is missing or an image is invalid, NonFiniteError on NaN or infinity.
         """
         missing = [
             name for name in (*sum(self.vectors.values(), ()), *self.cameras.values()) if shown.get(name) is None
@@ -90,9 +91,10 @@ class Wiring:
         return frames
 
     def still(self, shown: Mapping[str, Any], last: np.ndarray) -> np.ndarray:
-        """Return the action [A] that keeps the robot still: positions where they are, velocities and forces at zero.
+        """Return the action [A] that keeps the robot still: positions unchanged, velocities and forces at zero.
 
-        last: the last action [A], for positions that the robot does not show, or shows as NaN. Raises as `standing`.
+        last: the last action [A], for positions that the robot does not report, or reports as NaN. Raises as
+        `standing`.
         """
         action, standing = last.astype(np.float64).copy(), self.standing
         for place, name in enumerate(self.action):
@@ -103,12 +105,12 @@ class Wiring:
         return action
 
     def placed(self, shown: Mapping[str, Any]) -> np.ndarray:
-        """Return which elements of `still` [A] bool need no last action: positions that `shown` leaves open do."""
+        """Return which elements of `still` [A] bool need no last action; positions missing in `shown` do need one."""
         names = zip(self.action, self.standing.keeps, strict=True)
         return np.array([not keeps or np.isfinite(_number(shown.get(name))) for name, keeps in names])
 
     def command(self, action: np.ndarray) -> dict[str, float]:
-        """Return an action [A] as the robot takes it, in its units. Raises NonFiniteError, naming the motor."""
+        """Return an action [A] in the robot's names and units. Raises NonFiniteError, naming the motor."""
         values = {
             name: float(value) / self.factors.get(name, 1.0) for name, value in zip(self.action, action, strict=True)
         }
@@ -118,8 +120,8 @@ class Wiring:
         return values
 
     def text(self) -> str:
-        """Return a line a field: what of the robot's it is, in which unit of the policy's; and one an element of the
-        action: what it does while the robot stands still.
+        """Describe the mapping: one line per field with the robot's names and the policy's unit, and one line per
+        action element with its hold behaviour.
         """
         lines = [self._line(f"{field} <-", names, self.units[field]) for field, names in self.vectors.items()]
         lines += [f"{field} <- camera {name}" for field, name in self.cameras.items()]
@@ -150,9 +152,9 @@ def wired(
 ) -> Wiring:
     """Return the wiring between a served policy and a robot.
 
-    metadata: what the server says of its policy; shows, takes: the robot's observation_features and action_features,
-    name -> float, or the shape of an image; rename: the robot's names -> the policy's; scale: see `Wiring.factors`.
-    Raises SpecError where one of the two has what the other lacks, or where the policy does not name its elements.
+    metadata: the server's policy metadata; shows, takes: the robot's observation_features and action_features, name ->
+    float, or the shape of an image; rename: the robot's names -> the policy's; scale: see `Wiring.factors`. Raises
+    SpecError when one side lacks an element of the other, or the policy does not name its elements.
     """
     for name in (*rename, *scale):
         if name not in shows and name not in takes:
@@ -182,7 +184,7 @@ def wired(
 
 
 def _number(value: Any) -> float:
-    """Return what a robot shows of an element, NaN where that is no number; some show arrays or tensors of one."""
+    """Return a robot's value as a number, NaN if it is not one; some robots return one-element arrays or tensors."""
     try:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several among them

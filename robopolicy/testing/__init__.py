@@ -1,1 +1,1 @@
-"""Conformance suites: what a world, a controller, a policy and a world model promise, checked on anybody's class."""
+"""Conformance tests for any implementation of a world, a controller, a policy or a world model."""

@@ -1,6 +1,6 @@
-"""`check_controller`: the promises of a `Controller`, tested in a world.
+"""Conformance test for controllers: `check_controller` verifies the `Controller` contract in a world.
 
-A failure is an `AssertionError` whose text names the broken promise.
+A failure is an `AssertionError` whose text names the violated requirement.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from robopolicy.testing.world import copy
 
 
 def check_controller(make: Callable[[], Controller], world: World) -> None:
-    """Check that a controller answers for every row in the world's shape, also after a reset of one row alone.
+    """Check that a controller returns actions of the world's shape for every row, also after a reset of a single row.
 
-    make: a new controller; world: of at least 2 rows. Raises AssertionError naming the broken promise.
+    make: creates a controller; world: with at least 2 rows. Raises AssertionError naming the violated requirement.
     """
     seen = world.reset(seeds=np.arange(world.batch_size))
     given, controller = copy(seen), make()
@@ -30,7 +30,7 @@ def check_controller(make: Callable[[], Controller], world: World) -> None:
 
 
 def _act(controller: Controller, observation: Observation, world: World) -> None:
-    """Let it act, and check the answer; what it raises is a broken promise too, named with what it was shown."""
+    """Let it act and check the result; an exception also counts as a violation, reported with the observation."""
     try:
         found = np.asarray(controller.act(observation))
     except Exception as error:

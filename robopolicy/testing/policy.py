@@ -1,7 +1,8 @@
-"""`check_policy`: every promise of the policy protocols that can be tested from outside, level by level.
+"""Conformance test for policies: `check_policy` verifies every testable requirement of the policy interfaces, level by
+level.
 
-A policy that acts is evaluated, served and ranked; one that also scores its decisions can be compared with another on
-them; one that also learns is trained and fine-tuned (see `robopolicy.core.policy`).
+A policy that acts can be evaluated, served and ranked; one with log-probabilities can be compared with another on
+recorded decisions; one with a loss can be trained and fine-tuned (see `robopolicy.core.policy`).
 """
 
 import copy
@@ -26,7 +27,7 @@ TOLERANCE = 1e-5
 
 
 class Level(IntEnum):
-    """How much of the protocols a policy keeps; a higher level has everything of the lower ones."""
+    """Interface level that a policy fulfils; a higher level includes the lower ones."""
 
     ACTS = 1
     SCORES = 2
@@ -40,14 +41,14 @@ ALLOWS: dict[Level, str] = {
     Level.SCORES: "compare log-probabilities of recorded decisions with it: a teacher or base of the same steps",
     Level.TRAINS: "train it on demonstrations; finetune it in simulators, world models and on recorded data",
 }
-"""What can be done with a policy of a level, beside what the lower ones allow."""
+"""Uses enabled by a level, in addition to those of lower levels."""
 
 
 @dataclass(frozen=True)
 class PolicyReport:
-    """What `check_policy` found: the level that the policy keeps, and what it lacks for the next one.
+    """Result of `check_policy`: the fulfilled level, and what is missing for the next one.
 
-    has_rate: False where it does not say its control rate, so that no robot can be driven with it.
+    has_rate: False if it does not declare its control rate, so it cannot drive a robot.
     """
 
     level: Level
@@ -55,7 +56,7 @@ class PolicyReport:
     has_rate: bool = True
 
     def lines(self) -> list[str]:
-        """Return one line a level: whether it is kept, and what it allows or what is missing."""
+        """Return one line per level: whether it is fulfilled, and what it allows or what is missing."""
         found: list[str] = []
         for level in Level:
             if level <= self.level:
@@ -76,17 +77,16 @@ def check_policy(
     batch: int = 6,
     device: torch.device | str = "cpu",
 ) -> PolicyReport:
-    """Check `policy` up to `level`, None for as far as it has the methods; return the level that it keeps.
+    """Check `policy` up to `level` (None: as far as it has the methods); return the level that it fulfils.
 
     acts: shapes, types, ranges and finiteness of decisions; equal generators give equal decisions after a reset, and
-    nothing draws from global randomness; a row's decision and noise are its own, whatever the other rows; observations
-    stay untouched; bad ones raise SpecError or NonFiniteError.
-    scores: `log_prob` gives `act`'s log-probabilities to 1e-5 and treats rows apart; other generators decide otherwise.
-    trains: scores have gradients; train and eval mode act alike; `loss` is finite, per sample, repeatable and moves the
-    weights; a copy prepared for fine-tuning conforms, moves by a step of its optimiser, leaves the policy it came from
-    alone, and comes back through `state_dict`. Given `load`, a saved policy decides bitwise alike.
-    The policy itself is not changed. Raises AssertionError naming the first promise that is broken, or what `level`
-    asks for and the policy lacks.
+    global randomness is not used; a row's decision and noise do not depend on other rows; observations are not
+    modified; invalid ones raise SpecError or NonFiniteError. scores: `log_prob` reproduces `act`'s log-probabilities to
+    1e-5 and treats rows independently; other generators give other decisions. trains: log-probabilities have gradients;
+    train and eval mode act identically; `loss` is finite, per sample, reproducible and changes the weights; a copy
+    prepared for fine-tuning conforms, is changed by an optimiser step, leaves the original policy unchanged, and can be
+    restored through `state_dict`. Given `load`, a saved policy decides bitwise identically. The policy itself is not
+    changed. Raises AssertionError naming the first violated requirement, or what `level` requires and the policy lacks.
     """
     name = type(policy).__name__
     missing = missing_members(policy, Policy)
@@ -127,7 +127,7 @@ def _copy(observation: TensorObservation) -> TensorObservation:
 
 
 def _check_acting(policy: Policy, scored: ScoredPolicy | None, observation: TensorObservation) -> None:
-    """Check what acts and, given `scored`, the same policy, what scores."""
+    """Check acting and, given `scored`, the log-probabilities of the same policy."""
     for deterministic in (False, True):
         _check_decision(policy, observation, deterministic)
         if scored is not None:
@@ -166,7 +166,9 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
 
 
 def _check_rows(policy: Policy, observation: TensorObservation, deterministic: bool) -> None:
-    """Check that rows decide alike in another order and among fewer: an outcome belongs to its episode."""
+    """Check that rows decide identically in another order and in smaller batches: an outcome depends only on its
+    episode.
+    """
     batch = len(cast(list[str], observation[TASK]))
     order = list(range(batch - 1, -1, -2))
 
@@ -199,7 +201,7 @@ def _check_untouched(before: TensorObservation, observation: TensorObservation, 
 
 
 def _check_choices(policy: ScoredPolicy, observation: TensorObservation, deterministic: bool) -> None:
-    """Check the log-probabilities that a decision comes with."""
+    """Check the log-probabilities stored in a decision."""
     how = f"act(deterministic={deterministic})"
     decision, expected = _act(policy, observation, deterministic=deterministic), policy.spec.scored_steps
     assert expected >= 1, f"spec: scored_steps is {expected}, so that nothing can be scored"
@@ -256,7 +258,7 @@ def _expect(policy: Policy, observation: TensorObservation, error: type[Robopoli
 
 
 def _check_training(policy: Trainable, observation: TensorObservation) -> None:
-    """Check what pre-training and fine-tuning do with a policy, on copies of it."""
+    """Check pre-training and fine-tuning on copies of the policy."""
     assert isinstance(policy, nn.Module), f"{type(policy).__name__} is no torch.nn.Module"
     parameters = list(policy.trainable_parameters())
     own = {id(parameter) for parameter in policy.parameters()}
@@ -304,7 +306,9 @@ def _check_gradient(policy: Trainable, value: Tensor, what: str) -> list[Tensor 
 
 
 def _check_finetuning(policy: Trainable, observation: TensorObservation) -> None:
-    """Prepare a copy, let it take a step, and see that scores follow, that weights come back, that the rest stays."""
+    """Prepare a copy, take a step, and check that log-probabilities change, weights can be restored and the original is
+    unchanged.
+    """
     original = _act(policy, observation)
     for train_encoder in (True, False):
         tuned = copy.deepcopy(policy).eval()
@@ -328,7 +332,7 @@ def _check_finetuning(policy: Trainable, observation: TensorObservation) -> None
 
 @torch.no_grad()
 def _step(policy: Trainable, gradients: Sequence[Tensor | None]) -> None:
-    """Go up the gradients a little."""
+    """Take a small gradient ascent step."""
     for parameter, gradient in zip(policy.trainable_parameters(), gradients, strict=True):
         if gradient is not None:
             length = cast(Tensor, gradient.norm())  # pyright: ignore[reportUnknownMemberType]

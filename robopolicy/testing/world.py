@@ -1,7 +1,7 @@
-"""`check_world`: the promises of the `World` protocol, tested from outside; every world's tests call it.
+"""Conformance test for worlds: `check_world` verifies the `World` contract and is used by every world's tests.
 
-A failure is an `AssertionError` whose text names the world and the broken promise. The checks know nothing about how a
-world is made, so they serve simulators, learned worlds and a newcomer's adapter alike.
+A failure is an `AssertionError` whose text names the world and the violated requirement. The checks do not depend on
+the implementation, so they apply to simulators, world models and custom adapters.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, Observation, WorldSp
 from robopolicy.core.world import Snapshots, Step, World, can_render
 
 MakeWorld = Callable[[int], World]
-"""Batch size -> a new, not yet reset world."""
+"""Function from batch size to a new world, not yet reset."""
 
 
 def check_world(
@@ -28,13 +28,13 @@ def check_world(
     tolerance: float = 0.0,
     first_seed: int = 1000,
 ) -> None:
-    """Check every promise of `World`, and of `Snapshots` and `Renders` where asked for.
+    """Check every requirement of `World`, and of `Snapshots` and `Renders` if requested.
 
-    deterministic: the same seeds and actions give the same episode (False for worlds that sample their dynamics);
-    snapshots, renders: whether the world claims these protocols; tolerance: allowed absolute difference between equal
-    episodes run in other rows, batches or chunkings (0 is bitwise; a learned world needs about 1e-5);
-    first_seed: episode seeds count up from it. Raises AssertionError naming the broken promise, and ValueError on
-    batch_size < 3 or chunk < 2.
+    deterministic: the same seeds and actions give the same episode (False for worlds with sampled dynamics); snapshots,
+    renders: whether the world declares these interfaces; tolerance: allowed absolute difference between equal episodes
+    run in other rows, batches or chunk sizes (0 is bitwise; a world model needs about 1e-5); first_seed: episode seeds
+    count up from it. Raises AssertionError naming the violated requirement, and ValueError on batch_size < 3 or chunk <
+    2.
     """
     if batch_size < 3 or chunk < 2:
         raise ValueError("check_world needs batch_size >= 3 and chunk >= 2 to tell rows and steps apart.")
@@ -53,9 +53,9 @@ def check_world(
 
 
 def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
-    """A start is well formed and a function of its seed alone: not of row, batch size or what happened before.
+    """Check that an initial state is valid and depends only on its seed: not on row, batch size or earlier episodes.
 
-    seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes. Raises AssertionError naming the violated requirement.
     """
     world = make_world(len(seeds))
     spec = world.spec
@@ -87,9 +87,10 @@ def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
 
 
 def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
-    """reset(rows) starts these rows and touches no others, now or later.
+    """Check that reset(rows) starts these rows and affects no others, now or later.
 
-    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
+    requirement.
     """
     world, twin = make_world(len(seeds)), make_world(len(seeds))
     actions = sample_actions(world.spec, len(seeds), chunk, 1)
@@ -115,9 +116,11 @@ def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, determi
 
 
 def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
-    """Play to the end: shapes, endings, latched success, the time limit at the horizon, frozen ended rows.
+    """Run episodes to the end and check shapes, endings, latched success, the time limit at the horizon, and ended rows
+    staying unchanged.
 
-    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
+    requirement.
     """
     world = make_world(len(seeds))
     spec, count = world.spec, np.zeros(len(seeds), dtype=np.int64)
@@ -147,7 +150,7 @@ def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
 
 
 def check_endings(world: World, step: Step, count: Array, before: Array, chunk: int) -> None:
-    """terminated, truncated and success are apart and agree with the number of control steps [B] so far."""
+    """Check that terminated, truncated and success are consistent with the number of control steps [B] so far."""
     spec, ended = world.spec, step.ended
     promise(world, not (step.terminated & step.truncated).any(), "a row is not both terminated and truncated")
     promise(world, bool((count <= spec.horizon).all()), f"no episode exceeds the horizon of {spec.horizon}")
@@ -160,7 +163,7 @@ def check_endings(world: World, step: Step, count: Array, before: Array, chunk: 
 
 
 def check_step(world: World, step: Step, batch: int, chunk: int) -> None:
-    """Every array of a `Step` has its shape, dtype and meaning."""
+    """Check shape, dtype and meaning of every array of a `Step`."""
     spec = world.spec
     check_observation(world, step.observation)
     flags = {"terminated": step.terminated, "truncated": step.truncated, "success": step.success}
@@ -190,7 +193,9 @@ def check_step(world: World, step: Step, batch: int, chunk: int) -> None:
 
 
 def check_observation(world: World, observation: Observation) -> None:
-    """Every field of the spec is there with its shape [B, H, ...] and dtype; `task` is text [B] from the spec."""
+    """Check that every field of the spec is present with its shape [B, H, ...] and dtype; `task` is text [B] from the
+    spec.
+    """
     spec = world.spec
     try:
         validate_observation(observation, spec.observation, batch=world.batch_size, history=spec.history)
@@ -207,10 +212,11 @@ def check_observation(world: World, observation: Observation) -> None:
 
 
 def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
-    """Wrong shapes and non-finite actions are refused without touching the world; values out of range are clipped
-    where the spec says so.
+    """Check that wrong shapes and non-finite actions are rejected without changing the world, and out-of-range values
+    clipped if the spec says so.
 
-    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
+    requirement.
     """
     world, batch = make_world(len(seeds)), len(seeds)
     world.reset(seeds=seeds)
@@ -243,9 +249,10 @@ def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, determini
 
 
 def check_repeats(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: float) -> None:
-    """The same seeds and actions give the same episode, in any row.
+    """Check that the same seeds and actions give the same episode in any row.
 
-    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
+    requirement.
     """
     world, twin = make_world(len(seeds)), make_world(len(seeds))
     world.reset(seeds=seeds)
@@ -260,9 +267,10 @@ def check_repeats(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: fl
 
 
 def check_chunks(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: float) -> None:
-    """A chunk of C steps equals C chunks of one step, to the end of the episode.
+    """Check that a chunk of C steps equals C chunks of one step, to the end of the episode.
 
-    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
+    requirement.
     """
     world, single = make_world(len(seeds)), make_world(len(seeds))
     world.reset(seeds=seeds)
@@ -287,9 +295,10 @@ def check_chunks(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: flo
 
 
 def check_snapshots(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
-    """A restored row shows and repeats what it did, also in another row; rows not restored are left alone.
+    """Check that a restored row reproduces observation and future, also in another row, without affecting other rows.
 
-    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes; chunk: C steps, of actions [B, C, A]. Raises AssertionError naming the violated
+    requirement.
     """
     world, batch = make_world(len(seeds)), len(seeds)
     if not isinstance(world, Snapshots):
@@ -326,9 +335,9 @@ def check_snapshots(make_world: MakeWorld, seeds: Array, chunk: int, determinist
 
 
 def check_render(make_world: MakeWorld, seeds: Array) -> None:
-    """Images are uint8 [R, height, width, 3] of the rows asked for.
+    """Check that images are uint8 [R, height, width, 3] of the requested rows.
 
-    seeds: [B], of the episodes. Raises AssertionError naming the broken promise.
+    seeds: [B], of the episodes. Raises AssertionError naming the violated requirement.
     """
     world = make_world(len(seeds))
     if not can_render(world):
@@ -344,19 +353,23 @@ def check_render(make_world: MakeWorld, seeds: Array) -> None:
 
 
 def sample_actions(spec: WorldSpec, batch: int, chunk: int, seed: int) -> Array:
-    """Return uniform actions [batch, chunk, A] within the spec's bounds (-1 to 1 where it has none)."""
+    """Return uniform actions [batch, chunk, A] within the spec's bounds (-1 to 1 if unbounded)."""
     low, high = action_bounds(spec.action)
     return low + (high - low) * np.random.default_rng(seed).random((batch, chunk, *spec.action.shape))
 
 
 def action_bounds(action: Field) -> tuple[Array, Array]:
-    """Return low and high of one control step, [A] each, in the field's units; -1 and 1 where it is unbounded."""
+    """Return lower and upper bound of one control step, [A] each, in the field's units; -1 and 1 where it is
+    unbounded.
+    """
     low, high = np.broadcast_to(action.low, action.shape), np.broadcast_to(action.high, action.shape)
     return np.where(np.isfinite(low), low, -1.0), np.where(np.isfinite(high), high, 1.0)
 
 
 def expect_error(world: World, actions: Array, error: type[RobopolicyError], what: str) -> None:
-    """`step` must raise `error` on `actions`, not [B, C, A] or not finite; raises AssertionError otherwise."""
+    """Check that `step` raises `error` on `actions` that are not [B, C, A] or not finite; raises AssertionError
+    otherwise.
+    """
     try:
         world.step(actions)
     except error:
@@ -378,9 +391,10 @@ def check_same_step(
 
 
 def check_same(world: World, expected: Observation, got: Observation, text: str, tolerance: float) -> None:
-    """Compare two dictionaries of arrays; text and integers exactly, floats within `tolerance`.
+    """Compare two dictionaries of arrays: strings and integers exactly, floats within `tolerance`.
 
-    That is of 1, and of their own size where they are larger: float32 rounds what an untrained model imagines by that.
+    The tolerance is absolute up to magnitude 1 and relative above, because float32 rounding grows with values imagined
+    by an untrained model.
     """
     for key, value in expected.items():
         if value.dtype.kind == "f" and tolerance > 0:
@@ -392,7 +406,7 @@ def check_same(world: World, expected: Observation, got: Observation, text: str,
 
 
 def promise(world: World, kept: bool, text: str) -> None:
-    """Raise AssertionError unless the promise is kept."""
+    """Raise AssertionError unless the requirement is fulfilled."""
     if not kept:
         raise AssertionError(f"World '{world.spec.name}' ({type(world).__name__}) breaks a promise: {text}.")
 

@@ -1,7 +1,7 @@
-"""`check_world_model`: every promise of a `LearnedModel` that can be tested from outside, on anybody's class.
+"""Conformance test for world models: `check_world_model` verifies every testable requirement of `LearnedModel`.
 
-A failure is an AssertionError whose text names the class and the broken promise. What a model is worth is not tested:
-see `robopolicy.evaluation.world_model`.
+A failure is an AssertionError whose text names the class and the violated requirement. Model quality is not tested: see
+`robopolicy.evaluation.world_model`.
 """
 
 import json
@@ -23,7 +23,7 @@ from worldmodels.protocol import ChunkModel, DecoderFree, Imagined, Latent, Lear
 from worldmodels.starts import context_at, recorded_starts
 
 SEEDS = 7_000
-"""Episode seeds count up from here."""
+"""First episode seed; seeds count up from here."""
 
 
 def check_world_model(
@@ -36,18 +36,18 @@ def check_world_model(
     rows: int = 4,
     tolerance: float = 1e-4,
 ) -> None:
-    """Raise AssertionError naming the first promise of `LearnedModel` that a class of world models breaks.
+    """Raise AssertionError naming the first requirement of `LearnedModel` that a world model class violates.
 
-    config: what its `build` takes; spec, episodes: a world and recordings of it, a dozen short ones are enough; steps:
-    how long every stage is fitted; rows: B, at least 3; tolerance: by how much equal episodes may differ in other rows
-    and batches, in the world's units, where a bit of rounding in a large product grows (0 is bitwise).
+    config: argument of its `build`; spec, episodes: a world and recordings of it, a dozen short ones are enough; steps:
+    training steps per stage; rows: B, at least 3; tolerance: allowed difference between equal episodes in other rows
+    and batches, in world units, since rounding in large products accumulates (0 is bitwise).
 
-    Checked: equal seeds build equal models and nothing draws from global randomness; batches and losses repeat with
-    equal generators, losses are [N], finite and have gradients; a few steps change weights; 101 quantiles ascend;
-    latents and imagined steps have the right names, shapes and types and are finite; given latents stay as they were;
-    an episode is a function of its seed and actions, whatever its row and batch, and copies branch exactly; what is
-    described and restored imagines the same; steps generated together are those imagined one by one; and the
-    `ImaginedWorld` around the model keeps every promise of `World`.
+    Checked: equal seeds build equal models and global randomness is not used; batches and losses repeat with equal
+    generators, losses are [N], finite and have gradients; a few steps change weights; 101 quantiles ascend; latents and
+    imagined steps have the right names, shapes and types and are finite; input latents are not modified; an episode
+    depends only on its seed and actions, not on row or batch, and copies branch exactly; a described and restored model
+    imagines identically; steps generated together equal those imagined one by one; and the `ImaginedWorld` around the
+    model fulfils the `World` contract.
     """
     if rows < 3:
         raise ValueError("check_world_model needs rows >= 3 to tell rows apart.")
@@ -73,14 +73,14 @@ def check_world_model(
 
 
 def module(model: LearnedModel | Regression) -> nn.Module:
-    """Return a model, or what one of its stages fits, as the nn.Module that it must be."""
+    """Return a model, or the trained part of one of its stages, as nn.Module, which it must be."""
     _promise(model, isinstance(model, nn.Module), "it is an nn.Module")
     assert isinstance(model, nn.Module)
     return model
 
 
 def _check_build(kind: type[LearnedModel], config: object, spec: WorldSpec, episodes: Episodes) -> LearnedModel:
-    """Build twice with one seed, with other global randomness."""
+    """Build twice with the same seed but different global randomness."""
     model = kind.build(config, spec, episodes, 0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -107,7 +107,7 @@ def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
 
 
 def _check_stage(model: LearnedModel, name: str, part: Regression, episodes: Episodes, steps: int) -> None:
-    """Compare two batches from equal generators, and two losses, and fit for some steps."""
+    """Compare two batches from equal generators, and two losses, and train for some steps."""
     fitted, where = module(part), f"stage '{name}'"
     twins = [list(islice(_batches(part, episodes, seed), 2)) for seed in (3, 3, 4)]
     _promise(model, _same(twins[0], twins[1]), f"{where}: equal generators give equal batches")
@@ -142,7 +142,7 @@ def _check_quantiles(model: LearnedModel) -> None:
 
 
 def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent:
-    """Begin with as many frames as the model reads, with one, and with frames whose actions are not known."""
+    """Initialise with as many frames as the model reads, with one, and with frames without known actions."""
     steps = torch.linspace(0, episodes.step_count - 1, rows).long()
     seeds = SEEDS + np.arange(rows)
     context = context_at(episodes, steps, model.context)
@@ -164,7 +164,7 @@ def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent
 
 
 def _check_imagine(model: LearnedModel, latent: Latent) -> None:
-    """One step and what follows it: names, shapes, types, and nothing but the latent, seed and actions counts."""
+    """Check one step and its result: names, shapes, types, and dependence on latent, seed and actions only."""
     rows, before = len(next(iter(latent.values()))), _copied(latent)
     actions = _actions(model, rows, 1)[:, 0]
     given = actions.clone()
@@ -194,7 +194,7 @@ def _check_imagine(model: LearnedModel, latent: Latent) -> None:
 
 
 def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
-    """Turn rows round, play one alone, and branch copies."""
+    """Permute rows, run one alone, and branch copies."""
     rows = len(next(iter(latent.values())))
     actions = _actions(model, rows, 3)
     whole = _followed(model, latent, actions)
@@ -215,7 +215,7 @@ def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
 
 
 def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Latent) -> None:
-    """Describe, restore and load as a checkpoint does, JSON included."""
+    """Describe, restore and load as a checkpoint does, including JSON."""
     weights = {name: value.clone() for name, value in module(model).state_dict().items()}
     plain = json.loads(json.dumps(model.description()))
     restored = kind.restore(plain, WorldSpec.from_json(json.loads(json.dumps(model.spec.to_json()))), weights)
@@ -230,7 +230,7 @@ def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Laten
 
 
 def _check_generate(model: ChunkModel, latent: Latent, tolerance: float) -> None:
-    """Imagine seven steps together, in two parts, and one by one."""
+    """Imagine seven steps jointly, in two parts, and one by one."""
     rows = len(next(iter(latent.values())))
     actions = _actions(model, rows, 7)
     single = _followed(model, latent, actions)
@@ -258,7 +258,7 @@ def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int
 
 
 def _followed(model: WorldModel, latent: Latent, actions: Tensor) -> list[Imagined]:
-    """Imagine actions [B, T, A] one by one."""
+    """Imagine actions [B, T, A] one step at a time."""
     found = []
     for action in actions.unbind(1):
         latent, seen = model.imagine(latent, action)
@@ -278,7 +278,7 @@ def _batches(part: Regression, episodes: Episodes, seed: int) -> Iterator[dict[s
 
 
 def _tensors(value: object) -> list[Tensor]:
-    """Return the tensors in nested dictionaries, sequences and dataclasses, in order of names."""
+    """Return the tensors in nested dictionaries, sequences and dataclasses, in name order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -291,7 +291,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def _same(first: object, second: object) -> bool:
-    """Whether all tensors in two things are equal, bit by bit."""
+    """Whether all tensors in two structures are bitwise equal."""
     pairs = _tensors(first), _tensors(second)
     return len(pairs[0]) == len(pairs[1]) and all(torch.equal(*pair) for pair in zip(*pairs, strict=True))
 
@@ -306,7 +306,7 @@ def _near(first: Imagined, second: Imagined, tolerance: float) -> bool:
 
 
 def _rows(imagined: Imagined, index: Tensor) -> Imagined:
-    """Return some rows of an imagined step."""
+    """Select rows of an imagined step."""
     return Imagined(
         {key: value[index] for key, value in imagined.observation.items()},
         {name: value[index] for name, value in imagined.rewards.items()},
@@ -321,7 +321,7 @@ def _copied(latent: Latent) -> Latent:
 
 
 def _members(protocol: type) -> list[str]:
-    """Return the names of what a protocol asks for, its parents' included."""
+    """Return the member names of a protocol, including inherited ones."""
     kinds = [kind for kind in protocol.__mro__ if getattr(kind, "_is_protocol", False)]
     return sorted({name for kind in kinds for name in vars(kind) if not name.startswith("_")})
 

@@ -1,7 +1,7 @@
-"""Who acts while rollouts are collected: the policy that learns, alone, or in turns with its teacher.
+"""Rollout policies: the learner acts alone, or mixed with its teacher.
 
-Source: DAgger, Ross et al. 2011, arXiv:1011.0686 (the mixture b_i teacher + (1 - b_i) learner), and its decision-wise
-form for agents, Revisiting DAgger, arXiv:2605.12913, in which b_i falls to 0 along the run.
+Source: DAgger, Ross et al. 2011, arXiv:1011.0686 (the mixture b_i teacher + (1 - b_i) learner), and its per-decision
+form for agents, Revisiting DAgger, arXiv:2605.12913, in which b_i falls to 0 during the run.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,16 @@ from robopolicy.core.world import Rows
 from robopolicy.rl.collect import TAUGHT
 
 Acting = Callable[[Policy], Policy]
-"""Who acts for a policy that learns (or a copy of it): its latents and log-probabilities, whatever is executed."""
+"""Map from the learner (or a copy of it) to the policy that acts in rollouts; latents and log-probabilities are the
+learner's, whatever is executed.
+"""
 
 
 class TeacherTurns:
-    """How often the teacher decides: `first` of all decisions, falling linearly to none at `until` of the run.
+    """Schedule of the teacher's probability of acting: starts at `first` and falls linearly to 0 at fraction `until` of
+    the run.
 
-    share: by now.
+    share: the current probability.
     """
 
     def __init__(self, teacher: Policy, first: float, until: float):
@@ -33,19 +36,22 @@ class TeacherTurns:
         self.share = first
 
     def begin(self, done: float) -> None:
-        """Go to where `done` of the run is, in [0, 1]."""
+        """Set the schedule to progress `done` of the run, in [0, 1]."""
         self.share = max(0.0, self.first * (1 - done / self.until))
 
     def __call__(self, learner: Policy) -> Policy:
-        """Return who acts for `learner`. Raises ConfigError where the teacher's chunks are shorter than its own."""
+        """Return the policy that mixes `learner` with the teacher. Raises ConfigError when the teacher's chunks are
+        shorter than the learner's.
+        """
         return MixedPolicy(learner, self)
 
 
 class MixedPolicy:
-    """At every decision of every row the teacher acts with probability `turns.share`, the learner otherwise.
+    """Mixture policy: at every policy call and for every row, the teacher acts with probability `turns.share`, else the
+    learner.
 
-    A decision of the teacher's keeps latents of the learner's with mask False: it is no choice of the learner's, so it
-    has no policy gradient, but losses that look at states (auxiliaries=[dagger]) see it. Latents say whose it is.
+    A teacher's chunk is stored with the learner's latents and mask False. The learner did not choose it, so it gets no
+    policy gradient, but state-based losses (auxiliaries=[dagger]) use it. The latents record who acted.
     """
 
     def __init__(self, learner: Policy, turns: TeacherTurns):
@@ -59,12 +65,12 @@ class MixedPolicy:
 
     @property
     def spec(self) -> PolicySpec:
-        """The learner's, which also needs to see what the teacher sees."""
+        """The learner's spec, plus the observations that the teacher reads."""
         own = self.learner.spec
         return replace(own, observation={**self.turns.teacher.spec.observation, **own.observation})
 
     def reset(self, rows: Rows = None) -> None:
-        """Reset both. rows: indices [R] of the episodes to forget, None for all."""
+        """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
         self.learner.reset(rows)
         self.turns.teacher.reset(rows)
 
@@ -72,10 +78,10 @@ class MixedPolicy:
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Let both decide and draw whose decision each row executes.
+        """Query both policies and sample which one's chunk each row executes.
 
-        Returns actions [B, C, A], the learner's latents [B, ...] and TAUGHT among them [B] bool, and its logp and mask
-        [B, K], 0 and False where the teacher acts. Raises what the two raise.
+        Returns actions [B, C, A], the learner's latents [B, ...] including TAUGHT [B] bool, and its logp and mask [B,
+        K], which are 0 and False where the teacher acts. Raises the errors of both policies.
         """
         own = self.learner.act(observation, generator, deterministic=deterministic)
         # Drawn for every row at every decision, also where the share is 0: what is drawn later does not depend on it.

@@ -1,9 +1,9 @@
-"""A lesson beside imitation: what a policy sees must also tell fields that it does not read, a simulator's state, say.
+"""Auxiliary loss: predict privileged state (fields that the policy does not read) from image features.
 
-Actions alone teach an encoder of images slowly what lies where, of which nothing but the way the arm takes speaks. With
-the state beside them it is told. Source: James, Davison and Johns 2017, arXiv:1707.02267, whose network also puts out
-the positions of cube and gripper, each a mean squared error beside that of the action; Levine et al. 2016,
-arXiv:1504.00702, begin with that lesson alone. The head is no part of the policy: once trained, it sees and acts.
+The action loss alone trains an image encoder slowly to localise objects; predicting the state supervises it directly.
+Sources: James, Davison and Johns 2017, arXiv:1707.02267, whose network also predicts cube and gripper positions, each
+with a mean squared error added to the action loss; Levine et al. 2016, arXiv:1504.00702, pre-train with this loss
+alone. The head is not part of the policy: a trained policy runs without it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,18 +24,19 @@ from robopolicy.nn.normalizer import Normalizer, fit_normalizers
 from robopolicy.training.configuration import PretrainConfig
 
 FIELDS = "fields"
-"""Of a batch: what is to be told, key -> [N, *shape]."""
+"""Batch key of the fields to predict, key -> [N, *shape]."""
 LOSS = "auxiliary"
-"""The lesson's name among the losses."""
+"""Name of the auxiliary loss among the losses."""
 HIDDEN = 256
 """Units of the head's only hidden layer."""
 
 
 class FieldHead(nn.Module):
-    """Tells fields from what an encoder makes of an observation, each element's range in the data as [-1, 1].
+    """Head that predicts fields from encoder features; every element is scaled to [-1, 1] by its range in the data.
 
-    So what mostly rests and seldom leaps, a speed, counts less than a position. seen: elements of what the encoder
-    makes; fields: what is told, by key; weight: of the error beside the policy's own loss; seed: of the weights.
+    This scaling gives elements that rarely change, such as speeds, less weight than positions. seen: number of encoder
+    features; fields: fields to predict, by key; weight: weight of this loss relative to the policy's own; seed: seed of
+    the initial weights.
     """
 
     def __init__(self, seen: int, fields: Mapping[str, Field], weight: float, seed: int):
@@ -49,11 +50,13 @@ class FieldHead(nn.Module):
             self.layers = nn.Sequential(nn.Linear(seen, HIDDEN), nn.SiLU(), nn.Linear(HIDDEN, size))
 
     def fit_units(self, data: Episodes) -> None:
-        """Take the elements' ranges from `data`, of which all is told; raises NonFiniteError on NaN or infinity."""
+        """Fit the elements' ranges to `data`, which must have all fields; raises NonFiniteError on NaN or infinity."""
         fit_normalizers({key: self._unit(key) for key in self.keys}, data.observation)
 
     def errors(self, seen: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted mean squared error [N] of what is told of `seen` [N, S], to fields [N, *shape] by key."""
+        """Return the weighted mean squared error [N] between predictions from features `seen` [N, S] and fields [N,
+        *shape] by key.
+        """
         wanted = [self._unit(key)(fields[key].float()).flatten(1) for key in self.keys]
         return self.weight * (self.layers(seen) - torch.cat(wanted, -1)).square().mean(-1)
 
@@ -64,7 +67,7 @@ class FieldHead(nn.Module):
 
 
 class TellsFields(nn.Module):
-    """A policy that learns the lesson beside its own: what `fit` fits in its place (a `core.regression.Regressor`)."""
+    """Policy with the auxiliary loss added, which `fit` trains in its place (a `core.regression.Regressor`)."""
 
     def __init__(self, policy: Trainable, head: FieldHead):
         super().__init__()
@@ -72,7 +75,7 @@ class TellsFields(nn.Module):
         self._encoder = (seeing_encoder(policy),)  # a tuple: it is a submodule of the policy already
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the policy's losses [N] of a batch, and what its encoder saw to tell its "fields" wrong."""
+        """Return the policy's losses [N] of a batch, plus the error of "fields" predicted from its features."""
         # The encoder's output is caught on its way through the policy's own loss, so the images are encoded once.
         with _outputs(*self._encoder) as seen:
             losses = self.policy.loss(batch, generator)
@@ -81,7 +84,7 @@ class TellsFields(nn.Module):
 
 @contextmanager
 def _outputs(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect what a module makes meanwhile, which so is made only once."""
+    """Capture a module's outputs with a forward hook, so that they are computed only once."""
     made: list[Tensor] = []
 
     def keep(module: nn.Module, given: Any, output: Tensor) -> None:
@@ -95,7 +98,7 @@ def _outputs(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def seeing_encoder(policy: Trainable) -> ObservationEncoder:
-    """Return the encoder of images that a policy learns; raises ConfigError where it has none of ours."""
+    """Return the policy's trainable image encoder; raises ConfigError when it has no built-in one."""
     for module in cast(nn.Module, policy).modules():
         if isinstance(module, ObservationEncoder) and any(each.requires_grad for each in module.cameras.parameters()):
             return module
@@ -106,10 +109,10 @@ def seeing_encoder(policy: Trainable) -> ObservationEncoder:
 
 
 def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed: int) -> FieldHead:
-    """Return a head that tells config.auxiliary_keys of episodes like these from what `policy` sees, on its device.
+    """Build a head that predicts config.auxiliary_keys from the image features of `policy`, on the policy's device.
 
-    seed: its weights follow from it. Raises ConfigError where the policy sees nothing or reads a field itself,
-    DataError where the episodes have no such vectors or they hold NaN or infinity.
+    seed: seed of its initial weights. Raises ConfigError when the policy reads no images or reads a field itself,
+    DataError when the episodes lack such a vector or it contains NaN or infinity.
     """
     encoder, fields = seeing_encoder(policy), {}
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
@@ -128,7 +131,7 @@ def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed
 
 
 def with_fields(batches: Iterator[dict[str, Any]], data: Episodes, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield `batches` with the fields `keys` of the steps that their decisions begin at, under "fields"."""
+    """Yield `batches` with the fields `keys` at the first step of each action chunk added under "fields"."""
     for batch in batches:
         seen = data.windows(batch["steps"], 1, 1, keys)["observation"]
         yield {**batch, FIELDS: {key: seen[key][:, 0] for key in keys}}

@@ -13,30 +13,30 @@ from robopolicy.rl.configuration import AlgorithmConfig
 
 @dataclass(frozen=True)
 class FitConfig:
-    """Regression: AdamW, a linear warm-up, then a cosine."""
+    """Regression: AdamW with linear warm-up and cosine decay."""
 
     steps: Count = 4000
-    """Training steps."""
+    """Number of training steps."""
     learning_rate: Positive = 1e-3
-    """At its highest, after the warm-up."""
+    """Peak learning rate, after the warm-up."""
     final_rate: Share = 0.01
-    """What it falls to, as a share of itself."""
+    """Final learning rate as a fraction of the peak."""
     warmup: Natural = 100
-    """Steps over which it rises."""
+    """Number of warm-up steps of the learning rate."""
     optimiser: Optimiser = "adamw"
-    """adamw, or adamw8bit (CUDA): a quarter of its memory."""
+    """Optimiser: adamw, or adamw8bit (CUDA) with a quarter of its memory."""
     weight_decay: NonNegative = 1e-6
-    """AdamW's."""
+    """Weight decay of AdamW."""
     gradient_clip: Positive = 1.0
-    """Bound on the gradient's global norm."""
+    """Maximum global gradient norm."""
     ema_decay: Share = 0.995
-    """Of the moving average of the weights, which is what is kept; 0 switches it off."""
+    """Decay of the exponential moving average of the weights, which is what is saved; 0 disables it."""
     ema_power: Positive = 0.75
-    """How fast the average forgets its beginning: after step s the decay is at most 1 - (1 + s)^-power."""
+    """EMA warm-up: after step s the decay is at most 1 - (1 + s)^-power."""
     log_every: Count = 100
-    """Steps between logged losses."""
+    """Number of steps between logged losses."""
     checkpoint_every: Count = 1000
-    """Steps between checkpoints, for a killed run to go on."""
+    """Number of steps between checkpoints from which an interrupted run resumes."""
 
     def __post_init__(self):
         if self.steps < 1 or self.log_every < 1 or self.checkpoint_every < 1:
@@ -47,15 +47,15 @@ class FitConfig:
 
 @dataclass(frozen=True)
 class RegressionConfig:
-    """Samples per step, and how a policy is fitted to them."""
+    """Samples per step, and regression settings of a policy."""
 
     batch_size: Count = 256
-    """Samples a step."""
+    """Number of samples per training step."""
     fit: FitConfig = field(default_factory=FitConfig)
     precision: LearningPrecision = "fp32"
-    """fp32, bf16 (faster), bf16_backward (gradients)."""
+    """Precision: fp32, bf16 (faster) or bf16_backward (bf16 for gradients only)."""
     micro_batch: Natural = 0
-    """Samples whose activations are held at once, 0 for all."""
+    """Micro-batch size: samples whose activations are stored at once, 0 for the full batch."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -68,11 +68,11 @@ class PretrainConfig(RegressionConfig):
     """Behaviour-cloning defaults."""
 
     keep_conditions: bool = False
-    """Reads each observation once if the encoder is frozen."""
+    """Cache the encoder's output for each observation; requires a frozen encoder."""
     auxiliary_keys: tuple[str, ...] = ()
-    """Vectors that its cameras learn to tell."""
+    """Vector fields that an auxiliary head predicts from the camera images."""
     auxiliary_weight: NonNegative = 1.0
-    """Of that beside its own loss."""
+    """Weight of the auxiliary loss relative to the policy's loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,14 +87,14 @@ class PretrainConfig(RegressionConfig):
 
 @dataclass(frozen=True)
 class DistillConfig(RegressionConfig):
-    """How a policy of few denoising steps learns what one of many does."""
+    """Settings for distilling a policy of many denoising steps into one of few."""
 
     steps: Count = 1
-    """Denoising steps of the student."""
+    """Number of denoising steps of the student."""
     teacher_points: Share = 0.25
-    """Share of the samples that are points of the teacher's chain, the others are of the student's own."""
+    """Fraction of training samples from the teacher's denoising chain; the others are from the student's own."""
     batch_size: Count = 512
-    """Observations an update."""
+    """Number of observations per update."""
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=3000))
 
     def __post_init__(self) -> None:
@@ -105,18 +105,20 @@ class DistillConfig(RegressionConfig):
 
 @dataclass(frozen=True)
 class TeachConfig(PretrainConfig):
-    """How a student learns from a teacher where the student itself leads (DAgger)."""
+    """Settings for a student that learns from a teacher on the student's own states (DAgger)."""
 
     rounds: Count = 8
-    """Of playing and learning; in the first the teacher plays."""
+    """Number of rounds of playing and training; in the first the teacher plays."""
     episodes: Count = 100
-    """A round."""
+    """Number of episodes per round."""
     teacher_share: Share = 0.3
-    """Of round two that the teacher plays, then its square."""
+    """Fraction beta of episodes that the teacher plays in the second round; later rounds use its powers beta^2, beta^3
+    and so on.
+    """
     fit: FitConfig = field(default_factory=lambda: FitConfig(steps=500))
-    """Of every round."""
+    """Training settings of every round."""
     last_steps: Count = 3000
-    """Training steps of the last round."""
+    """Number of training steps of the last round."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,11 +127,11 @@ class TeachConfig(PretrainConfig):
 
     @property
     def last_fit(self) -> FitConfig:
-        """Of the last round."""
+        """Fit settings of the last round."""
         return replace(self.fit, steps=self.last_steps)
 
     def played_by_teacher(self, number: int) -> int:
-        """Return how many of a round's episodes the teacher plays, in the first one all of them."""
+        """Return the number of a round's episodes that the teacher plays; in the first round it plays all."""
         return round(self.teacher_share**number * self.episodes)
 
 
@@ -139,132 +141,143 @@ LOG_RATIO_CLAMP = 3.0
 
 @dataclass(frozen=True)
 class FinetuneConfig(AlgorithmConfig):
-    """Fine-tuning defaults, for log-probabilities that are means over dimensions (the clip width belongs to that).
+    """Fine-tuning defaults. The clip width assumes log-probabilities that are means over dimensions.
 
-    An iteration collects, then learns for some epochs over minibatches. Algorithms with a critic collect `decisions` a
-    row, those that compare episodes whole episodes in groups with the same start.
+    An iteration collects rollouts, then trains for several epochs of minibatches. Algorithms with a critic collect
+    `decisions` policy calls per environment; algorithms that compare episodes collect whole episodes in groups with the
+    same initial state.
     """
 
     FIXED: ClassVar[Mapping[str, Any]] = {"log_ratio_clamp": LOG_RATIO_CLAMP}
 
     iterations: Count = 60
-    """How often it collects and learns."""
+    """Number of iterations of collection and learning."""
     rollout_length: Count = 20
-    """Chunks of actions that every row decides in an iteration, with a critic."""
+    """Action chunks per parallel environment and iteration, for algorithms with a critic."""
     groups: Count = 64
-    """Groups of whole episodes in an iteration, for algorithms that compare episodes."""
+    """Number of groups of complete episodes per iteration, for algorithms that compare episodes."""
     group_size: Count = 8
-    """Episodes with the same start."""
+    """Number of episodes per group, all with the same initial state."""
     starts: Natural = 0
-    """Size of the pool that starts are drawn from, 0 for fresh ones."""
+    """Size of the pool of initial states, 0 for new ones in every iteration."""
     branch_at: tuple[Natural, ...] = ()
-    """Decisions before which every running episode splits into branch_width that go on from the same state."""
+    """Policy calls before which every running episode splits into branch_width episodes that continue from the same
+    state.
+    """
     branch_width: Count = 2
-    """Episodes that go on where one splits."""
+    """Number of episodes that continue from a split."""
     branch_by: Literal["all", "uncertainty"] = "all"
-    """Who gets the branches at a decision: all running episodes alike, or by uncertainty (TreePO). Then those of a
-    group that stand there together share as many out, more to those whose last decision was less likely.
+    """Distribution of branches at a policy call: equal over all running episodes, or by uncertainty (TreePO), where a
+    group's running episodes share its branches and those whose last chunk was less likely get more.
     """
     branch_sampling_step: Natural | tuple[Natural, ...] | None = None
-    """Steps of the decision there that branches share, null for none; several, such as [0,2], for a split after each of
-    so many, where every branch splits again.
+    """Number of denoising steps of the branching policy call that branches share, null for none; several, such as
+    [0,2], split after each of them, and every branch splits again.
     """
     stop_still: Natural = 0
-    """Decisions in a row that move nothing after which a whole episode is stopped early, as by a time limit, 0 for
+    """Consecutive policy calls without movement after which an episode is truncated, as by a time limit; 0 for
     never.
     """
     overprovision: NonNegative = 0.0
-    """Groups in flight beyond those that an iteration learns from, as a share of them: it does not wait for the longest
-    episodes, which go on in the next one (APRIL). 0 waits for all.
+    """Extra groups in flight, as a fraction of those that an iteration learns from. Collection then does not wait for
+    the longest episodes, which continue in the next iteration (APRIL). 0 waits for all.
     """
     staleness: Natural = 0
-    """How many updates old the weights may be that collect, in a thread beside the learner; 0 collects and learns in
-    turns, repeatably. With 1 runs repeated bit by bit wherever that was measured, with 2 or more they do not.
+    """Maximum age, in updates, of the weights that collect in a thread parallel to the learner. 0 alternates collection
+    and learning and is reproducible; 1 was reproducible bit by bit in all measurements, 2 or more is not.
     """
     delay: Natural = 0
-    """How many updates old the weights that collect are made to be, in turns and repeatably."""
+    """Fixed age, in updates, of the weights that collect; collection and learning alternate and are reproducible."""
     props: Natural = 0
-    """Collect in so many parts, the later ones steered away from what has been sampled too often (PROPS), 0 for off."""
+    """Number of parts in which an iteration is collected; later parts are steered away from oversampled actions
+    (PROPS). 0 disables it.
+    """
     props_past: Natural = 0
-    """Earlier iterations whose rollouts props keeps: they are steered away from too, and learned from again."""
+    """PROPS: number of earlier iterations whose rollouts are kept, steered away from and learned from again."""
     teacher_acts: Share = 0.0
-    """Share of the decisions that the teacher takes at first (DAgger's mixture), 0 for none. They are drawn at random,
-    and not learned from but by auxiliaries such as dagger.
+    """Initial fraction of policy calls taken by the teacher (DAgger's mixture), 0 for none. They are chosen at random
+    and used only by auxiliary losses such as dagger.
     """
     teacher_until: Share = 0.5
-    """Share of the run at which that has fallen to 0, linearly."""
+    """Fraction of the run at which teacher_acts has decayed linearly to 0."""
     expert_rows: NonNegative = 0.0
-    """Share of experts' episodes beside its own (DynaWeb). That is of the number of an iteration's, 0 for none. They
-    have advantages by their returns; for token policies and algorithms that compare episodes.
+    """Number of expert episodes added to an iteration, as a fraction of its own episodes (DynaWeb); 0 for none. Their
+    advantages come from their returns; for token policies and algorithms that compare episodes.
     """
     proximal: Literal["current", "behaviour", "average"] = "current"
-    """What the decisions of older policies are clipped around. Current is the policy before the update (AReaL);
-    behaviour the policy that acted, whose log-probabilities are recorded with every decision; average an exponential
-    moving average of past policies (PPO-EWMA), for all decisions. coefficient=decoupled_ppo also weighs by it.
+    """Centre of the clip range for chunks from older policies: current (the policy before the update, AReaL), behaviour
+    (the policy that acted, whose log-probabilities are recorded), or average (an exponential moving average of past
+    policies, PPO-EWMA, for all chunks). coefficient=decoupled_ppo also weights by it.
     """
     proximal_decay: Share = 0.889
-    """Of that average, an update of the policy: the centre of its mass lies decay / (1 - decay) updates back."""
+    """EMA decay of the proximal policy per update; its centre of mass lies decay / (1 - decay) updates back."""
     epochs: Count = 5
-    """Passes over what was collected."""
+    """Number of passes over the collected data."""
     minibatch: Count = 2048
-    """Decisions in a minibatch."""
+    """Minibatch size in action chunks."""
     micro_batch: Natural = 0
-    """Decisions whose activations are held at once, 0 for all."""
+    """Micro-batch size: action chunks whose activations are stored at once, 0 for the full minibatch."""
     packed_images: bool = False
-    """Whether images that were collected are held compressed. Without loss."""
+    """Whether to store collected images with lossless compression."""
     minibatch_episodes: Natural = 0
-    """Whole episodes a minibatch (episode ratios), 0 for none."""
+    """Minibatch size in complete episodes (for episode ratios), 0 for none."""
     scored_steps: Natural = 0
-    """Random steps of a decision that are scored, 0 for all. Fewer are cheaper and noisier."""
+    """Number of random steps per action chunk whose log-probability is computed, 0 for all. Fewer are cheaper and
+    noisier.
+    """
     precision: LearningPrecision = "fp32"
-    """What policy and critic multiply in: bf16 is faster where processors have it; bf16_backward is for gradients."""
+    """Precision of policy and critic: fp32, bf16 (faster where the hardware supports it) or bf16_backward (bf16 for
+    gradients only).
+    """
     critic_warmup: Natural = 1
-    """First iterations that train the critic alone, be it of states or of noisy actions."""
+    """Number of first iterations that train only the critic (of states or of noisy actions)."""
     learning_rate: Positive = 5e-4
-    """The policy's learning rate."""
+    """Learning rate of the policy."""
     actor_warmup: Natural = 30
-    """Steps over which it is reached: Adam's first are its largest."""
+    """Number of warm-up steps of the policy's learning rate, since Adam's first steps are its largest."""
     critic_learning_rate: Positive = 1e-3
-    """The critic's learning rate."""
+    """Learning rate of the critic."""
     optimiser: Optimiser = "adamw"
-    """The policy's: adamw, or adamw8bit (CUDA)."""
+    """Optimiser of the policy: adamw, or adamw8bit (CUDA)."""
     weight_decay: NonNegative = 0.0
-    """Of the policy's and the critic's weights (AdamW)."""
+    """Weight decay of policy and critic (AdamW)."""
     gradient_clip: Positive = 1.0
-    """Bound on the gradient's global norm."""
+    """Maximum global gradient norm."""
     discount: Share = 0.99
-    """Per control step; 1 / (1 - it) of them should fit an episode."""
+    """Discount factor per control step; the effective horizon 1 / (1 - discount) should fit within an episode."""
     gae_lambda: Share = 0.95
-    """Per decision."""
+    """Lambda of generalised advantage estimation, per action chunk."""
     time_limit: Literal["cut", "end"] = "cut"
-    """A cut, behind which an episode's value goes on, or its end. End where few decisions fit an episode: what comes
-    behind a cut is never seen.
+    """Meaning of a time limit: cut truncates the episode (its value is bootstrapped), end terminates it. Use end if an
+    episode has few action chunks: states after the time limit are never visited.
     """
     clip: Positive = 0.2
-    """Width of the ratio's clip range, at the cleanest step."""
+    """Width of the ratio's clip range, at the cleanest denoising step."""
     clip_base: Positive | None = None
-    """Width at the noisiest step, null for clip."""
+    """Width of the clip range at the noisiest denoising step, null for clip."""
     clip_high: Positive | None = None
-    """Width above 1, null for clip."""
+    """Width of the clip range above 1, null for clip."""
     clip_rate: NonNegative = 0.0
-    """How the width grows from clip_base to clip along the chain, 0 for evenly."""
+    """Growth rate of the clip width from clip_base to clip along the denoising chain, 0 for linear growth."""
     ratio_tolerance: NonNegative = 1e-5
-    """How far a policy's score of its own fresh decisions may be from the one it acted with, as a share of its size or
-    of 1; of tokens 1e-4 at least, and with precision=bf16, which may round otherwise for another number of rows, 2^-5.
+    """Maximum difference between recomputed and recorded log-probabilities of fresh chunks, relative to their size or
+    1. For tokens it is at least 1e-4; with precision=bf16, whose rounding depends on the batch size, 2^-5.
     """
     target_kl: Positive | None = 0.1
-    """KL divergence of whole decisions that ends an iteration's epochs; a step beyond twice of it is taken back. Null
-    for no end.
+    """KL divergence of complete action chunks that ends an iteration's epochs; an update beyond twice this value is
+    reverted. null for none.
     """
     checkpoint_every: Count = 10
-    """Iterations between checkpoints, from which a killed run goes on."""
+    """Number of iterations between checkpoints from which an interrupted run resumes."""
     evaluate_every: Natural = 10
-    """Iterations between evaluations (one comes before the first), 0 for none."""
+    """Number of iterations between evaluations (one precedes the first iteration), 0 for none."""
     target_success: Share | None = None
-    """Deterministic success that ends the run, once as many fresh episodes confirm it; null for none."""
+    """Success rate without exploration noise that ends the run, once the same number of new episodes confirms it; null
+    for none.
+    """
     patience: Natural = 0
-    """Evaluations in a row without gain that end a run, 0 for never. A gain is over the best one so far; imagine has a
-    patience of its own.
+    """Number of consecutive evaluations without a new best after which the run ends, 0 for never. imagine has its own
+    patience.
     """
 
     def __post_init__(self):
@@ -321,11 +334,11 @@ def _require_micro_batch(size: int) -> None:
 
 
 NEARNESS = "bc"
-"""The loss that keeps a policy near its base."""
+"""Name of the loss that keeps a policy close to its base policy."""
 
 
 def held_near_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
-    """Return the settings with nearness to the base among the losses; as they are where they name it themselves."""
+    """Return the settings with the BC loss toward the base policy added; unchanged when they already name it."""
     named = tuple(settings.of("auxiliaries", ()))
     if NEARNESS in named:
         return settings
@@ -334,34 +347,34 @@ def held_near_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
 
 @dataclass(frozen=True)
 class OnlineConfig:
-    """How an agent learns from its own decisions in the world, after recorded data or without any.
+    """Settings for online RL, after offline training or from scratch.
 
-    WSRL (arXiv:2412.07762): warmup=5000 retain=0, RLPD (arXiv:2302.02948): retain=0.5. Raises ConfigError on shares
-    outside [0, 1], and where there is nothing to count.
+    WSRL (arXiv:2412.07762): warmup=5000 retain=0, RLPD (arXiv:2302.02948): retain=0.5. Raises ConfigError on fractions
+    outside [0, 1], and on counts below their minimum.
     """
 
     steps: Natural = 100_000
-    """Control steps in the world, those of the warm-up included; never exceeded, and 0 plays none."""
+    """Number of environment steps (control steps), including the warm-up; never exceeded, and 0 plays none."""
     warmup: Natural = 5000
-    """Control steps that the frozen policy plays before the first update."""
+    """Number of environment steps played by the frozen policy before the first update."""
     updates: NonNegative = 1.0
-    """Updates per decision collected since then; every one is a batch."""
+    """Number of updates per action chunk collected since the warm-up, each on one batch."""
     batch_size: Count = 256
-    """Decisions a batch."""
+    """Number of action chunks per batch."""
     retain: Share = 0.0
-    """Share of every batch drawn from recorded data: 0 forgets it (WSRL), 0.5 keeps half (RLPD)."""
+    """Fraction of every batch drawn from recorded data: 0 discards it (WSRL), 0.5 keeps half (RLPD)."""
     base_share: Share = 0.0
-    """Share of decisions that the frozen policy goes on making after the warm-up."""
+    """Fraction of policy calls that the frozen policy still takes after the warm-up."""
     moments: Literal["reset", "keep"] = "reset"
-    """What the optimisers' moments are when learning in the world begins: forgotten, or those of the recorded data."""
+    """Optimiser moments at the start of online learning: reset, or kept from training on the recorded data."""
     conservative: bool = False
-    """Whether cql and cal_ql go on pushing values down in the world; otherwise they are plain SAC there (WSRL)."""
+    """Whether cql and cal_ql keep their conservative term online; otherwise they become plain SAC (WSRL)."""
     evaluate_at: tuple[Natural, ...] = (0, 1, 100, 500)
-    """Updates after which the policy is evaluated, early ones, or the dip after the switch is not seen."""
+    """Numbers of updates after which the policy is evaluated; early ones show the initial drop in success."""
     evaluate_every: Natural = 5000
-    """And after every so many, 0 for none."""
+    """Number of updates between further evaluations, 0 for none."""
     checkpoint_every: Count = 5
-    """Waves of episodes between resume points."""
+    """Number of episode batches between checkpoints for resuming."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.retain <= 1 and 0 <= self.base_share <= 1):

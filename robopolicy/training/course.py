@@ -1,8 +1,8 @@
-"""Whether a run of fine-tuning goes on after an evaluation, how near its base it is held, and why it ended.
+"""Stopping rule of fine-tuning: whether a run continues, its BC weight toward the base policy, and why it ended.
 
-Where success is imagined and watched for real, what is real decides: while it rises the run goes on, and when the two
-part the policy is held nearer to its base, about which the model knows most. Only a gap that real success does not
-follow ends it.
+When success is measured both in imagination and in the real environment, the real one decides: the run continues while
+it rises. When real and imagined success diverge, the BC weight rises, because the model is most accurate near the base
+policy. Divergence ends the run only when real success stops improving.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Ended(StrEnum):
-    """Why a run ended."""
+    """Reason why a run ended."""
 
     TARGET = "target reached"
     PARTED = "gap with no real gain"
@@ -22,13 +22,13 @@ class Ended(StrEnum):
 
 @dataclass(frozen=True)
 class Oversight:
-    """What a run is held to.
+    """Stopping settings of a run.
 
-    watched: whether success is also watched in the real world, and only what is real counts; patience: evaluations in a
-    row without a gain that end it, 0 for never: of a watched run neither over the best one nor over the one before,
-    beyond chance, of another no better score than the best one; leash: what the loss `bc`, nearness to the base, is
-    multiplied by at first, 0 for not at all; tighten: factor of that at every evaluation at which the gap between the
-    worlds has not narrowed, 1 for never.
+    watched: whether success is also measured in the real environment, and only that counts; patience: number of
+    consecutive evaluations without gain that ends the run, 0 to disable. A watched run gains when its real success
+    exceeds the best or the previous evaluation beyond chance; any other run gains on a new best score. leash: initial
+    factor of the `bc` loss toward the base policy, 0 to disable it; tighten: factor by which it grows at every diverged
+    evaluation whose gap has not narrowed, 1 to keep it constant.
     """
 
     patience: int = 0
@@ -38,12 +38,12 @@ class Oversight:
 
 
 class Course:
-    """Follows the evaluations of one run. target: success that ends it, None for none.
+    """Tracks the evaluations of one run. target: success that ends the run, None for no target.
 
-    The first evaluation above a target is the one that luck helped most: with `confirmed_success` among its figures,
-    measured on episodes that nothing was chosen by, both must reach it.
+    The first evaluation above a target is optimistically biased. If its metrics contain `confirmed_success`, measured
+    on held-out episodes that selected nothing, both must reach the target.
 
-    `leash` is the present factor of nearness to the base, `ended` why it is over, None while it goes on.
+    `leash` is the current factor of the `bc` loss; `ended` is the reason why the run ended, None while it continues.
     """
 
     def __init__(self, oversight: Oversight, target: float | None = None):
@@ -57,12 +57,14 @@ class Course:
         self.ended: Ended | None = None
 
     def confirmed(self, figures: Mapping[str, float], confirm: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-        """Return `figures` of an evaluation, and where they reach the target what `confirm` measures beside them."""
+        """Return `figures` of an evaluation and, when they reach the target, add the metrics of `confirm`, prefixed
+        "confirmed_".
+        """
         found = confirm() if self.reaches(figures) else {}
         return {**figures, **{f"confirmed_{name}": float(value) for name, value in found.items()}}
 
     def observe(self, figures: Mapping[str, float]) -> None:
-        """Take in an evaluation: figures of `Evaluate`, each named with its mode before it."""
+        """Record an evaluation: metrics of `Evaluate`, each prefixed with its mode."""
         if self.reaches(figures):
             self.ended = Ended.TARGET
             return
@@ -92,7 +94,7 @@ class Course:
             self._tighten()
 
     def _wait(self, found: float) -> None:
-        """Take in the score of a run that is not watched elsewhere."""
+        """Record the score of a run that is not evaluated in the real environment."""
         if self.best is None or found > self.best:
             self.best, self.stale = found, 0
             return
@@ -101,7 +103,7 @@ class Course:
             self.ended = Ended.PATIENCE
 
     def reaches(self, figures: Mapping[str, float]) -> bool:
-        """Whether this evaluation reaches the target, and so does what confirms it, if that has been measured."""
+        """Whether this evaluation reaches the target, and so does its confirmation, if one was measured."""
         # The success that counts towards the target may be another one than this world's, such as the real one.
         achieved = figures.get("deterministic_achieved", figures["deterministic_success"])
         return self.target is not None and min(achieved, figures.get("confirmed_success", 1.0)) >= self.target
@@ -111,13 +113,13 @@ class Course:
             self.leash = self.leash * self.oversight.tighten if self.leash else 1.0
 
     def tree(self) -> dict[str, Any]:
-        """Return everything that changes, for a checkpoint."""
+        """Return the mutable state, for a checkpoint."""
         ended = None if self.ended is None else self.ended.value
         names = ("best", "last", "gap", "stale", "leash")
         return {**{name: getattr(self, name) for name in names}, "ended": ended}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.best = tree["best"]
         self.last = tree.get("last")
         self.gap = tree["gap"]
@@ -126,8 +128,8 @@ class Course:
 
 
 def score(figures: Mapping[str, float]) -> float:
-    """Return what policies are chosen by: `score` where an evaluation says it, else the return where a world reports no
-    success, else success, always without exploration noise.
+    """Return the metric for policy selection, without exploration noise: `score` if the evaluation reports it, else the
+    return when the world reports no success, else success.
     """
     names = ("deterministic_score", "deterministic_return", "deterministic_success")
     return next(figures[name] for name in names if name in figures)

@@ -40,12 +40,12 @@ from robopolicy.training.encoders import load_with_encoder
 from robopolicy.training.state import load_trainer, save_trainer
 
 BASE, ENCODER = "base", "encoder"
-"""Where a checkpoint keeps the frozen policy that is steered, and the policy whose features an agent sees."""
+"""Checkpoint folders of the frozen policy that is steered, and of the policy whose features an agent reads."""
 
 
 @runtime_checkable
 class Kept(Module, Policy, Protocol):
-    """A policy that can be saved within what chooses for it."""
+    """A policy that can be saved inside the checkpoint of a wrapping policy."""
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint."""
@@ -54,32 +54,32 @@ class Kept(Module, Policy, Protocol):
 
 @runtime_checkable
 class Steerable(Kept, DecidesFromNoise, Protocol):
-    """A policy that can be steered by its noise as well."""
+    """A policy that can also be steered by its initial noise."""
 
 
 class Acts(Policy, Protocol):
-    """A policy whose decisions are an agent's actions, directly or by what a frozen policy makes of them."""
+    """A policy that executes an agent's actions, directly or through a frozen policy."""
 
     agent: OfflineAgent
     interface: Interface
 
     def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
-        """Return what flat actions [B, A'] of the agent in [-1, 1] are in the world, [B, C, A] in its units."""
+        """Convert flat agent actions [B, A'] in [-1, 1] to world actions [B, C, A] in the world's units."""
         ...
 
     def begin_to_act(self) -> None:
-        """Let decisions be the agent's from now on."""
+        """Let the agent act from now on."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, critics included, atomically."""
+        """Write a checkpoint atomically, including the critics."""
         ...
 
 
 class AgentPolicy(nn.Module):
-    """A `Policy` that does what an agent's actor does, whole chunks, on what it sees through `interface`.
+    """A `Policy` that executes the chunks of an agent's actor; `interface` builds the actor's inputs.
 
-    fps: of the world. Its checkpoint has the critics as well, so that learning can go on from it.
+    fps: control rate of the world. The checkpoint includes the critics, so training can resume from it.
     """
 
     def __init__(self, agent: OfflineAgent, interface: Interface, fps: float):
@@ -90,29 +90,29 @@ class AgentPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """It reads what the agent sees and has no log-probabilities."""
+        """Spec with the agent's inputs and without log-probabilities."""
         view, seen = self.interface, _seen_through(self.interface)
         return PolicySpec(seen, view.action, view.history, view.chunk, view.chunk, 0, self.fps, view.instructions)
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions, of whatever rows [R]."""
+        """Do nothing; no row [R] has state between policy calls."""
 
     def begin_to_act(self) -> None:
-        """It does so from the first."""
+        """Do nothing; the agent acts from the start."""
 
     def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
-        """Return flat chunks [B, C * A] in the world's units, [B, C, A]."""
+        """Convert flat chunks [B, C * A] to the world's units, [B, C, A]."""
         return self.interface.chunks(action)
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return the actor's chunk [B, C, A]. Raises SpecError or NonFiniteError on a bad observation."""
+        """Return the actor's chunk [B, C, A]. Raises SpecError or NonFiniteError on an invalid observation."""
         return Decision(self.actions_of(observation, _acted(self, observation, generator, deterministic)))
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint, critics included, atomically."""
+        """Write a checkpoint atomically, including the critics."""
         view = self.interface
         spec = {**view.to_json(), "fps": self.fps}
         write_checkpoint(
@@ -121,7 +121,7 @@ class AgentPolicy(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "AgentPolicy":
-        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
         require_format(folder, description)
         encoder = load_with_encoder(folder / ENCODER, device) if (folder / ENCODER).exists() else None
         with restoring(folder, "a policy"):
@@ -131,10 +131,10 @@ class AgentPolicy(nn.Module):
 
 
 class SteeredPolicy(nn.Module):
-    """A `Policy` that lets `base` decide, noise-free, from the initial noise that an agent chooses.
+    """A `Policy` that runs `base` deterministically from initial noise that an agent chooses.
 
-    The agent's actions are noise [P, A], laid out flat, in the box that `interface.action` says. steers: whether it
-    chooses already; until then the base decides as ever. Its checkpoint has the base and the critics inside.
+    The agent's actions are flattened noise [P, A] within the bounds of `interface.action`. steers: whether the agent
+    already chooses the noise; until then the base acts unchanged. The checkpoint contains the base and the critics.
     """
 
     steers: Tensor
@@ -149,7 +149,7 @@ class SteeredPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """That of the base, which also needs to see what the agent sees; it has no log-probabilities."""
+        """Spec of the base plus the agent's inputs, without log-probabilities."""
         own = self.base.spec
         return replace(own, observation={**own.observation, **_seen_through(self.interface)}, scored_steps=0)
 
@@ -159,13 +159,13 @@ class SteeredPolicy(nn.Module):
 
     @property
     def inner(self) -> Policy:
-        """What decides: the base, or what computes its decisions in its place."""
+        """The acting policy: the base, or its accelerated replacement."""
         return self.base if self._fast is None else self._fast
 
     def around(self, inner: Policy) -> "SteeredPolicy":
-        """Return this policy, weights shared, that acts by means of what computes its base's decisions.
+        """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks.
 
-        Raises ConfigError where that cannot begin with given noise.
+        Raises ConfigError when `inner` cannot start from given noise.
         """
         if not isinstance(inner, ActsFromNoise):
             raise ConfigError(f"{type(inner).__name__} does not begin with given noise, which is how an agent steers.")
@@ -176,21 +176,21 @@ class SteeredPolicy(nn.Module):
         self.steers.fill_(True)
 
     def decide(self, observation: TensorObservation, noise: Tensor) -> Tensor:
-        """Return what the base does from noise [B, P, A], [B, C, A]; differentiable in the noise."""
+        """Run the base from noise [B, P, A] to actions [B, C, A]; differentiable in the noise."""
         # The base's weights are frozen but not detached: the agent's gradient runs through its denoising steps.
         return self.base.to_actions(self.base.trajectory(observation, noise)[:, -1])
 
     def actions_of(self, observation: TensorObservation, action: Tensor) -> Tensor:
-        """Return what the base does from the noise that flat actions [B, P * A] in [-1, 1] stand for, [B, C, A]."""
+        """Run the base from the noise that flat actions [B, P * A] in [-1, 1] encode; return actions [B, C, A]."""
         return self.decide(observation, self.interface.chunks(action))
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return what the base does from the agent's noise [B, C, A]; without `deterministic` the agent draws.
+        """Return the base's actions [B, C, A] for the agent's noise; without `deterministic` the noise is sampled.
 
-        Raises SpecError or NonFiniteError on a bad observation.
+        Raises SpecError or NonFiniteError on an invalid observation.
         """
         if not bool(self.steers):
             validate_observation(observation, self.spec.observation, history=self.spec.history)
@@ -199,16 +199,16 @@ class SteeredPolicy(nn.Module):
         return Decision(decide(observation, self.interface.chunks(_acted(self, observation, generator, deterministic))))
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
+        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
         return _encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint with the base inside, critics included, atomically."""
+        """Write a checkpoint atomically, including the base and the critics."""
         _save_around(self, folder, "steered", {"steers": bool(self.steers)})
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "SteeredPolicy":
-        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
 
         def make(base: Policy, agent: OfflineAgent, interface: Interface) -> "SteeredPolicy":
             return cls(require_steerable(base), agent, interface, bool(description["steers"]))
@@ -217,12 +217,13 @@ class SteeredPolicy(nn.Module):
 
 
 class BestOfPolicy(nn.Module):
-    """A `Policy` that lets `base` decide several times, and does what the agent's smallest critic finds best.
+    """A `Policy` that samples several chunks from `base` and executes the one with the highest minimum over the
+    critics.
 
-    interface: how the agent sees observations and chunks, which are as long as the base's; count: decisions, in a
-    buffer; of one the base decides as ever. Log-probabilities are those of the decision that is taken: choosing is not
-    scored. Its checkpoint has the base and the critics inside. Raises ConfigError where chunks differ, count is below 1
-    or the base cannot be saved.
+    interface: the agent's view of observations and chunks, whose length is the base's; count: number of sampled chunks,
+    stored in a buffer; with 1 the base acts unchanged. Log-probabilities are those of the selected chunk and ignore the
+    selection. The checkpoint contains the base and the critics. Raises ConfigError when chunk lengths differ, count is
+    below 1 or the base cannot be saved.
     """
 
     count: Tensor
@@ -245,7 +246,7 @@ class BestOfPolicy(nn.Module):
 
     @property
     def spec(self) -> PolicySpec:
-        """That of the base, which also needs to see what the critics see."""
+        """Spec of the base plus the critics' inputs."""
         own = self.base.spec
         return replace(own, observation={**own.observation, **_seen_through(self.interface)})
 
@@ -255,20 +256,20 @@ class BestOfPolicy(nn.Module):
 
     @property
     def inner(self) -> Policy:
-        """What decides: the base, or what computes its decisions in its place."""
+        """The acting policy: the base, or its accelerated replacement."""
         return self.base if self._fast is None else self._fast
 
     def around(self, inner: Policy) -> "BestOfPolicy":
-        """Return this policy, weights shared, that acts by means of what computes its base's decisions."""
+        """Return this policy, with shared weights, acting through `inner`, which computes the base's chunks."""
         return _by_means_of(self, inner)
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Return the best decision: actions [B, C, A], with the base's latents, logp and mask.
+        """Return the best chunk: actions [B, C, A], with the base's latents, logp and mask.
 
-        deterministic: its noise-free choice is among those tried. Raises what base and critics raise.
+        deterministic: the base's noise-free chunk is among the candidates. Raises the errors of base and critics.
         """
         acting, count = self.inner, int(self.count)
         if count == 1:
@@ -277,16 +278,16 @@ class BestOfPolicy(nn.Module):
         return best_of(acting, observation, generator, count, score, deterministic=deterministic)[0]
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
-        """Return what the base makes of observations [N, H, ...]; raises ConfigError where it does not say."""
+        """Return the base's encoding of observations [N, H, ...]; raises ConfigError when the base cannot encode."""
         return _encoded_by(self.base, observation)
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint with the base inside, critics included, atomically."""
+        """Write a checkpoint atomically, including the base and the critics."""
         _save_around(self, folder, "best_of", {"count": int(self.count)})
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> "BestOfPolicy":
-        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
 
         def make(base: Policy, agent: OfflineAgent, interface: Interface) -> "BestOfPolicy":
             return cls(base, agent, interface, int(description["count"]))
@@ -295,7 +296,7 @@ class BestOfPolicy(nn.Module):
 
 
 def require_steerable(policy: Policy) -> Steerable:
-    """Return `policy`, typed as one that decides from given noise; raises ConfigError for one that does not."""
+    """Return `policy`, typed as a policy that acts from given noise; raises ConfigError for any other."""
     if not isinstance(policy, Steerable):
         raise ConfigError(
             f"{type(policy).__name__} has no initial noise that could be chosen: only diffusion and flow policies are "
@@ -315,9 +316,10 @@ def steered(
     kind: str,
     steers: bool = True,
 ) -> SteeredPolicy:
-    """Return `base` steered by a fresh agent of a `kind` and its `config`, which sees `fields`; noise is in +-bound.
+    """Wrap `base` in a steered policy with a new agent of type `kind` and its `config`, which reads `fields`; noise is
+    limited to +-bound.
 
-    Raises ConfigError for a base without initial noise, and for a bound that is not positive.
+    Raises ConfigError when the base has no initial noise or the bound is not positive.
     """
     chosen = require_steerable(base)
     if bound <= 0:
@@ -332,26 +334,26 @@ def steered(
 def _acted(
     policy: "AgentPolicy | SteeredPolicy", observation: TensorObservation, generator: torch.Generator, sure: bool
 ) -> Tensor:
-    """Return the agent's flat actions [B, A'] after a look at whether the observation fits."""
+    """Validate the observation and return the agent's flat actions [B, A']."""
     spec = policy.spec
     validate_observation(observation, spec.observation, history=spec.history)
     return policy.agent.act(policy.interface.state(observation), None if sure else generator)
 
 
 def _seen_through(interface: Interface) -> dict[str, Field]:
-    """Return the fields of an observation that an agent looks at."""
+    """Return the observation fields that an agent reads."""
     return {key: interface.fields[key] for key in interface.keys}
 
 
 def _by_means_of[Choosing: (SteeredPolicy, BestOfPolicy)](policy: Choosing, inner: Policy) -> Choosing:
-    """Return `policy`, weights shared, whose base's decisions `inner` computes."""
+    """Return `policy`, with shared weights, using `inner` to compute the base's chunks."""
     made = copy.copy(policy)
     object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
     return made
 
 
 def _save_around(policy: SteeredPolicy | BestOfPolicy, folder: Path, kind: str, own: Mapping[str, Any]) -> None:
-    """Write the checkpoint of a policy around a base, atomically; own: what is said of this kind alone."""
+    """Write the checkpoint of a policy that wraps a base, atomically; own: config entries specific to this class."""
     whole = {**_described(policy, kind, _spec_of(policy.base)), **own}
     write_checkpoint(folder, whole, policy.agent, lambda inside: policy.base.save(inside / BASE))
 
@@ -362,7 +364,7 @@ def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
     device: torch.device | str,
     make: Callable[[Policy, OfflineAgent, Interface], Choosing],
 ) -> Choosing:
-    """Rebuild what `_save_around` wrote; raises CheckpointError where the files do not fit together."""
+    """Load what `_save_around` wrote; raises CheckpointError when the files are inconsistent."""
     require_format(folder, description)
     base = load_with_encoder(folder / BASE, device)
     with restoring(folder, "a policy"):
@@ -372,14 +374,14 @@ def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
 
 
 def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
-    """Return what `base` makes of observations [N, H, ...]; raises ConfigError where it does not say."""
+    """Return the encoding of observations [N, H, ...] by `base`; raises ConfigError when it cannot encode."""
     if not isinstance(base, Encodes):
         raise ConfigError(f"{type(base).__name__} has no encode().")
     return base.encode(observation)
 
 
 def _spec_of(base: Policy) -> dict[str, Any]:
-    """Return what the checkpoint of a policy around `base` says of observations and actions."""
+    """Return the observation and action spec for the checkpoint of a policy that wraps `base`."""
     own = base.spec
     return {
         "observation": {key: field.to_json() for key, field in own.observation.items()},
@@ -408,7 +410,7 @@ def _described(
 def _saved_agent(
     folder: Path, description: Mapping[str, Any], encoder: Policy | None
 ) -> tuple[OfflineAgent, Interface]:
-    """Return the agent that a checkpoint describes, its weights yet to be read, and how it sees."""
+    """Build the agent that a checkpoint describes, without its weights, and its interface."""
     said, view = description["agent"], description["interface"]
     made = AGENTS.saved(said["kind"], folder)
     config = from_plain(AGENTS.configuration(said["kind"]), said["config"], "agent.config")
@@ -418,14 +420,14 @@ def _saved_agent(
 
 
 def _save_encoder(interface: Interface, folder: Path) -> None:
-    """Put the policy whose features the agent sees, if any, into the folder of a checkpoint."""
+    """Save the policy whose features the agent reads, if any, into a checkpoint folder."""
     if isinstance(interface.features, Encoder):
         cast(Steerable, interface.features.policy).save(folder / ENCODER)
 
 
 @runtime_checkable
 class Encodes(Protocol):
-    """A policy that can say what its network makes of an observation."""
+    """A policy that exposes its encoder's output for an observation."""
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return conditions [N, ...] of observations [N, H, ...], by name."""
@@ -433,9 +435,9 @@ class Encodes(Protocol):
 
 
 class Encoder:
-    """Frozen features [N, F] of observations [N, H, ...]: what a policy's network makes of them, as it is now.
+    """Frozen features [N, F] of observations [N, H, ...], computed by the policy's current encoder.
 
-    size: F. Raises ConfigError where the policy cannot encode.
+    size: F. Raises ConfigError when the policy cannot encode.
     """
 
     def __init__(self, policy: Policy):
@@ -455,11 +457,11 @@ class Encoder:
 
 
 def critic_interface(policy: Policy, episodes: Episodes, *, deployed: bool = False) -> Interface:
-    """Return how critics see decisions of `policy` in `episodes`: chunks as long as its own.
+    """Build the critic interface for chunks of `policy` in `episodes`; chunks are as long as the policy's own.
 
-    Where the policy has cameras, the frozen features of its encoder, as it is now, are part of the state. Vectors are
-    those of the data, also those that the policy does not read: a critic may know more than its policy, unless it is
-    deployed with it. Raises ConfigError where there are only images and the policy cannot encode them.
+    If the policy has cameras, frozen features of its current encoder are part of the state. Vectors are all those in
+    the data, including ones that the policy does not read: a critic may use privileged state, unless it is deployed
+    with the policy. Raises ConfigError when there are only images and the policy cannot encode them.
     """
     tasks = tuple(sorted(set(episodes.tasks) | set(policy.spec.instructions)))
     bounds = recorded_range(episodes)
@@ -479,10 +481,10 @@ def interface_of(
     chunk: int | None = None,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Interface:
-    """Return how critics see `fields`, and actions (or noise) like `action`, of a policy that encodes images for them.
+    """Build the critic interface for `fields` and actions (or noise) like `action`, with images encoded by the policy.
 
-    chunk: control steps of a decision, None for the policy's; bounds: low and high [A] where `action` has none. Raises
-    ConfigError as `critic_interface` does.
+    chunk: control steps of an action chunk, None for the policy's; bounds: low and high [A] when `action` has none.
+    Raises ConfigError as `critic_interface` does.
     """
     spec = policy.spec
     vectors = {key: field for key, field in fields.items() if not key.startswith(IMAGE_PREFIX)}
@@ -501,7 +503,7 @@ def interface_of(
 
 
 def device_of(policy: Policy) -> torch.device:
-    """Return where the weights of a policy are, the CPU for one without any."""
+    """Return the device of a policy's weights; the CPU for a policy without weights."""
     weights = policy.parameters() if isinstance(policy, torch.nn.Module) else iter(())
     return next((weight.device for weight in weights), torch.device("cpu"))
 
@@ -519,11 +521,11 @@ def fit_agent(
     run: RunFolder | None = None,
     label: str = "critic",
 ) -> dict[str, float]:
-    """Update `agent` on random batches of `data` until it has had so many `steps`; returns its last figures.
+    """Update `agent` on random batches of `data` until it has done `steps` updates in total; returns its last metrics.
 
-    run: gets a line of metrics every hundred steps, and a resume point named `label`: the same call after a kill goes
-    on from there and ends bit for bit in the same place. Raises NonFiniteError naming the step, and what the agent
-    raises where the data lacks something.
+    run: receives metrics every hundred steps and a resume point named `label`; after a kill, the same call resumes and
+    gives a bit-identical result. Raises NonFiniteError naming the step, and the agent's errors when the data lacks
+    something.
     """
     data.check()
     place = None if run is None else run.path / "resume" / label
@@ -549,7 +551,7 @@ def fit_agent(
 
 
 def _resumed(agent: OfflineAgent, generators: Generators, place: Path | None, run: RunFolder | None, label: str) -> int:
-    """Bring the agent to where a killed run left it; returns after how many steps that was."""
+    """Restore the agent from a killed run's resume point; return the number of steps done."""
     saved: Mapping[str, Any] | None = None if place is None else load_trainer(place)
     step = 0 if saved is None else int(saved["step"])
     if saved is not None:

@@ -1,4 +1,4 @@
-"""Demonstrated states to begin from: an expert plays every start of a pool once, and its states are kept."""
+"""Demonstrated states to start from: an expert plays every initial state of a pool once and its states are stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,14 @@ from robopolicy.core.world import Controller, Snapshot, Snapshots, World
 
 @dataclass(frozen=True)
 class Demonstrations:
-    """The states of one successful demonstration per start, in order of time; starts without one are missing."""
+    """States of one successful demonstration per initial state, in time order; states without one are missing."""
 
     states: dict[int, list[Snapshot]]
 
     def state(self, start: int, share: float) -> tuple[Snapshot | None, float]:
-        """Return the state after about `share` of the start's demonstration, None for 0, and the share it is."""
+        """Return the state at about fraction `share` of the initial state's demonstration (None for 0), and its exact
+        fraction.
+        """
         path = self.states.get(start, [])
         # State i is the one after i * every steps, so place / len(path) is the share of time that is already done.
         place = min(int(share * len(path)), len(path) - 1)
@@ -28,10 +30,10 @@ class Demonstrations:
 def demonstrate(
     world: World, expert: Controller, seeds: Sequence[int] | np.ndarray, tasks: Sequence[int] = (), every: int = 1
 ) -> Demonstrations:
-    """Let the expert play from each of `seeds` (with instruction tasks[i], if given), keeping every n-th state.
+    """Let the expert play from each of `seeds` (with instruction tasks[i], if given), storing every n-th state.
 
-    The world is left in some state; reset it. Raises ConfigError if its rows cannot be saved or the expert never
-    succeeds.
+    The world is left in an arbitrary state; reset it afterwards. Raises ConfigError if its rows cannot be saved or the
+    expert never succeeds.
     """
     if not isinstance(world, Snapshots):
         raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so no demonstrated state can be kept.")
@@ -58,7 +60,7 @@ def demonstrate(
 
 
 def _keep(world: Snapshots, running: np.ndarray, paths: list[list[Snapshot]]) -> None:
-    """Append the states of the rows that run [B] to their paths."""
+    """Append the states of the running rows [B] to their trajectories."""
     rows = np.flatnonzero(running)
     if len(rows):
         saved = world.snapshot(rows)

@@ -1,15 +1,15 @@
-"""Distils a policy of many denoising steps into one of few: consistency distillation along the teacher's own chain.
+"""Consistency distillation along the teacher's own chain: from many denoising steps to few.
 
-The teacher's noise-free chain from noise x_0 to its clean action y is an ordinary differential equation solved in K
-steps; a consistency function C maps every point of it to its end, so that from x_0 one call is enough:
+The teacher's deterministic chain from noise x_0 to its clean action y is an ODE solved in K steps. A consistency
+function C maps every point of the chain to its end, so one call from x_0 is enough:
 
     minimise  || C(x, t, observation) - y ||^2   over points x of the chain, y held fixed.
 
 Sources: consistency models, Song et al. 2023, arXiv:2303.01469; for policies, Consistency Policy, arXiv:2405.07503, and
-RL-100, arXiv:2510.14830, whose loss this is: its target is the teacher solved to the end, not the student's own slow
-copy one step further, because K is small and the whole chain is cheap. Deviation: points are drawn both from the
-teacher's chain and from the student's (of n steps, of which the first begins in noise and the others in what the
-student itself has made of it), for the latter are the ones that it will meet.
+RL-100, arXiv:2510.14830, whose loss this is. Its target is the teacher solved to the end, not the student's target
+network one step further, because K is small and the whole chain is cheap. Deviation: points are sampled from both the
+teacher's chain and the student's, because the student meets the latter at inference. The student's chain has n steps:
+the first starts in noise, the others in the student's own outputs.
 """
 
 import copy
@@ -39,7 +39,7 @@ from robopolicy.training.fit import FitResult, fit
 
 
 class Distillation(nn.Module):
-    """A student that learns from a teacher, as `fit` fits it; only the student is among its weights."""
+    """Student trained to match a teacher, in the form that `fit` trains; only the student's weights are parameters."""
 
     def __init__(self, teacher: DenoisingPolicy, config: DistillConfig):
         super().__init__()
@@ -48,7 +48,8 @@ class Distillation(nn.Module):
         self._teacher = (teacher,)  # in a tuple, so that it is no part of this module
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"distance": [N]}, the mean squared distance to the teacher's clean action from a point of a chain.
+        """Return {"distance": [N]}, the mean squared distance between the output from a chain point and the teacher's
+        clean action.
 
         batch: "observation", key -> [N, H, ...].
         """
@@ -100,11 +101,11 @@ def distill(
     *,
     seed: int = 0,
 ) -> tuple[DenoisingPolicy, FitResult]:
-    """Return a student of config.steps denoising steps that does what `teacher` does at the observations of `episodes`.
+    """Train a student of config.steps denoising steps to match `teacher` at the observations of `episodes`.
 
-    The episodes' actions are not looked at. A run that was killed goes on from its resume point. Raises ConfigError for
-    a teacher that is no denoising policy, or takes no more steps than its student, and for a precision that policy or
-    processor do not have.
+    The episodes' actions are not used. A killed run resumes from its resume point. Raises ConfigError when the teacher
+    is not a denoising policy or takes no more steps than its student, and when policy or processor do not support the
+    precision.
     """
     teacher = distillable(teacher, config.steps)
     require_lowering(teacher, config.precision)
@@ -117,9 +118,10 @@ def distill(
 
 
 def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
-    """Return `teacher`, or what one of LeRobot's becomes, as a policy that a student of `steps` steps learns from.
+    """Return `teacher`, or its built-in equivalent for a LeRobot policy, in a form that a student of `steps` steps can
+    be distilled from.
 
-    Raises ConfigError where it takes no denoising steps, or no more than these, or cannot take so few.
+    Raises ConfigError when it takes no denoising steps, takes no more than `steps`, or cannot take so few.
     """
     if isinstance(teacher, BecomesTrainable):
         teacher = teacher.to_trainable()
@@ -140,7 +142,7 @@ def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
 def _observations(
     policy: DenoisingPolicy, episodes: Episodes, batch_size: int, generator: torch.Generator
 ) -> Iterator[dict[str, TensorObservation]]:
-    """Yield random observations of `episodes` for ever; `generator` is all the state."""
+    """Yield random observations of `episodes` indefinitely; the only state is `generator`."""
     spec = policy.spec
     # A policy may know more instructions than its data has: one is said too.
     keys = (*spec.observation, TASK) if policy.reads_instructions else spec.columns
@@ -148,18 +150,18 @@ def _observations(
 
 
 def _drawn(points: Tensor, times: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one of the points [N, k, P, A] of every row and its time [N]; uniform: [N] in [0, 1)."""
+    """Sample one of the points [N, k, P, A] of every row and its time [N]; uniform: [N] in [0, 1)."""
     count = points.shape[1]
     index = (uniform * count).long().clamp(max=count - 1)
     return points[torch.arange(len(points), device=points.device), index], times[index]
 
 
 def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolicy:
-    """Return an untrained policy of `steps` denoising steps that begins with the teacher's weights and normalisers.
+    """Return an untrained policy of `steps` denoising steps, initialised with the teacher's weights and normalisers.
 
-    A diffusion's student predicts the clean action, whatever its teacher does: noise says nothing about it at the
-    noisiest level, where the only step of a one-step chain is taken. What is frozen in a policy of LeRobot's stays so,
-    and its checkpoint says `steps`. Raises ConfigError as `require_fewer_steps` does.
+    A diffusion student predicts the clean action whatever its teacher predicts: at the noisiest level, where the single
+    step of a one-step chain is taken, the noise carries no information about it. Frozen parts of a LeRobot policy stay
+    frozen, and its checkpoint stores `steps`. Raises ConfigError as `require_fewer_steps` does.
     """
     require_fewer_steps(teacher, steps)
     config, network = teacher.config, teacher.network
@@ -191,7 +193,7 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
 
 
 def require_fewer_steps(teacher: DenoisingPolicy, steps: int) -> None:
-    """Raise ConfigError unless 1 <= steps < the teacher's, and its network can take fewer of them."""
+    """Raise ConfigError unless 1 <= steps < the teacher's, and its network supports fewer steps."""
     most, network = teacher.schedule.steps, teacher.network
     if not 1 <= steps < max(most, 2):
         raise ConfigError(f"steps is {steps}, and the teacher takes {most}: a student takes 1 or more, and fewer.")
@@ -200,7 +202,7 @@ def require_fewer_steps(teacher: DenoisingPolicy, steps: int) -> None:
 
 
 def clean_actions(student: DenoisingPolicy, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:
-    """Return the clean latents [N, P, A] that a few-step student's prediction stands for, not clipped.
+    """Convert a few-step student's prediction to clean latents [N, P, A], not clipped.
 
     x, prediction: [N, P, A] at times [N] in (0, 1].
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of policies that read a world model's latent, which is beside them: they act behind its encoder."""
+"""Loading of policies trained on a world model's latent, with the encoder that their checkpoint contains."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from worldmodels.protocol import DecoderFree
 
 
 def load_with_encoder(folder: Path | str | Checkpoint, device: torch.device | str = "cpu") -> Policy:
-    """Load any policy checkpoint; one that learned on a world model's latent acts behind the encoder that it holds.
+    """Load any policy checkpoint; a policy trained on a world model's latent is wrapped with the encoder stored in it.
 
-    Raises CheckpointError as `robopolicy.policies.load_policy` does, and where the encoder is missing.
+    Raises CheckpointError as `robopolicy.policies.load_policy` does, and when the encoder is missing.
     """
     checkpoint = open_checkpoint(folder)
     policy, folder = load_policy(checkpoint, device), checkpoint.folder
@@ -38,7 +38,7 @@ def load_with_encoder(folder: Path | str | Checkpoint, device: torch.device | st
 
 
 def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFree:
-    """Load a world model whose latent policies can read; ConfigError where it shows observations instead."""
+    """Load a world model whose latent policies can read; raises ConfigError when it outputs observations instead."""
     model = load_world_model(folder, device)
     if not isinstance(model, DecoderFree):
         raise ConfigError(

@@ -1,6 +1,7 @@
-"""Rollouts made ready to learn from: values and targets of a critic, advantages, behaviour scores of what was executed.
+"""Training data from rollouts: critic values and targets, advantages, and behaviour log-probabilities of executed
+actions.
 
-Everything lands in the extras of `Rollouts` (see `robopolicy.core.extras`).
+All results are stored in the extras of `Rollouts` (see `robopolicy.core.extras`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,20 +34,21 @@ from robopolicy.rl.critic import Critic, ReturnScale
 from robopolicy.rl.objective import effective_sample_size
 
 READ_AT_ONCE = 256
-"""Observations that are encoded at once, at most."""
+"""Maximum number of observations encoded at once."""
 SCORED_AT_ONCE = 4096
-"""Decisions that are scored at once without gradient."""
+"""Maximum number of chunks whose log-probabilities are computed at once, without gradient."""
 VALUED_AT_ONCE = 8192
-"""Decisions that are valued at once."""
+"""Maximum number of chunks whose values are computed at once."""
 
 
 def with_executed(
     rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[str, ...], version: int | None = None
 ) -> Rollouts:
-    """Score only what was executed of chunks that ended early: latents["executed"] [B, T, C] says it to the policy.
+    """Restrict log-probabilities to the executed part of chunks that ended early; latents["executed"] [B, T, C] marks
+    it for the policy.
 
-    The decisions concerned get fresh behaviour scores from `policy`, which must be the one that acted, unchanged; those
-    of other versions than `version` (None: none) were scored when it did.
+    Behaviour log-probabilities of these chunks are recomputed with `policy`, which must be the unchanged acting policy.
+    Chunks of versions other than `version` (None: none) were handled when that version acted.
     """
     # A scored log-probability of a whole chunk counts actions that were never executed, behind the episode's end.
     cut = rollouts.alive & (~rollouts.valid).any(-1)
@@ -74,12 +76,13 @@ def with_values(
     *,
     finished: bool = False,
 ) -> Rollouts:
-    """Add `value`, `value_target` and `advantage_gae` [B, T]; `return_scale` first takes in the rewards it divides.
+    """Add `value`, `value_target` and `advantage_gae` [B, T]; `return_scale` is first updated with the rewards that it
+    normalises.
 
-    finished: the targets are returns of episodes that end here, and `target_known` [B, T] says which those are.
-    critic: observation [N, H, ...] -> values [N]. Where a decision continues into the next column, V of that column is
-    V of what follows; the critic is asked again only where it does not: where an episode was cut by a time limit or the
-    end of imagination (it would have gone on, so its value counts), and in the last column.
+    finished: targets are returns of episodes that end here, and `target_known` [B, T] marks them. critic: observation
+    [N, H, ...] -> values [N]. V of a chunk's successor is V of the next column where the episode continues. Otherwise
+    the critic is evaluated again: at the last column, and where a time limit or the imagination horizon truncated an
+    episode, whose value is bootstrapped.
     """
     rewards = torch.stack(list(rollouts.rewards.values())).sum(0)
     per_chunk = chunk_rewards(rewards, rollouts.valid, discount)
@@ -120,10 +123,11 @@ def rescored(
     *,
     another: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Score every decision again with `policy`; return logp and entropy, [B, T, K] fp32, 0 on padding.
+    """Recompute the log-probabilities of all chunks under `policy`; return logp and entropy, [B, T, K] fp32, 0 on
+    padding.
 
-    blackout: draws which patches of the camera images are made black first, to see what depends on the image;
-    another: `policy` is not the one that acted, so it cannot use what that one's encoder has cached.
+    blackout: generator that selects camera image patches to black out first, to measure dependence on the image;
+    another: `policy` is not the acting policy, so it cannot use features cached by the acting policy's encoder.
     """
     alive = rollouts.alive
     afresh = another or blackout is not None  # the cached condition is of the whole image, by the encoder that acted
@@ -143,7 +147,7 @@ def rescored(
 def _gathered(
     rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...], *, images: bool
 ) -> Iterator[tuple[TensorObservation, dict[str, Tensor]]]:
-    """Yield `decisions_at` of some decisions after the other, without gradient no more than a minibatch has."""
+    """Yield the results of `decisions_at` for slices of the chunks; a slice is at most a minibatch."""
     for part in parts_of(where, rows_at_once(SCORED_AT_ONCE)):
         yield decisions_at(rollouts, part, instructions, images=images)
 
@@ -151,15 +155,16 @@ def _gathered(
 def _scored(
     policy: ScoredPolicy, decisions: Iterable[tuple[TensorObservation, Mapping[str, Tensor]]]
 ) -> tuple[Tensor, Tensor]:
-    """Return logp and entropy [n, K] of n decisions, which come some at a time."""
+    """Return logp and entropy [n, K] of n chunks, computed in slices."""
     found = [scores_of(policy, observation, latents) for observation, latents in decisions]
     return torch.cat([each.logp for each in found]), torch.cat([each.entropy for each in found])
 
 
 def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield masks [B, T] of at most so many of the decisions `where` [B, T] bool, in order.
+    """Yield masks [B, T] that split the chunks `where` [B, T] bool into slices of limited size, in order.
 
-    What they saw is gathered a part at a time: copies of all images, or packed ones unpacked, would be as large again.
+    Observations are gathered per slice, because copies of all images (or of unpacked ones) would need as much memory
+    again.
     """
     chosen = where.flatten().nonzero().squeeze(1)
     if len(chosen) <= most:
@@ -171,11 +176,11 @@ def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return what the frozen encoder of `policy` makes of what decisions saw, name -> [B, T, ...], 0 on padding.
+    """Return features of the chunks' observations by the frozen encoder of `policy`, name -> [B, T, ...], 0 on padding.
 
-    So stored episodes are scored as its own are, by the weights that it has now; {} where it keeps nothing. As many
-    decisions are read at a time as are computed at once, at most `READ_AT_ONCE`. Raises DataError where they are of a
-    policy whose latents stand for other actions.
+    Stored episodes are thus processed like the policy's own, with its current weights; {} when the policy caches no
+    features. Each slice has the chunks that are computed at once, at most `READ_AT_ONCE`. Raises DataError when the
+    episodes belong to a policy whose latents mean different actions.
     """
     alive = rollouts.alive
     if "chain" in rollouts.latents:
@@ -194,7 +199,7 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
 
 
 def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, share: float = 0.5) -> Any:
-    """Make a random half of the patches of images [N, H, height, width, 3] black, the same in every frame."""
+    """Black out a random half of the patches of images [N, H, height, width, 3], the same in every frame."""
     if not key.startswith(IMAGE_PREFIX):
         return value
     count, _, height, width, _ = value.shape
@@ -205,7 +210,9 @@ def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, sha
 
 
 def reads_images(policy: ScoredPolicy, rollouts: Rollouts) -> bool:
-    """Whether `policy`, which acted, needs camera images to score what it did: not if its frozen encoder kept them."""
+    """Whether the acting `policy` needs camera images to compute log-probabilities; False if features of its frozen
+    encoder are stored.
+    """
     caches = isinstance(policy, CachesCondition) and policy.caches_condition
     return not (caches and any(is_condition(name) for name in rollouts.latents))
 
@@ -213,9 +220,10 @@ def reads_images(policy: ScoredPolicy, rollouts: Rollouts) -> bool:
 def decisions_at(
     rollouts: Rollouts, where: Tensor, instructions: tuple[str, ...], *, images: bool = True
 ) -> tuple[TensorObservation, dict[str, Tensor]]:
-    """Gather observations and latents of the n decisions `where` [B, T] bool as rows [n, ...], for a policy to score.
+    """Gather observations and latents of the n chunks `where` [B, T] bool as rows [n, ...], for log-probability
+    computation.
 
-    images: whether camera images are wanted; copying them costs more than everything else together.
+    images: whether to include camera images; copying them takes longer than everything else together.
     """
     pick = picker(where)
     observation: TensorObservation = {}
@@ -230,14 +238,14 @@ def decisions_at(
 
 
 def critic_values(critic: Critic, rollouts: Rollouts, where: Tensor, *, following: bool = False) -> Tensor:
-    """Return the critic's values [n] at the n decisions `where` [B, T] bool, or after them, some at a time."""
+    """Return the critic's values [n] at (or after) the n chunks `where` [B, T] bool, computed in slices."""
     seen = {"following": following, "images": critic.reads_images}
     parts = parts_of(where, rows_at_once(VALUED_AT_ONCE))
     return torch.cat([critic(visible(rollouts, part, **seen)) for part in parts])
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
-    """Return success and return over the episodes that ended in these rollouts, their number, reward per decision."""
+    """Return success, return and count of the episodes that ended in these rollouts, and the reward per policy call."""
     ended = rollouts.ended & rollouts.alive
     count = int(ended.sum())
     reward = torch.stack(list(rollouts.rewards.values())).sum()
@@ -249,7 +257,9 @@ def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
 
 
 def learning_metrics(prepared: Rollouts) -> dict[str, float]:
-    """Return what is learned from: the share of rows with an advantage, reward terms per decision, models' accuracy."""
+    """Return learning metrics: fraction of rows with an advantage, reward terms per policy call, accuracy of the side
+    models.
+    """
     # Groups whose episodes all end alike have an advantage of 0 everywhere and teach nothing.
     signal = (prepared.extras["advantage"].abs().amax((1, 2)) > 1e-6).float().mean()
     metrics = {"signal": float(signal)}
@@ -275,10 +285,10 @@ def require_same_scores(
     tolerance: float,
     where: str,
 ) -> None:
-    """Check on at most 256 decisions of the current policy that the ratio is 1 before the first update.
+    """Check on at most 256 chunks of the current policy that the probability ratio is 1 before the first update.
 
-    tolerance: for log-probabilities up to 1; larger ones, and sums whose terms cancel, are rounded in proportion to
-    their own or the mean size. Raises ScoreError if one differs by more, NonFiniteError if one is not finite.
+    tolerance: for log-probabilities up to 1. Larger ones, and sums whose terms cancel, have tolerances proportional to
+    their own or the mean magnitude. Raises ScoreError if one differs by more, NonFiniteError if one is not finite.
     """
     fresh = rollouts.played & (rollouts.policy_version == iteration)
     chosen = fresh.flatten().nonzero().squeeze(1)
@@ -308,7 +318,7 @@ def require_same_scores(
 
 
 def require_lowering(policy: Trainable, precision: LearningPrecision) -> None:
-    """Raise ConfigError unless `policy` learns in this precision where it is; see `require_precision`."""
+    """Raise ConfigError unless `policy` can train in this precision on its device; see `require_precision`."""
     require_precision(precision, next(policy.parameters()).device)
     if precision == "bf16" and not isinstance(policy, LowersPrecision):
         raise ConfigError(

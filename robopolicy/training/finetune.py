@@ -1,12 +1,13 @@
 """Policy-gradient fine-tuning: one trainer for denoising steps, flow steps and tokens.
 
-With the defaults it is PPO in the denoising chain (DPPO, Ren et al. 2024, arXiv:2409.00588); other mechanisms are
-chosen by name (`robopolicy algorithms`). Nothing of a step's meaning is known here; the critic sees observations only.
-Deviations: target-KL stop, log-ratio clamp and gradient clip are on, because without them weights became NaN.
+With the defaults it is PPO on the denoising chain (DPPO, Ren et al. 2024, arXiv:2409.00588); other mechanisms are
+selected by name (`robopolicy algorithms`). The trainer does not depend on the type of step; the critic reads
+observations only. Deviations: target-KL stop, log-ratio clamp and gradient clipping are on, because without them
+weights became NaN.
 
-Resuming is exact because of one rule: before every checkpoint, whether or not the run is killed, the world is left.
-Collection goes on from fresh resets with seeds that depend on (seed, iteration) alone, and with the episodes that the
-checkpoint holds where groups are over-provisioned.
+Resuming is exact because the world is released before every checkpoint, whether or not the run is killed. Collection
+then continues from fresh resets with seeds that depend on (seed, iteration) alone. With over-provisioned groups, it
+also resumes the unfinished episodes in the checkpoint.
 """
 
 import time
@@ -63,22 +64,24 @@ from robopolicy.training.state import (
 from robopolicy.training.update import Learner, minibatch_decisions
 
 Evaluate = Callable[[Policy, bool], Mapping[str, float]]
-"""(policy, deterministic) -> figures, among them `success` in [0, 1], or where a world reports none `return`, by which
-policies are then chosen; a function of the policy alone (own seeds).
+"""(policy, deterministic) -> metrics: `success` in [0, 1], or only `return` when the world reports no success; policies
+are then selected by return. A function of the policy alone (fixed seeds).
 
-`score`, where it is given, is what policies are chosen by instead, and compares even where `after_checkpoint` changes
-the world; `achieved` is then the success that counts towards the target. Of a policy that is also watched in the real
-world, `real_low` and `real_high` bound what was measured, `gap` is what imagination adds, and `parted` (0 or 1) says
-that it adds too much; what follows from them stands in `Course`.
+If `score` is present, policies are selected by it, and it stays comparable when `after_checkpoint` changes the world;
+`achieved` is then the success compared with the target. For a policy also evaluated in the real environment, `real_low`
+and `real_high` bound its real success and `gap` is imagined minus real success. `parted` (0 or 1) marks a gap that is
+too large; see `Course` for the consequences.
 """
 
 Confirm = Callable[[Policy, int], Mapping[str, float]]
-"""(policy, iteration) -> figures, among them `success` without exploration noise, of episodes that no evaluation before
-has played: asked where a target is reached, which ends a run only if this reaches it too."""
+"""(policy, iteration) -> metrics, including `success` without exploration noise, on episodes that no earlier evaluation
+has played. Called when a target is reached; the run ends only if this reaches it too.
+"""
 
 AfterCheckpoint = Callable[[int, Policy], bool]
-"""(iteration, policy) -> whether the world is another one now, so that earlier evaluations do not compare (but `score`
-does); called after every checkpoint but the last, and when a run is resumed; collecting begins anew after it."""
+"""(iteration, policy) -> whether the world changed, so that earlier evaluations (except `score`) are not comparable.
+Called after every checkpoint but the last and on resume; collection then restarts.
+"""
 
 
 NO_GUIDANCE = Guidance()
@@ -86,7 +89,9 @@ NO_GUIDANCE = Guidance()
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """iterations and env_steps done; why it ended; the best evaluation (with its iteration), empty without any."""
+    """iterations and env_steps done; the reason why it ended; the best evaluation (with its iteration), empty without
+    evaluations.
+    """
 
     iterations: int
     env_steps: int
@@ -95,12 +100,12 @@ class FinetuneResult:
 
     @property
     def reached_target(self) -> bool:
-        """Whether success ended it."""
+        """Whether the run ended by reaching the target."""
         return self.ended is Ended.TARGET
 
     @property
     def course(self) -> dict[str, Any]:
-        """How long the run went on, and why it ended, JSON-ready."""
+        """Summary of the run's length and why it ended, JSON-ready."""
         return {"iterations": self.iterations, "reached_target": self.reached_target, "ended": self.ended.value}
 
 
@@ -120,16 +125,16 @@ def finetune(
 ) -> FinetuneResult:
     """Improve `policy` in `world`, in place.
 
-    critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and left out
-    by algorithms that compare episodes instead. run: gets metrics.jsonl, `base/` (the policy as it came), `last/`,
-    `checkpoint/` (the one that reached the target, else the best evaluated, the base among them, or the last without
-    `evaluate`) and the resume point; the same call again after a kill goes on from there and ends, on a CPU with as
-    many threads, byte for byte in the same place. guidance: for mechanisms that need it. At the end `policy` holds what
-    is in `checkpoint/`. seed: root of every random number drawn. oversight: what a run that is watched for real is held
-    to, instead of config.patience alone.
+    critic: maps an observation [N, H, ...] to values [N]; it is fitted to the scale of the first rollouts, and not used
+    by algorithms that compare episodes. run: receives metrics.jsonl, `base/` (the initial policy), `last/`,
+    `checkpoint/` and the resume point. `checkpoint/` is the policy that reached the target, else the best evaluated one
+    (the base included), or the last one without `evaluate`; at the end `policy` has its weights. After a kill the same
+    call resumes and, on a CPU with the same number of threads, gives byte-identical results. guidance: extra inputs
+    that some mechanisms need. seed: root of all random numbers. oversight: stopping settings with real evaluation, in
+    place of config.patience.
 
-    Raises ConfigError for a combination that cannot work, NonFiniteError naming the quantity
-    and the iteration, and RuntimeError if the policy scores its decisions differently from when it acted.
+    Raises ConfigError for an invalid combination, NonFiniteError naming the quantity and the iteration, and
+    RuntimeError if recomputed log-probabilities differ from those at acting time.
     """
     course = Course(oversight or Oversight(config.patience, watched=False), config.target_success)
     judged = evaluate, confirm
@@ -200,7 +205,7 @@ class _Finetuning:
 
     @property
     def _has_critic(self) -> bool:
-        """Whether there is one that warms up before the policy follows it: of states, or of noisy actions."""
+        """Whether a critic (of states, or of noisy actions) warms up before the policy is updated."""
         return self.critic is not None or Need.FLOW_VALUES in self.algorithm.needs
 
     def run(self, after_checkpoint: AfterCheckpoint | None) -> FinetuneResult:
@@ -227,7 +232,7 @@ class _Finetuning:
         return FinetuneResult(self.iteration, self.env_steps, self.course.ended or Ended.ITERATIONS, self.best)
 
     def _begin(self) -> None:
-        """Keep the policy as it came, and measure it: where the learning curve starts, and the best until beaten."""
+        """Save and evaluate the initial policy: the first point of the learning curve, and the best until surpassed."""
         figures = self._evaluate() if self.evaluate is not None and self.config.evaluate_every > 0 else {}
         if self.run_folder is not None:
             self.policy.save(self.run_folder.path / "base")
@@ -283,7 +288,7 @@ class _Finetuning:
         return metrics
 
     def _prepare(self, rollouts: Rollouts) -> Rollouts:
-        """Turn rewards into one advantage a step."""
+        """Compute one advantage per step from the rewards."""
         instructions = self.world.spec.instructions
         sources = Sources(self.policy, self.teacher, instructions, self.generators, self.iteration)
         # Before anything reads ends: values, returns and side models must agree on what a time limit means.
@@ -326,7 +331,7 @@ class _Finetuning:
         return with_reference(prepared, self.algorithm.needs, self.learner.base, instructions)
 
     def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:
-        """Construct the models that learn beside the policy, their weights drawn from the run's seed."""
+        """Construct the side models trained with the policy, with weights initialised from the run's seed."""
         spec = self.world.spec
         tools = Tools(
             policy=self.policy,
@@ -371,7 +376,7 @@ class _Finetuning:
         return f"fine-tuning iteration {self.iteration + 1}"
 
     def _evaluate(self) -> dict[str, float]:
-        """Measure both modes, see whether and how the run goes on, and keep the weights if they are the best so far."""
+        """Evaluate both modes, update the stopping rule, and save the weights if they are the best so far."""
         assert self.evaluate is not None
         figures = {
             f"{mode}_{name}": float(value)
@@ -392,7 +397,7 @@ class _Finetuning:
         return figures
 
     def _hold(self) -> None:
-        """Hold the policy as near to its base as the run's course says."""
+        """Set the weight of the BC loss toward the base policy from the stopping rule."""
         if "bc" in self.algorithm.auxiliaries:
             self.learner.knobs["bc_scale"] = self.course.leash
 

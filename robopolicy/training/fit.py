@@ -1,6 +1,6 @@
-"""The one regression loop: policies (BC), world models, critics and heads all train through it.
+"""Regression loop shared by policies (BC), world models, critics and heads.
 
-Models may be fitted in stages: an autoencoder first, say, then what predicts its latents.
+Models may be fitted in stages, for example an autoencoder first and then the predictor of its latents.
 """
 
 import math
@@ -34,14 +34,16 @@ from robopolicy.training.state import load_trainer, require_same_config, save_tr
 
 @dataclass(frozen=True)
 class FitResult:
-    """steps done in total; the last logged mean of each loss."""
+    """Total steps done; last logged mean of each loss."""
 
     steps: int
     losses: Mapping[str, float]
 
 
 def learning_rate_at(step: int, config: FitConfig) -> float:
-    """Return the rate of update number `step` (from 0): linear warm-up, then a cosine (Loshchilov and Hutter 2017)."""
+    """Return the learning rate of update number `step` (from 0): linear warm-up, then cosine (Loshchilov and Hutter
+    2017).
+    """
     if step < config.warmup:
         return config.learning_rate * (step + 1) / config.warmup
     # The rate of the last step is a little above the final one: the cosine ends at step `steps`, which is never taken.
@@ -51,9 +53,9 @@ def learning_rate_at(step: int, config: FitConfig) -> float:
 
 
 def ema_decay_at(step: int, config: FitConfig) -> float:
-    """Return the averaging weight after update number `step`: min(decay, 1 - (1 + step)^-power), 0 at first.
+    """Return the EMA decay after update number `step`: min(decay, 1 - (1 + step)^-power), 0 at first.
 
-    The warm-up of Diffusion Policy's and diffusers' EMA, which forgets the random initialisation.
+    The EMA warm-up of Diffusion Policy and diffusers, which forgets the random initialisation.
     """
     return min(config.ema_decay, 1 - (1 + step) ** -config.ema_power)
 
@@ -70,14 +72,13 @@ def fit(
     precision: LearningPrecision = "fp32",
     micro_batch: int = 0,
 ) -> FitResult:
-    """Minimise `model.loss` over `batches`; at the end the model holds the moving average of its weights.
+    """Minimise `model.loss` over `batches`; at the end the model has the moving average (EMA) of its weights.
 
-    model: on its final device. batches: drawn from generators of `generators` and
-    without any other state, so that a run killed at any point and started again ends bit for bit in the same place.
-    run: where metrics and the resume point go; None keeps nothing. evaluate: called at every log step with the averaged
-    weights in place; its figures are logged. precision: of the losses' products; evaluations have fp32. micro_batch:
-    rows of a batch, which then holds them [N, ...] by name, `actions` among them, whose gradients are computed at once,
-    0 for all. Raises NonFiniteError naming the step of a bad loss or gradient.
+    model: on its final device. batches: iterator whose only state is in `generators`, so a killed run resumes
+    bit-identically. run: target of metrics and the resume point; None saves nothing. evaluate: called at every log step
+    with the EMA weights; its metrics are logged. precision: of the loss computation; evaluations use fp32. micro_batch:
+    rows per gradient computation, 0 for the whole batch; a batch then contains [N, ...] by name, including `actions`.
+    Raises NonFiniteError naming the step of a non-finite loss or gradient.
     """
     return _Fit(model, config, generators, run, precision, micro_batch).run(batches, label, evaluate)
 
@@ -157,7 +158,7 @@ class _Fit:
         return means
 
     def _pieces(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return what is computed at once, and its share of the batch."""
+        """Return the micro-batches and each one's fraction of the batch."""
         if not self.micro_batch:
             return [(batch, 1.0)]
         rows = len(batch["actions"])
@@ -181,7 +182,7 @@ class _Fit:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Put the moving average in the place of the weights, and the second time these back."""
+        """Swap the weights with their moving average; a second call swaps back."""
         # The raw weights set aside double as the sign of which of the two is in place.
         aside = None if self.aside else [parameter.clone() for parameter in self.parameters]
         for parameter, value in zip(self.parameters, self.aside or self.average, strict=True):
@@ -204,7 +205,7 @@ class _Fit:
         save_trainer(self.run_folder.resume_point, tree)
 
     def _history(self) -> dict[str, Tensor]:
-        """Return the losses of the steps since the last line, name -> [n]."""
+        """Return the losses of the steps since the last log line, name -> [n]."""
         return {name: torch.stack([row[name].cpu() for row in self.history]) for name in (self.history or [{}])[0]}
 
     def _resume(self) -> None:
@@ -230,9 +231,9 @@ class _Fit:
 def fit_stages(
     model: Staged, episodes: Episodes, config: FitConfig, generators: Generators, folder: RunFolder | None = None
 ) -> list[FitResult]:
-    """Fit every stage of a model on `episodes`, each for its share of the steps.
+    """Fit every stage of a model on `episodes`, each for its fraction of the steps.
 
-    folder: the last stage keeps metrics and resume point there, earlier ones in a folder of their name inside it.
+    folder: the last stage saves metrics and resume point there, earlier stages in subfolders with their names.
     """
     stages, results = model.stages(), []
     for place, (name, (part, share)) in enumerate(stages.items(), 1):

@@ -35,19 +35,19 @@ from robopolicy.training.pretrain import regression_batches
 
 @runtime_checkable
 class TellsSteps(Protocol):
-    """A policy that can tell the scored steps of actions which somebody else took."""
+    """A policy that can recover the latents of actions that it did not choose."""
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the latents [N, ...] that `act` would have kept of deciding on action chunks [N, C, A]."""
+        """Return the latents [N, ...] that `act` would have stored for action chunks [N, C, A]."""
         ...
 
 
 class ExpertRows:
-    """Adds episodes of experts to each iteration's own, `share` of their number, drawn anew each time.
+    """Adds expert episodes to each iteration's own, fraction `share` of their number, sampled anew each time.
 
-    rewards: what the policy is paid for, changes to the recorded rewards: the same functions as its own rollouts get.
-    Raises ConfigError where the policy cannot tell steps of actions, and DataError where the episodes have no rewards
-    or lack an observation, or the world an instruction of theirs.
+    rewards: reward functions applied to the recorded rewards, the same as for the policy's own rollouts. Raises
+    ConfigError when the policy cannot recover latents of actions. Raises DataError when the episodes lack rewards or an
+    observation, or use an instruction that the world lacks.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class ExpertRows:
         self.generator = generator
 
     def beside(self, prepared: Rollouts, context: Context) -> Rollouts:
-        """Return `prepared` whole episodes with advantages, and experts' behind them, each a group of its own.
+        """Return `prepared`, whole episodes with advantages, followed by expert episodes, each in its own group.
 
-            A = (R - mean) / std   of an expert's return R, among the returns of all rows, own and experts'
+        A = (R - mean) / std of an expert's return R, with mean and std over all rows, own and experts'
 
-        The experts' log-probabilities are those of the policy as it is: ratios begin at 1, as on its own rows. (With
-        what an expert's own probability was, which nobody knows, a ratio would correct for the expert having acted.)
+        The experts' behaviour log-probabilities are set to those of the current policy, so ratios start at 1 as on its
+        own rows. (The experts' true probabilities are unknown, so the ratios do not correct for them.)
         """
         count = round(self.share * len(prepared.group))
         if not count or not prepared.whole:
@@ -109,10 +109,10 @@ class ExpertRows:
 def expert_rollouts(
     policy: ScoredPolicy, episodes: Episodes, chosen: Tensor, instructions: tuple[str, ...], generator: torch.Generator
 ) -> Rollouts:
-    """Return the episodes `chosen` [B] as rollouts [B, T] of `policy`, not scored yet: logp_behaviour is 0.
+    """Return the episodes `chosen` [B] as rollouts [B, T] of `policy`, with logp_behaviour 0 (not computed yet).
 
-    An episode of L actions is ceil(L / C) decisions, one after every C actions. Raises ConfigError where the policy
-    cannot tell steps of actions.
+    An episode of L actions gives ceil(L / C) chunks, one every C actions. Raises ConfigError when the policy cannot
+    recover latents of actions.
     """
     if not isinstance(policy, TellsSteps):
         raise ConfigError(f"{type(policy).__name__} cannot tell the steps of an expert's actions.")
@@ -167,7 +167,9 @@ def expert_rollouts(
 
 
 def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
-    """Give experts' rows what the policy's own have beside them; advantage: [B]. Raises DataError naming what lacks."""
+    """Give expert rows the same extras as the policy's own rows; advantage: [B]. Raises DataError naming missing
+    extras.
+    """
     missing = sorted(set(prepared.shown) - set(rows.shown))
     if missing:
         raise DataError(f"The experts' episodes lack what the world shows: {', '.join(missing)}.")
@@ -193,16 +195,16 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
 
 
 OF_THE_SAME_STEPS = frozenset({Need.SAME_STEPS, Need.TEACHER_SCORES})
-"""Needs of what lets the teacher score the policy's steps."""
+"""Needs that require the teacher to compute log-probabilities of the policy's latents."""
 EXPERT_BATCH = 256
-"""Decisions of experts that an actor step looks at."""
+"""Number of expert chunks per actor step."""
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """teacher: another policy; demonstrations: states to begin from; experts: recorded episodes to imitate; acting: who
-    acts for the policy when rollouts are collected (planning in a world model), None for itself; pairs: episodes, some
-    preferred to others, that are learned from without collecting any.
+    """teacher: another policy; demonstrations: states to start from; experts: recorded episodes to imitate; acting:
+    builds the policy that acts in rollouts (e.g. planning in a world model), None for the learner; pairs: preference
+    pairs of episodes, learned from without collecting.
     """
 
     teacher: Policy | None = None
@@ -214,9 +216,9 @@ class Guidance:
     def expert_rows(
         self, policy: Trainable, instructions: tuple[str, ...], share: float, algorithm: Algorithm, draws: Generators
     ) -> ExpertRows | None:
-        """Return what adds `share` times as many episodes of the experts to an iteration's own, None for 0.
+        """Return the function that adds expert episodes to an iteration's own, `share` times their number; None for 0.
 
-        Raises ConfigError where there are no experts, where rollouts are no whole episodes, and what `ExpertRows` does.
+        Raises ConfigError when there are no experts or rollouts are not whole episodes, and the errors of `ExpertRows`.
         """
         if not share:
             return None
@@ -229,7 +231,7 @@ class Guidance:
         return ExpertRows(policy, self.experts, instructions, share, draws["expert rows"], algorithm.rewards)
 
     def turns(self, first: float, until: float) -> TeacherTurns | None:
-        """Return the turns that the teacher takes, None for `first` 0; ConfigError where there is no teacher."""
+        """Return the schedule of teacher actions, None when `first` is 0; raises ConfigError without a teacher."""
         if not first:
             return None
         if self.teacher is None:
@@ -237,7 +239,9 @@ class Guidance:
         return TeacherTurns(self.teacher, first, until)
 
     def who_acts(self, turns: TeacherTurns | None) -> Acting | None:
-        """Return who acts for the policy: what `acting` makes of it, in turns with the teacher; None for itself."""
+        """Return the builder of the acting policy: that of `acting`, mixed with the teacher; None when the learner acts
+        alone.
+        """
         if turns is None or self.acting is None:
             return turns or self.acting
         acting = self.acting
@@ -245,8 +249,8 @@ class Guidance:
         return lambda policy: turns(acting(policy))
 
     def check_teacher(self, policy: Policy, needs: frozenset[Need]) -> None:
-        """Raise ConfigError, naming the difference, where `needs` ask for the steps of `policy` and the teacher's are
-        others: the same latents are then other actions to it, or were drawn in another way.
+        """Raise ConfigError, naming the difference, when `needs` require the latents of `policy` and the teacher's
+        differ. The same latents would then mean other actions to the teacher, or were sampled differently.
         """
         if self.teacher is None or not needs & OF_THE_SAME_STEPS:
             return
@@ -265,7 +269,7 @@ class Guidance:
         return difference_of_steps(policy, teacher)
 
     def gives(self, policy: Policy) -> frozenset[Need]:
-        """Return what mechanisms may count on when `policy` is tuned."""
+        """Return the needs that this guidance satisfies when `policy` is fine-tuned."""
         have = set()
         if self.teacher is not None:
             have.add(Need.TEACHER)
@@ -278,7 +282,7 @@ class Guidance:
         return frozenset(have)
 
     def expert_batches(self, policy: Trainable, generator: torch.Generator) -> Iterator[dict[str, Any]] | None:
-        """Return batches for `policy.loss`, drawn from the experts for ever, or None if there are none."""
+        """Return batches for `policy.loss`, sampled from the experts indefinitely, or None if there are no experts."""
         if self.experts is None:
             return None
         return regression_batches(policy, self.experts, EXPERT_BATCH, generator)

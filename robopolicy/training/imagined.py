@@ -1,4 +1,4 @@
-"""What fine-tuning in imagination needs besides the trainer: fresh data for the model, and learning from synthesis.
+"""Fine-tuning in imagination: refreshing the world model with new data, and imitation of synthesised episodes.
 
 Sources: WoVR (refresh the model where the policy goes); Ctrl-World, arXiv:2510.10125 (synthesise, filter, imitate).
 """
@@ -33,16 +33,16 @@ from worldmodels import load_world_model, save_world_model
 from worldmodels.protocol import LearnedModel, fields_read
 
 WAITING = ".model.robopolicy-waiting-"
-"""What the name of a refreshed model's folder begins with, until the list of refreshes names its iteration."""
+"""Folder name prefix of a refreshed model until the list of refreshes names its iteration."""
 
 
 class ModelRefresh:
-    """Every so many iterations: record the policy in the real world, and train the model on with what it showed.
+    """Refreshes the model: every `every` iterations, record the policy in the real world and continue training the
+    model on the recording.
 
-    models: the same model in every place where it is used (they stay equal); real: where it is recorded; data: the
-    dataset that the model was trained on; run: keeps the recordings, the refreshed model and the list of refreshes, so
-    that a resumed run finds what a killed one had; in_reality: as in `TwoWorlds`. After WoVR's co-evolution of world
-    model and policy.
+    models: all instances of the same model (kept equal); real: world to record in; data: dataset that the model was
+    trained on; run: stores the recordings, the refreshed model and the list of refreshes, so that a killed run can
+    resume; in_reality: as in `TwoWorlds`. Follows WoVR's co-evolution of world model and policy.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ModelRefresh:
             self._share(load_world_model(run.path / "model").state_dict())
 
     def __call__(self, iteration: int, policy: Policy) -> bool:
-        """Refresh, if it is time and has not been done; returns whether the model is another one from here on."""
+        """Refresh the model if it is due and not done yet; return whether the model differs from now on."""
         if iteration % self.every or iteration in self.iterations:
             return iteration in self.iterations
         model = self.models[0]
@@ -105,7 +105,7 @@ class ModelRefresh:
         return True
 
     def _tidy(self) -> None:
-        """Finish or undo what a kill interrupted: a refreshed model is the model once the list names its iteration."""
+        """Complete or undo an interrupted refresh; a refreshed model is valid once the list names its iteration."""
         if (folder := self.run.path / "recorded").is_dir():
             sweep(folder)
         for waiting in self.run.path.glob(f"{WAITING}*"):
@@ -136,12 +136,12 @@ def synthesise_and_imitate(
     run: RunFolder | None = None,
     acting: Acting | None = None,
 ) -> FinetuneResult:
-    """Improve `policy` by imitating its own imagined successes; at the end it holds the best round's weights.
+    """Improve `policy` by imitating its own imagined successes; at the end it has the best round's weights.
 
-    Every round plays `rollouts` noisy episodes in the imagined `world`, keeps those that the model believes to succeed
-    (of this round and of earlier ones), and fits the policy to them. Before the first and after every round it is
-    evaluated, and `course` says whether it goes on. A round counts as an iteration. acting: who plays for the policy,
-    None for itself.
+    Every round plays `rollouts` noisy episodes in the imagined `world`, stores those that the model predicts to succeed
+    (of all rounds so far), and fits the policy to them. The policy is evaluated before the first and after every round,
+    and `course` decides whether to continue. A round counts as an iteration. acting: builds the acting policy, None for
+    `policy` itself.
     """
     generators = Generators(seed, next(policy.parameters()).device)
     kept = []

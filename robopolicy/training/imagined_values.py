@@ -1,10 +1,11 @@
-"""Offline model-based RL: an agent with critics learns from short imagined rollouts that begin in recorded states.
+"""Offline model-based RL: an agent with critics learns from short imagined rollouts that start in recorded states.
 
-The loop of MBPO, MOPO and RAVL: every epoch rolls the agent out in the imagined world (its truncation says how far),
-keeps the transitions of the last epochs, and updates on batches of them with a share of recorded ones. What makes it
-MOPO is the world's penalty, what makes it RAVL the agent's many critics. The end of imagination is no end of the task.
+The loop of MBPO, MOPO and RAVL. Every epoch rolls out the agent in the imagined world, up to its truncation, stores the
+transitions of the last epochs, and updates on batches mixed with a fraction of recorded ones. The world's penalty makes
+it MOPO, the agent's many critics make it RAVL. The end of imagination is not treated as the end of the task.
 
-Watched: whether values leave what the rewards allow (`alarm`), and how many transitions lead to where none begins.
+Monitored: whether values exceed the range that the rewards allow (`alarm`), and the number of transitions into states
+from which none starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,31 +29,31 @@ from robopolicy.rl.offline.interface import Interface
 
 
 class Agent(Protocol):
-    """What learns from transitions; actions are in [-1, 1]."""
+    """Agent that learns from transitions; actions are in [-1, 1]."""
 
     @property
     def discount(self) -> float:
-        """What a reward is worth one step later."""
+        """Discount factor per step."""
         ...
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step and return figures."""
+        """Take one step and return metrics."""
         ...
 
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return actions [B, A], without noise where there is no generator."""
+        """Return actions [B, A], without noise when `generator` is None."""
         ...
 
     def value(self, state: Tensor) -> Tensor:
-        """Return what the agent expects to earn, [B]."""
+        """Return the agent's estimated value, [B]."""
         ...
 
 
 @dataclass(frozen=True)
 class ImaginedValuesConfig:
-    """epochs of `rollouts` imagined rollouts and `updates` batches; keep: how many epochs' transitions stay;
-    real_share: of a batch, recorded transitions; alarm: stop when values exceed the rewards' bound so many times, 0 for
-    never.
+    """epochs: number of epochs, each with `rollouts` imagined rollouts and `updates` batches; keep: number of past
+    epochs whose transitions are stored; real_share: fraction of recorded transitions per batch; alarm: stop when values
+    exceed the rewards' bound by this multiple of it, 0 to disable.
     """
 
     epochs: int = 20
@@ -71,7 +72,7 @@ class ImaginedValuesConfig:
 
 
 class AgentController:
-    """An agent as a controller of a world, noise-free or drawing from `generator`."""
+    """An agent as a world controller, deterministic or sampling from `generator`."""
 
     def __init__(self, agent: Agent, interface: Interface, generator: torch.Generator | None = None):
         self.agent = agent
@@ -79,7 +80,7 @@ class AgentController:
         self.generator = generator
 
     def reset(self, rows: Rows = None) -> None:
-        """It remembers nothing."""
+        """Do nothing; there is no state."""
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, A] in the world's units."""
@@ -87,23 +88,23 @@ class AgentController:
 
 
 class Explorer:
-    """An actor that also tells states [B, S] and actions [B, A] as an agent has them; act: states -> actions."""
+    """Actor that also returns the agent's states [B, S] and actions [B, A]; act: states -> actions."""
 
     def __init__(self, interface: Interface, act: Callable[[Tensor], Tensor]):
         self.interface, self.act = interface, act
 
     def reset(self, rows: Rows = None) -> None:
-        """It remembers nothing."""
+        """Do nothing; there is no state."""
 
     def choose(self, observation: Observation) -> tuple[np.ndarray, tuple[Tensor, Tensor]]:
-        """Return one control step [B, 1, A] in the world's units, and what was seen and done."""
+        """Return one control step [B, 1, A] in the world's units, and the agent's states and actions."""
         state = self.interface.state(observation)
         action = self.act(state)
         return self.interface.to_world(action), (state, action)
 
 
 EdgeValue = Callable[[Tensor], Tensor]
-"""What states [N, S] are worth where imagination stops: knowing it is the oracle's cure for the edge of reach."""
+"""Values of states [N, S] where imagination stops; true values are the oracle remedy for the edge-of-reach problem."""
 
 
 def roll_out(
@@ -116,9 +117,9 @@ def roll_out(
     generator: torch.Generator,
     edge_value: EdgeValue | None = None,
 ) -> Transitions:
-    """Play at least `rollouts` episodes (or what imagination leaves of them) and return their transitions.
+    """Play at least `rollouts` episodes (or as many as the imagination horizon allows) and return their transitions.
 
-    edge_value: what it says (discounted) is paid where imagination stops, and the transition ends there.
+    edge_value: its discounted value is added to the reward where imagination stops, and the transition ends there.
     """
     player = Player(world, Explorer(interface, lambda state: agent.act(state, generator)))
     parts = []
@@ -154,12 +155,12 @@ def learn_in_imagination(
     evaluate: Callable[[int], Mapping[str, float]] | None = None,
     edge_value: EdgeValue | None = None,
 ) -> list[dict[str, Any]]:
-    """Improve `agent` in the imagined `world`; returns one record an epoch.
+    """Improve `agent` in the imagined `world`; returns one record per epoch.
 
-    world: its resets are where imagination begins, its truncation how far it goes; recorded: transitions with actions
-    in [-1, 1]. evaluate: called with the epoch's number, its figures join the record. The record has the mean value
-    where rollouts begin, the bound that rewards allow, how far values are beyond it, and the share of transitions at
-    the edge of reach.
+    world: its resets give the initial states, its truncation the horizon; recorded: transitions with actions in [-1,
+    1]. evaluate: called with the epoch number; its metrics are added to the record. The record contains the mean value
+    at initial states, the bound that rewards allow, the relative excess over it, and the fraction of transitions at the
+    edge of reach.
     """
     interface, records = Interface.of(world.spec), []
     kept: list[Transitions] = []

@@ -1,8 +1,8 @@
-"""What training a large policy will take of memory, measured on one decision before anything starts.
+"""Memory budget of training a large policy, measured on one chunk before the run starts.
 
-A vision-language policy that does not fit ends a run after minutes of loading and collecting; here one row is decided
-and scored, what it keeps is counted, and multiplied by the rows of an iteration. What the world, the critic and the
-libraries take is not in it.
+A vision-language policy that does not fit fails after minutes of loading and collecting. Here one row is sampled and
+its log-probability computed; its stored memory is measured and multiplied by the rows of an iteration. Memory of the
+world, the critic and the libraries is not included.
 """
 
 import warnings
@@ -27,17 +27,17 @@ from robopolicy.rl.registry import Need
 from robopolicy.training.configuration import FinetuneConfig
 
 BEYOND = 1.3
-"""Times what was planned that torch has held, at most: backward passes and steps of the optimiser take some more."""
+"""Maximum observed ratio of torch's memory use to the plan; backward passes and optimiser steps need some more."""
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes: weights, the policy's that learn, and by whom else such are held; learning, gradients, optimiser, and the
-    weights before a step; kept, what an iteration's decisions and the copy of a minibatch keep; activations, of the
-    scores of at_once decisions, and what each of these adds. And parameters, how many there are, tuned, how many of
-    them learn; deciding, scoring: operations with floating-point numbers of one decision, and of its score without
-    gradient. rest: the weights that do not learn, which are held once (`nn.sharing`); teacher: those of another policy
-    that it learns from, which is loaded last.
+    """Sizes in bytes unless stated. weights: trainable weights of the policy, and copies: the holders of copies of
+    them; learning: gradients, optimiser state and the weights before a step; kept: stored chunks of an iteration and
+    the copy of a minibatch; activations: of computing log-probabilities of at_once chunks; each: what each of these
+    adds. parameters, tuned: number of all and of trainable parameters; deciding, scoring: FLOPs of one policy call, and
+    of its log-probability without gradient. rest: frozen weights, stored once (`nn.sharing`); teacher: weights of the
+    teacher, loaded last.
     """
 
     weights: int
@@ -58,21 +58,21 @@ class MemoryBudget:
 
     @property
     def held(self) -> int:
-        """What policy and base take, once they share what does not learn."""
+        """Memory of policy and base once they share the frozen weights."""
         return self.rest + 2 * self.weights
 
     @property
     def loading(self) -> int:
-        """What they take before that."""
+        """Memory of policy and base before they share the frozen weights."""
         return 2 * (self.rest + self.weights)
 
     @property
     def ahead(self) -> int:
-        """What is still to be taken when the weights are loaded."""
+        """Memory still to be allocated after the weights are loaded."""
         return self.learning + self.kept + self.activations + (len(self.copies) - 2) * self.weights + self.teacher
 
     def text(self) -> str:
-        """Return it as one line."""
+        """Return the budget as one line."""
         taught = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
         rest = f"{in_bytes(self.rest)} that rest and " if self.rest else ""
         return (
@@ -83,7 +83,7 @@ class MemoryBudget:
         )
 
     def whole(self) -> str:
-        """Return what else there is to say before anything is loaded, in one line."""
+        """Return parameter counts, FLOPs and the total memory before loading, in one line."""
         total, times = self.ahead + self.held, "thrice" if self.at_once == self.minibatch else "four times"
         return (
             f"{_count(self.parameters)} parameters, {_count(self.tuned)} of them learn; a decision is "
@@ -92,7 +92,7 @@ class MemoryBudget:
         )
 
     def require(self, available: int | None) -> None:
-        """Raise ConfigError where more is needed than there is, in bytes, None: not known; warn where it is close."""
+        """Raise ConfigError when more than `available` bytes (None: unknown) are needed; warn when it is close."""
         if available is not None and self.ahead > available:
             advice = fitting(self.activations, self.each, self.at_once, _spare(self.ahead, available))
             raise ConfigError(
@@ -105,9 +105,10 @@ class MemoryBudget:
 
 
 def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
-    """Return what micro-batches do about the activations, in bytes, of at_once decisions, each of which adds some.
+    """Return a message on the micro_batch size that fits, given the activations, in bytes, of at_once chunks and of
+    each further one.
 
-    spare: bytes that are then left, less than nothing where they do not fit.
+    spare: bytes left at `at_once`; negative when they do not fit.
     """
     fits = at_once + spare // each if each else 0
     said = f"activations of {at_once} decisions at once are {in_bytes(activations)}"
@@ -115,7 +116,9 @@ def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
 
 
 def held_by(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
-    """Return who holds the policy's weights in a run of fine-tuning, the two that are there before it begins first."""
+    """Return the names of all holders of the policy's weights in a fine-tuning run; the first two exist before it
+    starts.
+    """
     holders = ["tuned", "base", "best"]
     if Need.BASE in needs:
         holders.append("reference")
@@ -140,12 +143,13 @@ def plan_memory(
     packed: float = 1.0,
     optimiser: Optimiser = "adamw",
 ) -> MemoryBudget:
-    """Let `policy`, prepared for fine-tuning, decide and score one row, and return what `decisions` of them will take.
+    """Run one row of `policy`, prepared for fine-tuning, and return the memory budget of `decisions` chunks.
 
-    minibatch: decisions of a step; micro_batch: how many of them are scored at once, 0 for all; scored_steps: how many
-    steps of each, 0 for all; copies: who holds the weights, the two that are there before a run begins first; device:
-    where the policy is, None for that of its weights; images: whether decisions keep what cameras showed; packed: what
-    is left of that where it is compressed, as a share, 0 where it is kept elsewhere; optimiser: what takes the steps.
+    minibatch: chunks per optimiser step; micro_batch: chunks computed at once, 0 for all; scored_steps: denoising steps
+    (or tokens) per chunk with log-probabilities, 0 for all; copies: holders of the weights, the first two exist before
+    a run starts; device: the policy's device, None for that of its weights; images: whether rollouts store camera
+    images; packed: compressed size of images as a fraction, 0 when they are stored elsewhere; optimiser: name of the
+    optimiser.
     """
     from torch.utils.flop_counter import FlopCounterMode  # imports triton: who fine-tunes, pays
 
@@ -193,10 +197,10 @@ def plan_pretraining(
     optimiser: Optimiser = "adamw",
     lesson: Regressor | None = None,
 ) -> str:
-    """Return in one line what imitation by batches of so many decisions will take beside the weights.
+    """Return a one-line memory budget of behaviour cloning with batches of `batch_size`, in addition to the weights.
 
-    micro_batch: how many of them are computed at once, 0 for all; lesson: whose loss it is, None for the policy's own.
-    Raises ConfigError where that is more than is available, in bytes; None: not known.
+    micro_batch: chunks computed at once, 0 for all; lesson: model whose loss is trained, None for the policy's own.
+    Raises ConfigError when that exceeds the available bytes (None: unknown).
     """
     device = next(policy.parameters()).device
     seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
@@ -227,7 +231,7 @@ def plan_pretraining(
 
 
 def _spare(needed: int, available: int) -> int:
-    """Return the bytes that are left where nothing shall be close, less than nothing where there are too few."""
+    """Return the bytes left with the safety margin; negative when there are too few."""
     return int(available / BEYOND) - needed
 
 
@@ -242,7 +246,7 @@ def _warn_if_close(needed: int, available: int | None) -> None:
 
 
 def what_packing_leaves(world: World) -> float:
-    """Return what compressing leaves of what cameras show, as a share: of the starts of the world's rows."""
+    """Return the compressed size of camera images as a fraction, measured on the initial states of the world's rows."""
     observation = world.reset(seeds=np.arange(world.batch_size))
     frames = [torch.as_tensor(value[:, -1]) for value in cameras_in(observation).values()]
     packed = sum(len(part) for each in frames for part in PackedFrames.of(each).parts)
@@ -250,10 +254,10 @@ def what_packing_leaves(world: World) -> float:
 
 
 def _held(policy: Trainable, seen: TensorObservation, share: float | None) -> tuple[int, int]:
-    """Return the bytes that a decision keeps of an observation of one row, and those of a copy.
+    """Return the bytes that a stored chunk needs for the observation of one row, and those of a copy.
 
-    Of H frames of camera images a decision has as many of its own as it takes control steps; a copy has all of them.
-    share: of their bytes, which are kept, None for no images.
+    Of H frames of camera images, a chunk owns as many as it has control steps; a copy contains all. share: fraction of
+    the image bytes that is stored, None for no images.
     """
     fields = {key: value for key, value in seen.items() if isinstance(value, Tensor)}
     cameras = 0 if share is None else sum(_bytes(value) for value in cameras_in(fields).values())
@@ -264,7 +268,7 @@ def _held(policy: Trainable, seen: TensorObservation, share: float | None) -> tu
 
 
 def _twice(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one row, tensors [1, ...] and lists of one, as two."""
+    """Duplicate one row, tensors [1, ...] and lists of one, into two."""
     return {
         name: torch.cat([value, value]) if isinstance(value, Tensor) else [*value, *value]
         for name, value in given.items()
@@ -272,7 +276,7 @@ def _twice(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _saved(policy: Trainable, compute: Callable[[], object]) -> int:
-    """Return the bytes that the gradient of what is computed keeps, weights apart; what is kept twice counts once."""
+    """Return the bytes saved for the backward pass, weights excluded; shared storage counts once."""
     # By the storage's own address: where there are no numbers (`nn.shapes`) that of its data is 0.
     own = {weight.untyped_storage()._cdata for weight in policy.parameters()}
     kept: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""What mechanisms may count on in a run of fine-tuning: the policy's kind, the world, and what else was given.
+"""Needs of mechanisms in fine-tuning: which are satisfied by the policy type, the world and the other inputs.
 
-What the trainer adds to rollouts because a mechanism needs it stands in one table, from the need to the function that
-adds it. A need that stands there can be met wherever `requires` is met; a mechanism in any slot declares it and finds
-the named extra. Everything is added once per iteration, before side models, rewards and advantages are asked.
+One table maps each need to the function that adds its extra to the rollouts. A need in the table is available whenever
+`requires` is satisfied. A mechanism in any slot declares the need and reads the named extra. Extras are added once per
+iteration, before side models, rewards and advantages are computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,14 +29,14 @@ from robopolicy.training.guidance import Guidance
 
 ALWAYS = frozenset({Need.EPISODES, Need.WHOLE_EPISODES, Need.BASE, Need.REFERENCE_SCORES})
 READS_IMAGES = frozenset({Need.IMAGES, Need.BLACKOUT_SCORES})
-"""Needs of what looks at camera images again."""
+"""Needs of mechanisms that read camera images again."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Whom providers ask: the policy as it is before the update, and a teacher.
+    """Inputs of providers: the policy before the update, and the teacher.
 
-    instructions: of the world; generators: of the run, for providers that draw; iteration: counts from 0.
+    instructions: of the world; generators: of the run, for providers that sample; iteration: counted from 0.
     """
 
     policy: ScoredPolicy
@@ -48,25 +48,27 @@ class Sources:
 
 @dataclass(frozen=True)
 class Provider:
-    """add: (rollouts, sources) -> rollouts with the extra; requires: what must be there for that."""
+    """add: (rollouts, sources) -> rollouts with the extra; requires: needs that must be satisfied first."""
 
     add: Callable[[Rollouts, Sources], Rollouts]
     requires: frozenset[Need] = frozenset()
 
 
 def add_entropy(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add `entropy` [B, T, K] of every step under the policy that acted."""
+    """Add the `entropy` [B, T, K] of every step under the acting policy."""
     return rollouts.with_extras(entropy=rescored(rollouts, sources.policy, sources.instructions)[1])
 
 
 def add_blackout_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add `blackout_logp` [B, T, K]: what depends on the images becomes less likely when half of them is black."""
+    """Add `blackout_logp` [B, T, K]: log-probabilities with half of the images blacked out, lower for steps that depend
+    on them.
+    """
     logp, _ = rescored(rollouts, sources.policy, sources.instructions, sources.generators["blackout"])
     return rollouts.with_extras(blackout_logp=logp)
 
 
 def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add `contrast_logp` [B, T, K] under another instruction, the next one in turn from iteration to iteration."""
+    """Add `contrast_logp` [B, T, K] under another instruction, which rotates from iteration to iteration."""
     count = len(sources.instructions)
     # Offsets 1 to n - 1 modulo n: never the instruction itself, and all others in turn.
     other = replace(rollouts, task=(rollouts.task + 1 + sources.iteration % (count - 1)) % count)
@@ -74,7 +76,7 @@ def add_contrast_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
 
 
 def add_teacher_scores(rollouts: Rollouts, sources: Sources) -> Rollouts:
-    """Add `teacher_logp` [B, T, K] of the same steps under the teacher, which reads the observation for itself."""
+    """Add `teacher_logp` [B, T, K] of the same steps under the teacher, which encodes the observation itself."""
     assert isinstance(sources.teacher, ScoredPolicy)  # which Need.SAME_STEPS asks for
     logp, _ = rescored(rollouts, sources.teacher, sources.instructions, another=True)
     return rollouts.with_extras(teacher_logp=logp)
@@ -89,12 +91,12 @@ PROVIDERS: Mapping[Need, Provider] = {
 
 
 def provided(have: frozenset[Need]) -> frozenset[Need]:
-    """Return the needs that can be met beside those in `have`."""
+    """Return the needs that can be satisfied in addition to those in `have`."""
     return frozenset(need for need, provider in PROVIDERS.items() if provider.requires <= have)
 
 
 def provide(rollouts: Rollouts, needs: frozenset[Need], sources: Sources) -> Rollouts:
-    """Add what any of `needs` stands for, in the order of the table, so that draws do not depend on who asks."""
+    """Add the extras for `needs`, in table order, so that random draws do not depend on the requester."""
     for need, provider in PROVIDERS.items():
         if need in needs:
             rollouts = provider.add(rollouts, sources)
@@ -104,9 +106,9 @@ def provide(rollouts: Rollouts, needs: frozenset[Need], sources: Sources) -> Rol
 def with_reference(
     prepared: Rollouts, needs: frozenset[Need], reference: ScoredPolicy | None, instructions: tuple[str, ...]
 ) -> Rollouts:
-    """Add `reference_logp` [B, T, K] for Need.REFERENCE_SCORES: of all rows, so once older ones have joined them.
+    """Add `reference_logp` [B, T, K] for Need.REFERENCE_SCORES, of all rows, replayed ones included.
 
-    reference: the base policy, frozen; what a frozen encoder kept of an observation is also what its own would make.
+    reference: the frozen base policy; features cached by a frozen encoder equal those that its own encoder would give.
     """
     if Need.REFERENCE_SCORES not in needs or reference is None:
         return prepared
@@ -114,11 +116,11 @@ def with_reference(
 
 
 def keeps_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm, *, others: bool) -> bool:
-    """Whether anybody may look at camera images once decisions are taken, so that rollouts have to keep them.
+    """Whether camera images are needed after acting, so that rollouts have to store them.
 
-    The policy does not where it reads none, or where its frozen encoder is asked once a decision. Losses that ask
-    policies for decisions of their own do, and so may side models; other mechanisms declare it among their needs.
-    others: whether somebody else is there who does, such as a teacher.
+    The policy does not need them when it reads no images or caches the features of its frozen encoder. Auxiliary losses
+    and side models may need them; other mechanisms declare it among their needs. others: whether another component,
+    such as a teacher, needs them.
     """
     encoded = isinstance(policy, CachesCondition) and policy.caches_condition
     return (
@@ -132,7 +134,7 @@ def keeps_images(policy: Trainable, critic: Critic | None, algorithm: Algorithm,
 def counted_on(
     policy: Trainable, critic: Critic | None, world: World, config: FinetuneConfig, guidance: Guidance
 ) -> frozenset[Need]:
-    """Return the needs that are met, those that the trainer meets by adding to rollouts included."""
+    """Return all satisfied needs, including those that the trainer satisfies by adding extras."""
     have = {*ALWAYS, Need.CATEGORICAL if policy.spec.categorical else Need.GAUSSIAN}
     if critic is not None:
         have |= {Need.CRITIC, Need.FINISHED}

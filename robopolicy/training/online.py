@@ -1,13 +1,13 @@
-"""The loop in which an agent with critics learns from its own decisions: play, keep, update, and look at the dip.
+"""Online training loop of an agent with critics: act, store, update, and measure the initial performance dip.
 
-A frozen policy plays first (WSRL, Zhou et al. 2024, arXiv:2412.07762); then every decision is followed by updates on
-batches of the agent's own decisions, with or without a share of recorded ones (RLPD, Ball et al. 2023,
-arXiv:2302.02948). A decision is a whole chunk, and its backup reaches over as many steps as were executed. A time limit
-is no end of the task.
+A frozen policy acts first (warm-up; WSRL, Zhou et al. 2024, arXiv:2412.07762). Then every action chunk is followed by
+updates on batches of the agent's own data, optionally mixed with a fraction of recorded data (RLPD, Ball et al. 2023,
+arXiv:2302.02948). One transition is a whole chunk; its backup spans the executed steps. A time limit is not treated as
+the end of the task.
 
-Episodes are played in waves: all rows begin together, and the next wave begins when all have ended. Everything in a
-wave follows from what there was before it, so a run that is killed goes on from its last resume point and ends bit for
-bit in the same place, whatever the world is.
+Episodes are played in batches: all rows start together, and the next batch starts when all have ended. Each batch
+depends only on the state before it, so a killed run resumes from its last resume point with a bit-identical result, in
+any world.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,22 +36,22 @@ from robopolicy.training.critics import Acts, SteeredPolicy
 from robopolicy.training.state import load_trainer, save_trainer
 
 FIRST = 1024
-"""Decisions that there is room for at first; the room doubles."""
+"""Initial capacity in chunks; it doubles when full."""
 Frozen = Callable[[TensorObservation, Tensor, torch.Generator], Tensor]
-"""(observations [B, H, ...], states [B, S]) -> flat actions [B, A] as the agent has them, by who plays the warm-up."""
+"""(observations [B, H, ...], states [B, S]) -> flat actions [B, A] in the agent's form, from the warm-up policy."""
 Evaluate = Callable[[Policy], Mapping[str, float]]
-"""Policy -> figures, among them `success` (or what else it is judged by)."""
+"""Policy -> metrics, including `success` (or the metric that selects policies)."""
 Begins = Literal["warm-up", "recorded", "already"]
-"""What an agent standardises states by: those of the warm-up, recorded ones, or what it did before it came here."""
+"""Source of an agent's state normalisation: states of the warm-up, recorded states, or its earlier training."""
 COUNTS = ("wave", "env_steps", "updates", "episodes", "basis")
-"""What a run counts."""
+"""Counters of a run."""
 
 
 @dataclass
 class Experience:
-    """Decisions in the order in which they were made, every column known; nothing is ever dropped.
+    """Replay buffer of action chunks in order of collection, with all columns; nothing is ever dropped.
 
-    columns: the tensors of `Transitions`, longer than what is held; count: decisions held.
+    columns: the tensors of `Transitions`, with spare capacity; count: number of stored chunks.
     """
 
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -62,14 +62,14 @@ class Experience:
 
     @property
     def transitions(self) -> Transitions:
-        """All that is held, a view."""
+        """All stored transitions, a view."""
         return Transitions(**{name: column[: self.count] for name, column in self.columns.items()})
 
     def add(self, state: Tensor, action: Tensor, played: Mapping[str, Tensor]) -> Tensor:
-        """Keep n decisions, states [n, S] and actions [n, A]; return where they are, [n].
+        """Store n chunks, states [n, S] and actions [n, A]; return their indices, [n].
 
-        played: reward, next_state, terminated, success, episode and decay, as in `Transitions`, each [n, ...]. What
-        follows in the episode is not known yet (see `tell`): outcomes are minus infinity, next actions unknown.
+        played: reward, next_state, terminated, success, episode and decay, as in `Transitions`, each [n, ...]. The rest
+        of the episode is not known yet (see `tell`): outcomes are minus infinity, next actions unknown.
         """
         fresh = {
             "state": state,
@@ -93,10 +93,10 @@ class Experience:
         return places
 
     def tell(self, wave: Sequence[tuple[Tensor, Tensor]], rows: int) -> None:
-        """Fill in what decisions of whole episodes led to: the return from each on, and the action after it.
+        """Fill in the return from each chunk of complete episodes, and the action after it.
 
-        wave: of every turn, where its decisions are [n] and in which of the `rows` they were made [n]. The return stays
-        minus infinity where a time limit, not the end of the task, ended the episode.
+        wave: per policy call of the batch of episodes, the chunks' indices [n] and their `rows` [n]. The return stays
+        minus infinity when a time limit, not the end of the task, ended the episode.
         """
         if not wave:
             return
@@ -114,19 +114,19 @@ class Experience:
             following[of], known[of] = action[places], True
 
     def tree(self) -> dict[str, Tensor]:
-        """Return what is held, as files can hold it."""
+        """Return the contents in a form that can be saved."""
         return {name: column[: self.count].clone() for name, column in self.columns.items()}
 
     @staticmethod
     def restored(tree: Mapping[str, Tensor], device: torch.device) -> "Experience":
-        """Rebuild from `tree`."""
+        """Rebuild the buffer from `tree`."""
         columns = {name: column.to(device) for name, column in tree.items()}
         return Experience(columns, len(columns["state"]) if columns else 0)
 
 
 @dataclass(frozen=True)
 class OnlineResult:
-    """What came of it: control steps, updates and episodes, and a record of every evaluation, in order."""
+    """Result of a run: control steps, updates, episodes, and a record of every evaluation in order."""
 
     env_steps: int
     updates: int
@@ -134,13 +134,15 @@ class OnlineResult:
     evaluations: tuple[Mapping[str, Any], ...]
 
     def dip(self, by: str = "deterministic_success") -> float | None:
-        """Return how far the figure `by` fell below that of the first evaluation, 0 for not; None without any."""
+        """Return the largest drop of the metric `by` below that of the first evaluation, 0 if none; None without
+        evaluations.
+        """
         found = [float(record[by]) for record in self.evaluations if by in record]
         return max(found[0] - min(found), 0.0) if found else None
 
 
 def plays_noise(policy: SteeredPolicy) -> Frozen:
-    """Return the base of a steered policy as it is: standard normal noise, in the agent's box."""
+    """Return the unsteered base of a steered policy: standard normal noise, in the agent's bounds."""
     shape = policy.base.noise_shape
 
     def act(seen: TensorObservation, state: Tensor, generator: torch.Generator) -> Tensor:
@@ -151,7 +153,7 @@ def plays_noise(policy: SteeredPolicy) -> Frozen:
 
 
 def plays_policy(policy: Policy, acting: Acts) -> Frozen:
-    """Return a policy that decides in the place of the agent of `acting`, without exploration noise."""
+    """Return a policy that acts in place of the agent of `acting`, without exploration noise."""
 
     def act(seen: TensorObservation, state: Tensor, generator: torch.Generator) -> Tensor:
         return acting.interface.to_agent(policy.act(seen, generator, deterministic=True).actions)
@@ -160,14 +162,16 @@ def plays_policy(policy: Policy, acting: Acts) -> Frozen:
 
 
 def plays_agent(agent: OfflineAgent) -> Frozen:
-    """Return an agent as it is now, drawing, whatever becomes of it later: give a copy."""
+    """Return an agent that samples its actions with its current weights; pass a copy, so that later training does not
+    change it.
+    """
     return lambda seen, state, generator: agent.act(state, generator)
 
 
 class Explorer:
-    """The agent as an actor of a world, which tells states and flat actions; a frozen policy decides in its place.
+    """The agent as actor of a world, which also returns states and flat actions; a frozen policy can act in its place.
 
-    share: of decisions that are the frozen policy's.
+    share: fraction of chunks from the frozen policy.
     """
 
     def __init__(self, policy: Acts, frozen: Frozen, generators: Generators):
@@ -177,12 +181,12 @@ class Explorer:
         self.share = 1.0
 
     def reset(self, rows: Rows = None) -> None:
-        """Let the policy forget `rows` [R], all of them for None."""
+        """Reset the policy for `rows` [R], or for all when None."""
         self.policy.reset(rows)
 
     @torch.no_grad()
     def choose(self, observation: Observation) -> tuple[Array, tuple[Tensor, Tensor]]:
-        """Return the next chunk [B, C, A] in the world's units, and the states [B, S] and flat actions [B, A']."""
+        """Return the next chunk [B, C, A] in the world's units, with the states [B, S] and flat actions [B, A']."""
         seen = to_tensors(observation, self.generators.device)
         state = self.policy.interface.state(seen)
         if self.share == 1:
@@ -198,7 +202,7 @@ class Explorer:
 
 
 class Online:
-    """One run of `learn_online`: what there is at any moment, and how it goes on."""
+    """State and steps of one `learn_online` run."""
 
     def __init__(
         self,
@@ -226,7 +230,7 @@ class Online:
         self.figures: dict[str, Tensor] = {}
 
     def play(self, player: Player[tuple[Tensor, Tensor]], seed: int, advance: Advance) -> None:
-        """Play a wave of episodes, as far as the budget goes, and learn after every decision from the switch on."""
+        """Play a batch of episodes within the step budget; after the warm-up, update after every policy call."""
         chunk, rows = self.policy.spec.chunk, player.world.batch_size
         # As many episodes as can each take one more decision within the budget.
         count = min(rows, (self.config.steps - self.env_steps) // chunk)
@@ -253,16 +257,16 @@ class Online:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the frozen policy still plays alone."""
+        """Whether the frozen policy still acts alone."""
         return self.env_steps < self.config.warmup
 
     @property
     def share(self) -> float:
-        """Share of decisions that are the frozen policy's by now."""
+        """Current fraction of chunks from the frozen policy."""
         return 1.0 if self.warming_up else self.config.base_share
 
     def keep(self, played: PlayedStep[tuple[Tensor, Tensor]], first: int) -> tuple[Tensor, Tensor]:
-        """Keep the decisions that were executed; return where they are and their rows, both [n].
+        """Store the executed chunks; return their indices and rows, both [n].
 
         first: number of the episode in row 0.
         """
@@ -288,7 +292,7 @@ class Online:
         return self.experience.add(state[rows], action[rows], kept), rows
 
     def learn(self, decisions: int) -> None:
-        """Take the updates that so many new decisions ask for, evaluating on the way."""
+        """Take the updates due for this number of new chunks, with the evaluations due in between."""
         if not self.switched:
             self.switch()
         # Fractions of an update are carried over, so `updates` may be below one a decision.
@@ -301,7 +305,7 @@ class Online:
                 self.look()
 
     def switch(self) -> None:
-        """Turn from the frozen policy to the agent, and evaluate before any update."""
+        """Switch from the frozen policy to the agent, and evaluate before any update."""
         self.switched = True
         if self.begins == "warm-up":
             self.basis = len(self.experience)
@@ -311,7 +315,7 @@ class Online:
         self.policy.begin_to_act()
 
     def batch(self) -> Transitions:
-        """Draw a batch: own decisions, and the share of recorded ones that is retained."""
+        """Sample a batch: own chunks, and the retained fraction of recorded ones."""
         config, draws = self.config, self.generators["batches"]
         retained = round(config.retain * config.batch_size)
         own = self.experience.transitions.draw(config.batch_size - retained, draws)
@@ -321,11 +325,11 @@ class Online:
 
     @property
     def seen(self) -> bool:
-        """Whether the policy as it is has been evaluated, or nobody asks."""
+        """Whether the current policy has been evaluated, or no evaluation is configured."""
         return self.evaluate is None or (bool(self.evaluations) and self.evaluations[-1]["updates"] == self.updates)
 
     def look(self) -> None:
-        """Evaluate the policy as it is, unless it has been, and note what was found."""
+        """Evaluate the current policy, unless it already has been, and record the result."""
         if self.evaluate is None or self.seen:
             return
         found = {f"deterministic_{name}": value for name, value in self.evaluate(self.policy).items()}
@@ -334,18 +338,18 @@ class Online:
             self.run.log(self.evaluations[-1])
 
     def finish(self) -> None:
-        """Evaluate and save at the end, an iteration of its own: a kill between the two leaves no second line."""
+        """Evaluate and save at the end, in one iteration, so that a kill in between does not log a second line."""
         if not self.seen:
             self.wave += 1
             self.look()
         self.save()
 
     def where(self) -> dict[str, int]:
-        """Return how far it is, by name."""
+        """Return the progress counters by name."""
         return {"iteration": self.wave, "updates": self.updates, "env_steps": self.env_steps}
 
     def log(self, succeeded: float) -> None:
-        """Write a line of metrics about the wave; raises NonFiniteError where learning has broken."""
+        """Log metrics of the batch of episodes; raises NonFiniteError when training has diverged."""
         for name, value in self.figures.items():
             require_finite(name, value, f"update {self.updates}")
         if self.run is not None:
@@ -370,7 +374,7 @@ class Online:
         save_trainer(self.run.path / "resume" / "online", tree)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `save` left."""
+        """Restore the state that `save` wrote."""
         for name in COUNTS:
             setattr(self, name, int(saved[name]))
         self.owed, self.switched = float(saved["owed"]), bool(saved["switched"])
@@ -397,12 +401,12 @@ def learn_online(
     seed: int = 0,
     run: RunFolder | None = None,
 ) -> OnlineResult:
-    """Let the agent of `policy` learn from its own decisions in `world`, in place, until the steps are used up.
+    """Train the agent of `policy` on its own data in `world`, in place, until the step budget is used up.
 
-    frozen: plays the warm-up; recorded: what `retain` draws from, as the agent sees it; begins: what the agent
-    standardises states by. run: gets lines of metrics, `checkpoint/` and a resume point: the same call after a kill
-    goes on from there and ends bit for bit in the same place. Raises ConfigError where recorded data is asked for and
-    there is none, SpecError where policy and world do not fit, NonFiniteError naming the update.
+    frozen: policy of the warm-up; recorded: transitions that `retain` samples from, in the agent's form; begins: source
+    of the agent's state normalisation. run: receives lines of metrics, `checkpoint/` and a resume point; after a kill,
+    the same call resumes with a bit-identical result. Raises ConfigError when recorded data is requested and missing,
+    SpecError when policy and world do not match, NonFiniteError naming the update.
     """
     if recorded is None and (config.retain or begins == "recorded"):
         raise ConfigError(f"retain={config.retain:g} draws from recorded decisions, and there are none.")
@@ -429,7 +433,7 @@ def learn_online(
 
 
 def into_the_world(agent: OfflineAgent, config: OnlineConfig) -> None:
-    """Do to an agent what the switch from recorded data to the world asks for; see `OnlineConfig`."""
+    """Reconfigure an agent for the switch from recorded data to the world; see `OnlineConfig`."""
     if config.moments == "reset":
         for optimiser in agent.optimisers.values():
             # Adam's moments are of the recorded data's gradients, which the first online steps would follow.

@@ -1,8 +1,9 @@
-"""Behaviour cloning: fit a policy to the action chunks of episodes, of those that say who acted to what is worth it.
+"""Behaviour cloning: fit a policy to the action chunks of episodes; where they record who acted, only to actions worth
+imitating.
 
-What a frozen encoder makes of every recorded observation may be computed once and kept: a vision-language model that
-does not learn reads a picture the same way in every training step. Reading it is most of the work: of LeRobot's tiny
-policies two thirds of a step, of full-sized ones more.
+The output of a frozen encoder can be computed once per recorded observation and cached, because a frozen
+vision-language model gives the same output at every training step. Encoding dominates the cost: two thirds of a step
+for LeRobot's tiny policies, more for full-sized ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from robopolicy.training.experience import require_lowering
 from robopolicy.training.fit import FitResult, fit
 
 AT_ONCE = 64
-"""Observations that are encoded at a time."""
+"""Number of observations encoded at a time."""
 
 
 def pretrain(
@@ -39,10 +40,9 @@ def pretrain(
 ) -> FitResult:
     """Fit `policy` to `episodes` and save it to the run's checkpoint folder.
 
-    A run that was killed goes on from its resume point and ends bit for bit in the same place. The policy ends in
-    evaluation mode, with averaged weights. seed: root of the batches drawn and of the noise.
-    Raises DataError where what the policy learns from holds NaN or infinity, ConfigError for a precision that policy or
-    processor do not have.
+    A killed run resumes from its resume point with a bit-identical result. The policy ends in evaluation mode, with
+    averaged weights. seed: root of the batch sampling and of the noise. Raises DataError when the training data
+    contains NaN or infinity, ConfigError for a precision that policy or processor do not support.
     """
     require_finite_columns(episodes.to_imitate(), policy.spec.observation)
     head = new_head(policy, episodes, config, seed) if config.auxiliary_keys else None
@@ -63,11 +63,11 @@ def imitate(
     read: list[dict[str, Tensor]] | None = None,
     head: FieldHead | None = None,
 ) -> FitResult:
-    """Fit `policy` to all episodes of `parts`, as config says, and show `label` meanwhile.
+    """Fit `policy` to all episodes of `parts` with the settings of config; `label` names the progress bar.
 
-    read: what config.keep_conditions keeps of the first parts, [N, ...] by name; the others' are added to it. head:
-    tells config.auxiliary_keys from what the policy sees, and learns with it.
-    Raises as `pretrain`.
+    read: cached conditions of the first parts (config.keep_conditions), [N, ...] by name; those of the other parts are
+    appended. head: predicts config.auxiliary_keys from the policy's features, and is trained with it. Raises as
+    `pretrain`.
     """
     require_lowering(policy, config.precision)
     device, read = next(policy.parameters()).device, [] if read is None else read
@@ -90,12 +90,12 @@ def regression_batches(
     generator: torch.Generator,
     read: Sequence[Mapping[str, Tensor]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield random decisions of `episodes` for ever, as `policy.loss` takes them; `generator` is all the state.
+    """Yield random batches of `episodes` for `policy.loss` indefinitely; the only state is `generator`.
 
-    Where they say what a teacher would have done, that is learned in every step, whoever acted. Where they say who
-    acted, what is not worth imitating is neither begun nor part of what is predicted. read: what a frozen encoder made
-    of all steps, part by part (`read_once`); without it, observations are read as they come. Raises DataError where
-    nothing is worth imitating.
+    If the episodes contain teacher labels, every step is trained on them, whoever acted. If they record who acted,
+    steps not worth imitating are neither sampled nor predicted. read: cached encoder outputs of all steps, one per part
+    (`read_once`); without it, observations are encoded in every batch. Raises DataError when no step is worth
+    imitating.
     """
     spec = policy.spec
     device = next(policy.parameters()).device
@@ -116,7 +116,7 @@ def regression_batches(
 
 
 def _with_past(batches: Iterator[dict[str, Any]], data: Episodes, count: int) -> Iterator[dict[str, Any]]:
-    """Yield `batches` with what was done in the `count` steps before, for chunks that begin in the past."""
+    """Yield `batches` with the actions of the `count` previous steps, for chunks that start in the past."""
     for batch in batches:
         past, known = data.before(batch["steps"], count)
         yield {**batch, "past": past, "past_valid": known}
@@ -130,9 +130,9 @@ def _labelled_batches(
     generator: torch.Generator,
     columns: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield decisions as `Episodes.sampler` does, whose actions are what a teacher decided on there, chunks [N, L, A].
+    """Yield batches as `Episodes.sampler` does, with the teacher's action chunks [N, L, A] as targets.
 
-    Of a policy that predicts further than the teacher, or than its episode goes on, the rest is not valid.
+    Steps beyond the teacher's chunk, or beyond the end of the episode, are not valid.
     """
     chosen, length = torch.arange(spec.prediction, device=data.device), labels.shape[1]
     # The teacher may predict fewer steps than the policy: its last one fills the rest, which `chosen < said` hides.
@@ -153,8 +153,8 @@ def _worthy_batches(
     generator: torch.Generator,
     columns: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
-    """Yield decisions as `Episodes.sampler` does that begin among the steps `worth` [N] bool, valid up to the first
-    that is not.
+    """Yield batches as `Episodes.sampler` does that start at steps in `worth` [N] bool, valid up to the first step that
+    is not.
     """
     among = worth.nonzero()[:, 0]
     if not len(among):
@@ -175,9 +175,9 @@ def _worthy_batches(
 
 @torch.no_grad()
 def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = "fp32") -> dict[str, Tensor]:
-    """Return the encoded observation of every step of `data`, name -> [N, ...], on the device of `data`.
+    """Encode the observation of every step of `data`; return name -> [N, ...], on the device of `data`.
 
-    Raises ConfigError where the encoder learns, sees no images, or what it makes of them does not fit into memory.
+    Raises ConfigError when the encoder is trained, reads no images, or its outputs do not fit into memory.
     """
     spec, found = policy.spec, {}
     # Evaluation mode: with dropout on, what is kept would be one random draw for the whole run.
@@ -194,7 +194,7 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
 
 
 def _resting(policy: Trainable) -> LearnsFromCondition:
-    """Return a policy whose encoder rests; raises ConfigError where it learns or sees no images."""
+    """Return the policy, typed as one with a frozen encoder; raises ConfigError if trained or without images."""
     if isinstance(policy, LearnsFromCondition) and policy.learns_from_condition and policy.caches_condition:
         return policy
     raise ConfigError(
@@ -204,7 +204,9 @@ def _resting(policy: Trainable) -> LearnsFromCondition:
 
 
 def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
-    """Return empty tensors for as many conditions as `data` has steps, made like the first ones; ConfigError."""
+    """Allocate tensors for the conditions of all steps of `data`, shaped like the first ones; raises ConfigError when
+    they do not fit.
+    """
     _require_room(made, data.step_count, data.device)
     return {
         name: torch.empty((data.step_count, *value.shape[1:]), dtype=value.dtype, device=data.device)
@@ -213,7 +215,7 @@ def _room(made: Mapping[str, Tensor], data: Episodes) -> dict[str, Tensor]:
 
 
 def _require_room(made: Mapping[str, Tensor], steps: int, device: torch.device) -> int:
-    """Return the bytes of so many conditions made like these; raises ConfigError where fewer are free."""
+    """Return the bytes that this number of conditions needs; raises ConfigError when fewer are free."""
     each, available = sum(value[0].nbytes for value in made.values()), free_memory(device)
     if available is not None and each * steps > available:
         raise ConfigError(
@@ -225,7 +227,7 @@ def _require_room(made: Mapping[str, Tensor], steps: int, device: torch.device) 
 
 @torch.no_grad()
 def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: LearningPrecision = "fp32") -> str:
-    """Return in one line what keeping the conditions of about so many steps like those of `data` will take.
+    """Return a one-line estimate of the memory for caching the conditions of this number of steps like those of `data`.
 
     Raises ConfigError as `read_once`.
     """
@@ -242,16 +244,16 @@ def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: Le
 def with_conditions(
     batches: Iterator[dict[str, Any]], read: Sequence[Mapping[str, Tensor]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield `batches`, which need no observations, with what was made of those of their steps.
+    """Yield `batches`, which contain no observations, with the cached conditions of their steps.
 
-    read: of all steps, in parts [N, ...] by name that follow one another.
+    read: conditions of all steps, in consecutive parts [N, ...] by name.
     """
     for batch in batches:
         yield {**batch, **{name: _taken([part[name] for part in read], batch["steps"]) for name in read[0]}}
 
 
 def _taken(parts: Sequence[Tensor], steps: Tensor) -> Tensor:
-    """Return the elements [S, ...] of parts [N, ...], which are not joined, for that would hold them twice."""
+    """Return the elements [S, ...] of parts [N, ...] without concatenating the parts, which would double the memory."""
     if len(parts) == 1:
         return parts[0][steps]
     found, first = parts[0].new_empty((len(steps), *parts[0].shape[1:])), 0

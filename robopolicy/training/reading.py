@@ -1,4 +1,4 @@
-"""What training reads of a dataset, in words: columns used and skipped, episodes, frames, instructions."""
+"""Report of the data that training reads: columns used and skipped, episodes, frames, instructions."""
 
 import textwrap
 from collections.abc import Collection, Mapping
@@ -35,9 +35,10 @@ _OUTCOMES = ("next.reward", "next.success", "next.terminated", "next.done", "nex
 
 @dataclass(frozen=True)
 class DataRead:
-    """What was read: columns by name, skipped ones with the reason; reads_text: whether the policy sees instructions.
+    """Data that was read: columns by name, skipped columns with the reason; reads_text: whether the policy reads
+    instructions.
 
-    reads_text is None where a policy does not say.
+    reads_text is None when the policy does not report it.
     """
 
     data: str
@@ -53,7 +54,7 @@ class DataRead:
         return {**asdict(self), "skipped": dict(self.skipped)}
 
     def lines(self) -> list[str]:
-        """Return it for people, a line a fact."""
+        """Return a human-readable report, one line per fact."""
         lines = [
             f"Data: {self.data}, {self.episodes} episodes, {self.frames} frames",
             f"Reads: {', '.join(self.columns)}",
@@ -72,9 +73,9 @@ def describe_reading(
     used: Collection[str],
     reads_text: bool | None = None,
 ) -> DataRead:
-    """Say what is learned from of the dataset at `data`, whose columns `features` (meta/info.json) promises.
+    """Describe the training data in the dataset at `data`, whose columns are `features` (meta/info.json).
 
-    used: keys of observations that reach the policy; reads_text: whether instructions do, None where it is not known.
+    used: keys of observations that the policy reads; reads_text: whether it reads instructions, None if unknown.
     """
     columns = camera_columns(features, Path(data))
     keys = {column: key for key, column in columns.items()}
@@ -100,11 +101,11 @@ def _reason(name: str, feature: Mapping[str, Any], was_read: bool) -> str:
 
 
 SLACK = 0.05
-"""Share by which a dataset's control rate may miss the policy's: LeRobot rounds it to whole numbers."""
+"""Tolerated relative deviation of a dataset's control rate from the policy's: LeRobot rounds rates to integers."""
 
 
 def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
-    """Raise DataError unless what a policy reads is there, with its shapes, elements, units and control rate."""
+    """Raise DataError unless the data has the policy's inputs with their shapes, elements, units and control rate."""
     require_recorded(path, episodes, spec.observation, spec.action)
     if not spec.fps:
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a trainer leaves behind for going on after a kill, and what must be the same then."""
+"""Trainer state: saving, loading, and checks that a resumed run matches."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ def save_trainer(folder: Path, tree: Tree) -> None:
 
 
 def load_trainer(folder: Path) -> dict[str, Any] | None:
-    """Read the trainer's state, or return None where no run has left one; what a killed save left beside it goes."""
+    """Load the trainer's state, or return None when there is none; removes the remains of an interrupted save."""
     if folder.parent.is_dir():
         sweep(folder.parent, folder.name)
     folder = recover_folder(folder)
@@ -29,7 +29,7 @@ def load_trainer(folder: Path) -> dict[str, Any] | None:
 
 
 def require_same_parts(saved: Tree, current: Tree, folder: Path) -> None:
-    """Raise CheckpointError unless the state in `folder` has the parts that this version goes on from."""
+    """Raise CheckpointError unless the state in `folder` has the parts that this version needs to resume."""
     if saved.keys() != current.keys():
         parts = ", ".join(sorted(set(saved) ^ set(current)))
         raise CheckpointError(
@@ -39,7 +39,7 @@ def require_same_parts(saved: Tree, current: Tree, folder: Path) -> None:
 
 
 def require_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], may_change: Sequence[str]) -> None:
-    """Raise ConfigError naming the keys in which a resumed run differs, apart from those that may change."""
+    """Raise ConfigError naming the keys in which a resumed run differs, except those that may change."""
     keys = (set(saved) | set(current)) - set(may_change)
     changed = sorted(key for key in keys if saved.get(key) != current.get(key))
     if changed:
@@ -48,7 +48,7 @@ def require_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], ma
 
 
 def on_device(tree: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return nested mappings with their tensors [...] on `device`: what was loaded from a file is on the CPU."""
+    """Move nested mappings with their tensors [...] to `device`; tensors loaded from a file are on the CPU."""
 
     def moved(value: Any) -> Any:
         if is_mapping(value):

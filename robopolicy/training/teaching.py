@@ -1,10 +1,10 @@
-"""A student learns from a teacher in the states that the student itself gets into: DAgger.
+"""DAgger: train a student on a teacher's labels in the states that the student visits.
 
-Ross, Gordon and Bagnell 2011, arXiv:1011.0686: in round i a share beta^i of the play is the teacher's, the rest the
-student's; whoever plays, the teacher says in every step what it would do; the student learns all of that. So it also
-learns the way back from its own mistakes, which no demonstration shows, and the teacher may see what the student cannot
-(the simulator's state, where the student has cameras). Deviations: who plays changes from episode to episode and not
-from step to step, and a round goes on from the student of the round before. Axes: N step, E episode.
+Ross, Gordon and Bagnell 2011, arXiv:1011.0686. In round i the teacher plays a fraction beta^i of the episodes, the
+student the rest. The teacher labels every step with its own action, and the student is trained on all labels. It thus
+learns to recover from its own errors, which demonstrations do not show. The teacher may read more than the student (the
+simulator's state, where the student has cameras). Deviations: the player changes per episode, not per step, and a round
+continues from the previous round's student. Axes: N step, E episode.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,15 +31,16 @@ from robopolicy.training.configuration import TeachConfig
 from robopolicy.training.pretrain import imitate
 
 HEAD = "auxiliary_head"
-"""Where a round keeps what the next one goes on with to tell config.auxiliary_keys."""
+"""Folder in which a round saves the head that predicts config.auxiliary_keys, for the next round."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Who teaches: says what it would do, and plays, disturbed, where the student does not yet.
+    """Teacher: labels states with its actions, and plays (with disturbances) the episodes that the student does not.
 
-    says: without noise; plays: number of a round -> who plays in it with some, so that it gets into states beside its
-    way; anew in every round, which then is the same whether those before it have just been played or are read.
+    says: the labelling policy, without noise; plays: round number -> the noisy policy that plays in it, so that it
+    visits states off its path. It is built anew in every round, so a round is the same whether earlier rounds were just
+    played or loaded.
     """
 
     says: Policy | Controller | Foresight
@@ -48,7 +49,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Taught:
-    """The student, the control steps that were played in all, and what each round came to."""
+    """The student, the total number of control steps, and the result of each round."""
 
     student: Trainable
     env_steps: int
@@ -66,11 +67,11 @@ def teach(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Taught:
-    """Teach a student for config.rounds rounds; each keeps its dataset and the student it made in folder/rounds.
+    """Train a student for config.rounds rounds; each saves its dataset and its student in folder/rounds.
 
-    world: shows what both read; new_student: builds one for the first round's episodes; load_student: reads what a
-    round has kept. A run that was killed goes on with the round that it was in. Raises SpecError where the student does
-    not fit the world, and what `record` and `fit` raise.
+    world: provides the observations of both; new_student: builds a student for the first round's episodes;
+    load_student: loads a saved round's student. A killed run continues with the round that it was in. Raises SpecError
+    when the student does not match the world, and the errors of `record` and `fit`.
     """
     played: list[Episodes] = []
     read: list[dict[str, Tensor]] = []
@@ -118,7 +119,7 @@ def _play(
     seed: int,
     device: torch.device | str,
 ) -> Episodes:
-    """Return the labelled episodes of a round: the teacher's share of them first, then the student's."""
+    """Return the labelled episodes of a round: first the teacher's, then the student's."""
     seeds = episode_seeds(seed, f"teach/{number}", config.episodes)
     # Seeds and draws of a round depend on its number alone: one that is played again is the same.
     draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
@@ -140,7 +141,7 @@ def _learn(
     read: list[dict[str, Tensor]],
     head: FieldHead | None,
 ) -> dict[str, float]:
-    """Fit the student to everything played so far; return the last losses. read, head: see `imitate`."""
+    """Fit the student to all episodes so far; return the last losses. read, head: see `imitate`."""
     generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
     # Earlier students only have to play the next round; the last one is what is kept, and learns longer.
     chosen = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
@@ -149,9 +150,10 @@ def _learn(
 
 
 def _outcome(episodes: Episodes, config: TeachConfig, number: int) -> dict[str, Any]:
-    """Return how many steps a round played, and how many of the student's episodes succeeded where the world says so.
+    """Return the number of steps of a round and, when the world reports success, the number of student episodes and
+    successes.
 
-    The student plays as it explores, and has learned in the rounds before.
+    The student plays with exploration, with the weights of the previous rounds.
     """
     found: dict[str, Any] = {"round": number, "played_steps": episodes.step_count}
     if episodes.success is None:

@@ -1,11 +1,11 @@
-"""One iteration's epochs over minibatches: a critic's regression and the actor's one form of loss.
+"""Minibatch updates of one iteration: critic regression and the actor's single loss form.
 
-The actor never learns what a step is: `evaluate` gives log-probabilities, the algorithm turns advantages and ratios
-into coefficients, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
+The actor's update does not depend on the type of step: `evaluate` gives log-probabilities, the algorithm computes
+coefficients from advantages and ratios, and the loss is `-sum(w * sg(c) * logp) + auxiliaries`.
 
-`PolicyAverage` is a moving average of past policies, to clip around where the policy that acted is long gone. Source:
-PPO-EWMA, Hilton et al. 2022, arXiv:2110.00641; taken up for asynchronous collection where old log-probabilities are
-missing by Missing Old Logits, arXiv:2605.12070.
+`PolicyAverage` is a moving average of past policies, used as clipping centre when the acting policy is old. Source:
+PPO-EWMA, Hilton et al. 2022, arXiv:2110.00641; used for asynchronous collection without old log-probabilities in
+Missing Old Logits, arXiv:2605.12070.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,25 +55,25 @@ WHOLE = frozenset({Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
 
 
 def by_episode(algorithm: Algorithm, config: FinetuneConfig) -> bool:
-    """Whether minibatches are of whole episodes, not of single decisions."""
+    """Whether minibatches consist of whole episodes instead of single action chunks."""
     return bool(algorithm.needs & WHOLE) or config.minibatch_episodes > 0
 
 
 def minibatch_rows(algorithm: Algorithm, config: FinetuneConfig, rows: int) -> int:
-    """Return how many of so many rows, episodes or decisions, a minibatch has."""
+    """Return the number of rows per minibatch, given `rows` episodes or chunks in total."""
     if by_episode(algorithm, config):
         return config.minibatch_episodes or max(1, rows // 4)
     return config.minibatch
 
 
 def minibatch_decisions(algorithm: Algorithm, config: FinetuneConfig, rollouts: Rollouts) -> int:
-    """Return how many decisions of such rollouts a minibatch has."""
+    """Return the number of chunks per minibatch for these rollouts."""
     rows, steps = rollouts.shape
     return minibatch_rows(algorithm, config, rows) * (steps if by_episode(algorithm, config) else 1)
 
 
 def _require_steps(algorithm: Algorithm, config: FinetuneConfig) -> None:
-    """Raise ConfigError where some random steps would be scored of decisions whose steps all count together."""
+    """Raise ConfigError when random steps are selected but the algorithm needs all steps of a chunk together."""
     if not config.scored_steps:
         return
     if algorithm.ratio_level.needs_all_steps:
@@ -140,9 +140,9 @@ class Learner:
     def update(
         self, rollouts: Rollouts, context: Context, draws: torch.Generator, where: str, *, train_actor: bool = True
     ) -> dict[str, float]:
-        """Run the epochs on rollouts with `advantage` (and `value_target`) among their extras; return the diagnostics.
+        """Run the epochs on rollouts with `advantage` (and `value_target`) among their extras; return the metrics.
 
-        draws: of minibatches and steps; where: names the iteration in errors.
+        draws: generator of minibatches and steps; where: name of the iteration in errors.
         """
         self.before_step = []
         rows: list[dict[str, Tensor]] = []
@@ -174,11 +174,11 @@ class Learner:
         return self.stats
 
     def _source(self, rollouts: Rollouts) -> Rollouts:
-        """Return what minibatches are drawn from: rows are whole episodes, or single decisions.
+        """Return the data that minibatches are sampled from: rows are whole episodes, or single chunks.
 
-        What no step reads is left out, because gathering images for every minibatch takes longer than learning from it:
-        next observations have done their part in the critic's targets, and a condition that a frozen encoder kept
-        stands for the images, unless an auxiliary loss asks a policy for fresh decisions.
+        Fields that no step reads are dropped, because gathering images for every minibatch takes longer than the update
+        itself. Next observations are already used in the critic's targets. Cached conditions of a frozen encoder
+        replace images, unless an auxiliary loss samples new chunks.
         """
         unseen = self.critic is None or not self.critic.reads_images
         # Auxiliary losses may ask a policy for fresh decisions, for which a cached condition is not enough.
@@ -191,15 +191,15 @@ class Learner:
         return flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))
 
     def _scale(self, loss: str) -> float:
-        """By what a knob multiplies an auxiliary loss, or the policy gradient's, "rl"."""
+        """Return the factor of an auxiliary loss, or of the policy-gradient loss, "rl"."""
         return self.knobs.get(f"{loss}_scale", 1.0)
 
     def _asked(self) -> list[str]:
-        """Name the auxiliary losses that no knob has switched off."""
+        """Return the names of the auxiliary losses whose factor is not zero."""
         return [name for name in self.algorithm.auxiliaries if self._scale(name)]
 
     def _minibatches(self, source: Rollouts, draws: torch.Generator) -> list[Tensor]:
-        """Return the rows of each minibatch of an epoch: some rows of every size, or the episodes of some groups."""
+        """Return the rows of each minibatch of an epoch: random rows, or the episodes of whole groups."""
         rows = len(source.group)
         size = minibatch_rows(self.algorithm, self.config, rows)
         if Need.WHOLE_GROUPS not in self.algorithm.needs:
@@ -297,7 +297,7 @@ class Learner:
         return {**stats, **extra, **named, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
 
     def _score(self, batch: Rollouts, logp: Tensor, step: Tensor, scores: Scores, share: float) -> Scored:
-        """Put a minibatch and its scores together as coefficients see it."""
+        """Combine a minibatch and its log-probabilities into the input of the coefficients."""
         behaviour, proximal, mask, advantage = (
             item.gather(-1, step)
             for item in (batch.logp_behaviour, batch.proximal, batch.mask, batch.extras["advantage"])
@@ -345,24 +345,26 @@ class Learner:
         }
 
     def _live(self, source: Rollouts) -> Tensor | None:
-        """Return which steps are not pruned in every decision alike, [k] of K; None where none is."""
+        """Return the steps that are not pruned in every chunk, [k] of K; None when there are no fully pruned steps."""
         # A step that no decision of this iteration learns from is not even scored.
         pruned = source.extras.pruned
         dead = None if pruned is None or not len(pruned) else pruned.flatten(0, 1).all(0)
         return None if dead is None or not bool(dead.any()) else (~dead).nonzero().squeeze(1)
 
     def _steps(self) -> Tensor:
-        """Return the steps that are not pruned in every decision alike, [k] of K."""
+        """Return the steps that are not pruned in every chunk, [k] of K."""
         return torch.arange(self.sampling_steps) if self.live is None else self.live
 
     def _most_noisy(self, source: Rollouts) -> int:
-        """Return how many steps a decision chose at most; the others, such as those without noise, earn nothing."""
+        """Return the maximum number of noisy steps per chunk; the others have no gradient."""
         # Steps without noise have no density and no gradient: scoring them would be wasted.
         steps = self._steps().to(source.mask.device)
         return max(1, int(source.mask[..., steps].sum(-1).max())) if len(source.mask) else len(steps)
 
     def _choose_steps(self, batch: Rollouts, draws: torch.Generator) -> tuple[Tensor, bool]:
-        """Return the indices of the steps to score, [b, t, k], and whether they are a choice: noisy ones first."""
+        """Return the indices of the steps to evaluate, [b, t, k], and whether they are a subset; noisy steps come
+        first.
+        """
         steps = self._steps().to(draws.device)
         shape, count = (*batch.shape, len(steps)), min(self.config.scored_steps or self.most, self.most)
         if count >= len(steps):
@@ -376,20 +378,20 @@ class Learner:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Undo the last actor step, if this iteration has made one."""
+        """Undo this iteration's last actor step, if there is one."""
         if self.before_step:
             put_back(self.optimiser, self.before_step)
             if self.average is not None:
                 self.average.take_back()
 
     def rebase(self) -> None:
-        """Let the base be the policy as it is now: what holds it near its base starts from here."""
+        """Reset the base (reference) policy to the current policy; the KL/BC terms are relative to it from now on."""
         if self.base is not None:
             load_learned(self.base, learned(self.policy))
             self.reborn = True
 
     def tree(self) -> dict[str, Any]:
-        """Return everything that changes, for a checkpoint."""
+        """Return the mutable state, for a checkpoint."""
         return {
             "steps": self.steps,
             "knobs": dict(self.knobs),
@@ -403,7 +405,7 @@ class Learner:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.steps = tree["steps"]
         self.knobs = dict(tree["knobs"])
         self.stats = dict(tree["stats"])
@@ -420,9 +422,10 @@ class Learner:
 
 
 class PolicyAverage:
-    """The average of the weights after every update, the newest with weight 1, each earlier one `decay` of its next.
+    """Average of the weights after every update; the newest has weight 1, each earlier one `decay` times its
+    successor's.
 
-        mean_n = sum_i decay^(n - i) w_i / sum_i decay^(n - i),   i = 0 (the policy as it came) .. n
+    mean_n = sum_i decay^(n - i) w_i / sum_i decay^(n - i), i = 0 (the initial policy) .. n
 
     decay: in [0, 1), 0 is the policy itself; its centre of mass lies decay / (1 - decay) updates back.
     """
@@ -436,17 +439,17 @@ class PolicyAverage:
 
     @property
     def policy(self) -> ScoredPolicy:
-        """The average, frozen."""
+        """The averaged policy, frozen."""
         return self._mean
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probabilities [N, K] of recorded decisions under the average, without gradient."""
+        """Return the log-probabilities [N, K] of recorded chunks under the average, without gradient."""
         with torch.no_grad():
             return scores_of(self._mean, observation, latents).logp
 
     @torch.no_grad()
     def update(self, policy: Trainable) -> None:
-        """Take in the weights after an update."""
+        """Add the weights after an update."""
         # Kept for `take_back`, where the KL stop undoes the step that this average has taken in.
         self._before = self.total, [weight.clone() for weight in self._learning]
         self.total = self.decay * self.total + 1
@@ -466,10 +469,10 @@ class PolicyAverage:
         self._before = None
 
     def tree(self) -> dict[str, Any]:
-        """Return everything that changes, for a checkpoint."""
+        """Return the mutable state, for a checkpoint."""
         return {"total": self.total, "policy": self._mean.state_dict()}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.total = tree["total"]
         self._mean.load_state_dict(tree["policy"])

@@ -1,4 +1,6 @@
-"""Why a policy that was fine-tuned is no better than its base: read off what the run recorded, and what to try then."""
+"""Advice after fine-tuning: find in the recorded metrics why a policy is no better than its base, and suggest what to
+try.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +14,19 @@ from robopolicy.runs import output
 from robopolicy.training.configuration import FinetuneConfig
 
 FEW = 10
-"""Iterations below which a policy has hardly had time to change."""
+"""Number of iterations below which a policy has hardly had time to change."""
 STILL = 1e-4
-"""KL divergence of decisions below which a policy has hardly moved in an iteration."""
+"""KL divergence per iteration below which a policy has hardly changed."""
 CEILING = 0.98
-"""Success of a base above which evaluations can hardly show a gain."""
+"""Success rate of the base policy above which evaluations can hardly show a gain."""
 
 
 class Scored(Protocol):
-    """An evaluation, as far as advice looks at it."""
+    """The parts of an evaluation that the advice reads."""
 
     @property
     def score(self) -> float:
-        """Success, else the mean return."""
+        """Success rate, or the mean return when the world does not report success."""
         ...
 
     @property
@@ -35,11 +37,12 @@ class Scored(Protocol):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run of fine-tuning recorded on the way; sequences are by iteration, those that say it.
+    """Metrics recorded during a fine-tuning run; each sequence has one entry per iteration that logged the metric.
 
-    iterations: how many; learned: in how many of them the policy took steps; episodes: that ended; success, returns:
-    their means while collecting; signal: share of rows with an advantage; kl, clip_fraction: of updates; stops: share
-    of iterations whose epochs the target of the KL divergence ended; best: iteration whose weights were kept, if known.
+    iterations: number of iterations; learned: iterations in which the policy took gradient steps; episodes: episodes
+    that ended; success, returns: their means during collection; signal: fraction of batch rows with a non-zero
+    advantage; kl, clip_fraction: of the updates; stops: fraction of iterations whose epochs were stopped early by the
+    target KL divergence; best: iteration whose weights were saved, if known.
     """
 
     iterations: int = 0
@@ -56,7 +59,7 @@ class Evidence:
 
     @staticmethod
     def of(records: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None = None) -> "Evidence":
-        """Return the evidence of metrics.jsonl; best: the evaluation whose weights were kept."""
+        """Read the evidence from the records of metrics.jsonl; best: the evaluation whose weights were saved."""
         found = [record for record in records if record.get("iteration", 0) > 0 and "episodes" in record]
 
         def column(name: str) -> tuple[float, ...]:
@@ -87,9 +90,10 @@ def evident_cause(
     world: str = "",
     inside: str = "",
 ) -> str:
-    """Return the first cause that the evidence shows, with the way out; empty where it shows none.
+    """Return the first cause that the evidence supports, with a remedy; "" if it supports none.
 
-    difference: tuned - base on the same episodes; world: name of the world; inside: such as " imagined" of episodes.
+    difference: tuned - base on the same episodes; world: name of the world; inside: word inserted before "episodes",
+    such as " imagined".
     """
     told_apart = difference is not None and difference.high < 0
     causes = (
@@ -104,9 +108,9 @@ def evident_cause(
 
 
 def nothing_paid(seen: Evidence, config: FinetuneConfig, world: str = "", inside: str = "") -> str:
-    """Return what to do where no episode succeeded or was paid otherwise than others: nothing tells good from bad.
+    """Return advice for runs in which no episode succeeded and all rewards were equal, so there is no learning signal.
 
-    Empty where some were. world, inside: as in `evident_cause`.
+    Return "" if some episode succeeded or rewards differed. world, inside: as in `evident_cause`.
     """
     if not seen.paid or any(seen.success):
         return ""
@@ -144,7 +148,7 @@ def _nothing_to_gain(base: Scored) -> str:
 
 
 def _too_large(seen: Evidence, config: FinetuneConfig) -> str:
-    """Updates beyond the bounds that are set, or success that fell while they were taken."""
+    """Check whether updates exceeded their configured bounds (target KL, clipping)."""
     clipped = sum(seen.clip_fraction) / len(seen.clip_fraction) if seen.clip_fraction else 0.0
     if not seen.kl or (seen.stops < 0.5 and clipped < 0.3):
         return ""
@@ -159,7 +163,7 @@ def _too_large(seen: Evidence, config: FinetuneConfig) -> str:
 
 
 def _other_reward(seen: Evidence) -> str:
-    """The return rose and success fell: the reward pays for something else."""
+    """Check whether the return rose while success fell: the reward does not match success."""
     if min(len(seen.success), len(seen.returns)) < 4:
         return ""
     (began, ended), (low, high) = _ends(seen.success), _ends(seen.returns)
@@ -197,7 +201,7 @@ def _within_noise(difference: Paired | None) -> str:
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first and of the last quarter of `values`."""
+    """Return the means of the first and the last quarter of `values`."""
     part = max(1, len(values) // 4)
     return sum(values[:part]) / part, sum(values[-part:]) / part
 
@@ -210,10 +214,10 @@ def print_advice(
     seen: Evidence | None = None,
     world: str = "",
 ) -> None:
-    """Say why the tuned policy is no better than its base, as far as the run shows it, and what to try.
+    """Print why the tuned policy is no better than its base, according to the run's metrics, and what to try.
 
-    horizon: control steps of an episode, 0 where none is known; iterations: how many there were, None for enough; seen:
-    what the run recorded, None where nothing did; world: its name.
+    horizon: control steps per episode, 0 if unknown; iterations: number of iterations, None if there were enough; seen:
+    recorded metrics, None if there are none; world: name of the world.
     """
     base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
     if tuned.score > base.score:

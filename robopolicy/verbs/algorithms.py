@@ -1,13 +1,12 @@
-"""Lists what fine-tuning can be composed of: presets, and the mechanisms of every slot with a line and a source each.
+"""Lists the presets and mechanisms that fine-tuning is composed of, with one line and one source per mechanism.
 
-Those that no recipe and no benchmark uses are listed after the others, as built and tested, effect not measured.
+Mechanisms that no recipe and no benchmark uses are listed last, as built and tested but with no measured effect.
 
-`robopolicy algorithms grpo` explains one entry and its options; a preset's parts are shown slot by slot, each with the
-file where it lies. Choose with finetune.algorithm=NAME and replace single slots with finetune.advantage=NAME,
-finetune.credit=[NAME,NAME]; set options with finetune.options.NAME.OPTION=VALUE.
-`robopolicy algorithms papers` lists every paper that this suite was asked for: what carries it, which test checks its
-mathematics, whether all of it works, and what `robopolicy bench mechanisms` measured; a paper's name, such as BAPO or
-RL-100, shows its row alone.
+`robopolicy algorithms grpo` explains one entry and its options; for a preset it lists the mechanism in each slot and
+its source file. Select a preset with finetune.algorithm=NAME, replace single slots with finetune.advantage=NAME or
+finetune.credit=[NAME,NAME], and set options with finetune.options.NAME.OPTION=VALUE. `robopolicy algorithms papers`
+lists all requested papers: the code that implements each, the test that checks its mathematics, whether it is complete,
+and the effect measured by `robopolicy bench mechanisms`. A paper's name, such as BAPO or RL-100, shows its row only.
 """
 
 from typing import Any
@@ -35,14 +34,14 @@ VERB = Verb(
 
 
 UNMEASURED = "Built and tested, effect not measured"
-"""What stands above mechanisms that no recipe and no benchmark uses, and presets that are made of some."""
+"""Heading above mechanisms that no recipe and no benchmark uses, and above presets that contain such mechanisms."""
 
 PAPERS = "papers"
-"""The word that asks for all papers in the place of a name."""
+"""Word that lists all papers when given instead of a name."""
 
 
 def run(config: Config) -> int:
-    """Print all, the papers, or the entries called `algorithms.name`."""
+    """Print all entries, the papers, or the entries named `algorithms.name`."""
     name = config.algorithms.name
     chosen = entries_at(name) if is_dotted(name) else [entry for entry in mechanisms() if name in ("", entry.name)]
     presets = {key: preset for key, preset in PRESETS.items() if name in ("", key)}
@@ -83,12 +82,12 @@ def run(config: Config) -> int:
 
 
 def is_measured(preset: str) -> bool:
-    """Whether recipes or benchmarks use every mechanism that a preset resolves to."""
+    """Check whether recipes or benchmarks use every mechanism that a preset resolves to."""
     return all(entry.measured for entry in AlgorithmConfig(preset).resolved().entries)
 
 
 def entries_at(path: str) -> list[Mechanism]:
-    """Return the mechanisms at a dotted path; raises ConfigError where there is none."""
+    """Return the mechanisms at an import path; raises ConfigError when there is none."""
     found = declared_at(path)
     if not found:
         raise ConfigError(
@@ -99,7 +98,7 @@ def entries_at(path: str) -> list[Mechanism]:
 
 
 def show_presets(presets: dict[str, dict[str, Any]]) -> None:
-    """Print what each preset puts into the slots."""
+    """Print the mechanisms that each preset puts into the slots."""
     table = Table(title="finetune.algorithm", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("preset", style="bold")
     table.add_column("slots", overflow="fold")
@@ -109,7 +108,7 @@ def show_presets(presets: dict[str, dict[str, Any]]) -> None:
 
 
 def show_resolved(resolved: Resolved) -> None:
-    """Print what a preset puts into every slot, defaults included, and the file in which each part lies."""
+    """Print the mechanism of every slot of a preset, defaults included, and the file that implements it."""
     title = f"What {resolved.name} resolves to (ratio_level={resolved.ratio_level.value})"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("slot", "part", "options", "file"):
@@ -121,9 +120,10 @@ def show_resolved(resolved: Resolved) -> None:
 
 
 def resolved_rows(resolved: Resolved) -> list[dict[str, Any]]:
-    """Return the parts by slot in the order in which an iteration comes to them, with the options as they are used.
+    """Return the resolved mechanisms by slot, in the order in which an iteration runs them, with their effective
+    options.
 
-    part and file are "" where a slot is empty.
+    part and file are "" for an empty slot.
     """
     rows: list[dict[str, Any]] = []
     for slot in Slot:
@@ -154,7 +154,7 @@ def show_slot(slot: Slot, entries: list[Mechanism]) -> None:
 
 
 def explain(entry: Mechanism) -> None:
-    """Print one mechanism's full text and options."""
+    """Print the full description and the options of one mechanism."""
     output.print(f"[bold]{entry.slot.value} {entry.name}[/]\n{escape(entry.text)}")
     for option, default in entry.options.items():
         output.print(f"  finetune.options.{entry.name}.{option}={default}", markup=False)
@@ -170,7 +170,7 @@ def explain(entry: Mechanism) -> None:
 
 
 def show_papers(chosen: list[Paper]) -> None:
-    """Print papers, those of the list and then the other sources of mechanisms, and how many of them work."""
+    """Print the requested papers, then the other sources of mechanisms, and how many of them are complete."""
     for kind, title in TITLES.items():
         rows = [paper for paper in chosen if paper.kind == kind]
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))

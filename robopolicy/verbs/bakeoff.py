@@ -1,9 +1,11 @@
-"""Says which judge of the gate to trust on data like yours: each scores policies whose true value the world tells.
+"""Compares the off-policy evaluators of the gate on your data: each scores policies whose true performance is measured
+in the world.
 
-For every judge that gate.judges names: rank correlation with the truth, regret of taking its favourite, error where
-units agree, and what the gate would do with every pair of policies: how often it lets in one that is no better (false
-accepts) and keeps out one that is (false rejects). gate.judges=[model,fqe,critic] compares all three; importance, where
-its data logs chains, says of which policies it knows too little.
+For each evaluator in gate.judges it reports the rank correlation with the true performance, the regret of its top
+choice, and the error if units agree. It also reports the gate's decision on every pair of policies: the rate of
+accepting one that is no better (false accepts) and of rejecting one that is better (false rejects).
+gate.judges=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies for
+which too little logged data counts.
 """
 
 import math
@@ -38,7 +40,7 @@ HEADER = ("judge", "Spearman [95 %]", "regret@1", "error", "false accepts", "fal
 
 
 def run(config: Config) -> int:
-    """Measure the truth, ask the judges, score them."""
+    """Measure the true performance, run the evaluators, and score them."""
     section, device = config.bakeoff, choose_device(config.run)
     if len(section.policies) < 3:
         raise ConfigError("Judges are scored on at least three policies: bakeoff.policies=[A,B,C], better ten.")
@@ -102,7 +104,7 @@ def run(config: Config) -> int:
 
 
 def _why_none(scores: Iterable[JudgeScore]) -> str:
-    """Return why none of the judges is recommended."""
+    """Return why no evaluator is recommended."""
     if any(score.accepted for score in scores):
         return "No judge is safe here (5 % false accepts): give the gate a larger gate.margin."
     return (

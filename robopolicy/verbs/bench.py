@@ -1,4 +1,4 @@
-"""Prints figures side by side: how fast simulators are, how methods learn, and what world models are good for.
+"""Runs a benchmark and prints its tables: simulator speed, learning methods, world models, recorded data.
 
 - sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
   interleaved in one process.
@@ -13,7 +13,7 @@
 - language: PPO, GRAPE and a teacher beside imitation, under twelve instructions of one scene, with controls.
 - delay: success against the control steps that a decision takes, for every way of living with it.
 
-Of world models:
+On world models:
 
 - ranking: do they order policies as the simulator does?
 - imagination: fine-tuning inside them, judged in the simulator, also on narrow data.
@@ -24,18 +24,18 @@ Of world models:
 - joint: planning with one model of actions, futures and values.
 - video: images far ahead, with and without memory.
 
-Of recorded data:
+On recorded data:
 
 - rl100: from imitation over gated rounds to one denoising step, stage by stage.
 - offline: what a policy learns from its own log, way by way; deployed above a floor; corrected by operators.
 - online: learning in the world within 100,000 steps, by critics or by PPO, and what is lost when it begins.
 - gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
 
-Closed, with their figures and the last commit of their code in robopolicy/benchmarks/README.md: precision, styles.
+Closed, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision, styles.
 
-`tables` writes the tables of results in the READMEs, and draws their plots, from assets/figures. All but sims go on
-where they were interrupted, and several processes may measure other seeds (bench.seeds) in one folder at once; the same
-command with all seeds then shows all. A benchmark of your own is named by its dotted path,
+`tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims
+resume after an interruption. Several processes may measure different seeds (bench.seeds) in one folder at once; the
+same command with all seeds then shows all. Select a custom benchmark by its import path,
 bench.name=package.module:BENCHMARK.
 """
 
@@ -68,10 +68,12 @@ VERB = Verb(
 )
 
 Figures = Mapping[str, Any]
-"""What a benchmark measured, ready for JSON; assets/figures/<benchmark>.json holds what `json=PATH` wrote."""
+"""Results of a benchmark, JSON-serialisable; assets/figures/<benchmark>.json contains what `json=PATH` wrote."""
 
 PACKAGE = "robopolicy.benchmarks"
-"""The package of ours, which pyproject.toml leaves out of wheels, and the entry points of strangers'."""
+"""Package of the built-in benchmarks, excluded from wheels by pyproject.toml, and entry-point group of third-party
+ones.
+"""
 
 BENCHMARKS = Registry(
     "benchmark",
@@ -106,10 +108,12 @@ BENCHMARKS = Registry(
         )
     },
 )
-"""Name -> where its `Benchmark` is. They stand above the verbs that they run, so they are looked up, not imported."""
+"""Name -> import path of its `Benchmark`. Benchmarks import the verbs that they run, so they are looked up by path, not
+imported here.
+"""
 
 CLOSED = dict.fromkeys(("precision", "styles"), "dd104cb")
-"""Benchmarks whose question is answered -> the last commit that has their code; figures and tables stay."""
+"""Closed benchmarks -> the last commit that contains their code; results and tables stay published."""
 
 
 @dataclass(frozen=True)
@@ -123,13 +127,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One claim that is checked.
+    """One benchmark: a claim and how to measure it.
 
-    claim: what is asked, in a sentence; reads: which settings of `bench.` it understands; measure: (configuration,
-    folder of the benchmark) -> figures, without doing again what lies in the folder; tables: figures -> tables, for the
-    terminal, the report and the READMEs alike; picture: figures, as published -> the plot that stands above those
-    tables in the README, None for none; sections: (figures, folder) -> plots and videos of the report; bulky: keys of
-    figures that only the report needs, left out of json=PATH.
+    claim: the question, in one sentence; reads: the `bench.` settings that it uses; measure: (configuration, folder of
+    the benchmark) -> results, reusing what is already stored in the folder; tables: results -> tables, for terminal,
+    report and READMEs; picture: published results -> the plot above those tables in the README, None for none;
+    sections: (results, folder) -> plots and videos of the report; bulky: keys of the results that only the report
+    needs, omitted from json=PATH.
     """
 
     claim: str
@@ -142,12 +146,12 @@ class Benchmark:
 
 
 def run(config: Config) -> int:
-    """Run one benchmark: print its tables, write report.html and benchmark.json into runs/bench/<name>.
+    """Run one benchmark: print its tables and write report.html and benchmark.json into runs/bench/<name>.
 
-    Processes that measure other seeds may share the folder: benchmark.json and the report then show the seeds of the
-    one that ended last, and the same command with all seeds shows all. Figures are written before tables are made of
-    them. Raises ConfigError as `named` does, and where the benchmark does not read a setting that is given, or what it
-    makes of its figures is no `Table`.
+    Processes that measure different seeds may share the folder. benchmark.json and the report then show the seeds of
+    the process that finished last; the same command with all seeds shows all. Results are written before the tables are
+    built. Raises ConfigError as `named` does, when a given setting is not used by the benchmark, and when its tables
+    are not `Table` objects.
     """
     name = config.bench.name
     benchmark = named(name)
@@ -177,9 +181,9 @@ def run(config: Config) -> int:
 
 
 def named(name: str) -> Benchmark:
-    """Return the benchmark of this name or dotted path.
+    """Return the benchmark with this name or import path.
 
-    Raises ConfigError where there is none, it is closed, or one of ours, which only a checkout has: wheels leave them
+    Raises ConfigError when it does not exist, is closed, or is a built-in one that is missing because wheels leave them
     out.
     """
     if name in CLOSED:
@@ -199,9 +203,10 @@ def named(name: str) -> Benchmark:
 
 
 def require_table(name: str, table: object, root: Path) -> None:
-    """Raise ConfigError, saying where the figures are, unless `table` is a `Table` of text, each line like its header.
+    """Raise ConfigError, naming the file with the results, unless `table` is a `Table` of text with as many cells per
+    line as its header.
 
-    name: of the benchmark.
+    name: name of the benchmark.
     """
     kept = f"The figures are in {root / 'benchmark.json'}."
     if not isinstance(table, Table):
@@ -218,7 +223,7 @@ def require_table(name: str, table: object, root: Path) -> None:
 
 
 def refuse_unread(config: Config, benchmark: Benchmark) -> None:
-    """Raise ConfigError where a setting of `bench.` is given that this benchmark does not read."""
+    """Raise ConfigError when a `bench.` setting is given that this benchmark does not use."""
     defaults = type(config.bench)()
     for item in dataclasses.fields(config.bench):
         changed = getattr(config.bench, item.name) != getattr(defaults, item.name)
@@ -228,7 +233,7 @@ def refuse_unread(config: Config, benchmark: Benchmark) -> None:
 
 
 def command_of(config: Config) -> str:
-    """Return the command line that repeats this benchmark with the same settings."""
+    """Return the command line that reruns this benchmark with the same settings."""
 
     def written(item: object) -> str:
         text = str(item)
@@ -244,7 +249,7 @@ def command_of(config: Config) -> str:
 
 
 def without(figures: Any, keys: frozenset[str]) -> Any:
-    """Return nested `figures` without what stands under `keys`, at any depth."""
+    """Return nested `figures` without the entries under `keys`, at any depth."""
     if isinstance(figures, Mapping):
         return {key: without(value, keys) for key, value in figures.items() if key not in keys}
     if isinstance(figures, list):

@@ -1,10 +1,11 @@
-"""Checks something of yours against its contract, and says what it can be used for.
+"""Checks your own world, policy, world model or mechanism against its interface contract, and reports what it can be
+used for.
 
-The target is a checkpoint folder, a world's name, or the dotted path, package.module:Name, of a world, a policy, a
-world model, a controller, a mechanism of fine-tuning or a benchmark. A policy or world model without a checkpoint is
-built, and tried on a dozen episodes that random actions play in the configured world; a controller plays them itself.
-What fails is named in a sentence, and the exit status is 1. Of a policy's checkpoint it is said, too, whether it fits
-the world that it comes from, or world=NAME.
+The target is a checkpoint folder, a world's name, or an import path (package.module:Name) of a world, policy, world
+model, controller, fine-tuning mechanism or benchmark. A policy or world model without a checkpoint is built and tested
+on twelve episodes of random actions in the configured world; a controller plays them itself. Each failure is described
+in one sentence, and the exit status is 1. For a policy checkpoint the check also reports whether it fits the world that
+it was trained in, or world=NAME.
 """
 
 import inspect
@@ -60,7 +61,7 @@ MODEL_ALLOWS = "train it (worldmodel.kind), evaluate, finetune, rank and plan in
 
 
 def run(config: Config) -> int:
-    """Check, and print what the target allows or the first promise that it breaks."""
+    """Run the check and print what the target can be used for, or the first violation of its contract."""
     target = config.check.target
     if not target:
         raise ConfigError("Check what? Write: robopolicy check TARGET, a checkpoint or package.module:Name")
@@ -79,7 +80,9 @@ def run(config: Config) -> int:
 
 
 def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
-    """Return what `target` is, in words, and its check, which raises AssertionError or says what it allows."""
+    """Return the type of `target` in words, and its check, which raises AssertionError or returns what the target
+    allows.
+    """
     if Path(target).is_dir():
         return checkpoint_checker(config, Path(target))
     if target in POLICIES or target in WORLD_MODELS:
@@ -104,7 +107,9 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
 
 
 def is_controller(found: Any) -> bool:
-    """Whether what a dotted path names makes a controller: a class that acts and is nothing else, or returns one."""
+    """Check whether an object imported by path creates a controller: a class that only acts, or a function that returns
+    one.
+    """
     if not isinstance(found, type):
         found = getattr(found, "__annotations__", {}).get("return")
     return found is Controller or (
@@ -113,7 +118,9 @@ def is_controller(found: Any) -> bool:
 
 
 def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
-    """Check that mechanisms can be called as their slots do, and say where they go; AssertionError if not."""
+    """Check that mechanisms accept the arguments of their slots, and list the settings that select them; raises
+    AssertionError otherwise.
+    """
     lines: list[str] = []
     for entry in entries:
         given = CALLED_WITH[entry.slot]
@@ -131,7 +138,7 @@ def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
 
 
 def benchmark_lines(found: Benchmark, target: str) -> list[str]:
-    """Check that a benchmark reads settings that there are, and say how it is run; AssertionError if not."""
+    """Check that a benchmark reads existing settings, and describe how to run it; raises AssertionError otherwise."""
     known = {item.name for item in fields(BenchSection)} - {"name"}
     unknown = [key for key in found.reads if key not in known]
     assert not unknown, f"it reads bench.{unknown[0]}, which there is not:{did_you_mean(unknown[0], known)}"
@@ -140,7 +147,7 @@ def benchmark_lines(found: Benchmark, target: str) -> list[str]:
 
 
 def controller_lines(config: Config, target: str) -> list[str]:
-    """Check a controller in the configured world, and let it play."""
+    """Check a controller in the configured world and play episodes with it."""
     world = build_world(config.world, batch_size=EPISODES, seed=config.run.seed)
     try:
         check_controller(lambda: load_controller(target, world.spec), world)
@@ -152,7 +159,7 @@ def controller_lines(config: Config, target: str) -> list[str]:
 
 
 def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], list[str]]]:
-    """Return the check of a checkpoint of a policy, or of a world model, which is loaded."""
+    """Return the check of a policy checkpoint, or of a world model checkpoint, which is only loaded."""
     device = choose_device(config.run)
     if holds_world_model(folder):
 
@@ -170,7 +177,7 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
 
 
 def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.device) -> list[str]:
-    """Say whether a policy fits the configured world, and what it lacks to drive a robot."""
+    """Report whether a policy fits the configured world, and what is missing to drive a robot with it."""
     world = config.world.name
     found = [] if policy.spec.fps else [f"Not on a robot: {no_rate(folder)}"]
     if not world:
@@ -183,7 +190,7 @@ def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.de
 
 
 def load_at_best(folder: Path, device: torch.device) -> Policy:
-    """Load a policy, as one that learns where it becomes one."""
+    """Load a policy, in its trainable form if it has one."""
     policy = load_policy(folder, device)
     if isinstance(policy, BecomesTrainable):
         with suppress(ConfigError):
@@ -192,7 +199,7 @@ def load_at_best(folder: Path, device: torch.device) -> Policy:
 
 
 def kind_checker(config: Config, kinds: Kinds, target: str) -> tuple[str, Callable[[], list[str]]]:
-    """Return the check of a kind of policy or world model, built with its defaults for the configured world."""
+    """Return the check of a policy or world model class, built with its defaults for the configured world."""
     choice = kinds.configuration(target)()
     device = choose_device(config.run)
 
@@ -211,12 +218,12 @@ def kind_checker(config: Config, kinds: Kinds, target: str) -> tuple[str, Callab
 
 
 def tried_in(config: Config) -> str:
-    """Say in which world something was tried that needs one."""
+    """Return a line that names the world in which the target was tested."""
     return f"Tried in {config.world.name}; for another one: world=NAME."
 
 
 class RandomActions:
-    """A controller that draws actions evenly from their range; unbounded ones from -1 to 1."""
+    """A controller that samples actions uniformly within their bounds; unbounded actions from -1 to 1."""
 
     def __init__(self, spec: WorldSpec, seed: int):
         size = spec.action.shape
@@ -225,7 +232,7 @@ class RandomActions:
         self._generator = np.random.default_rng(seed)
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered."""
+        """Do nothing: this controller has no state."""
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, A]."""
@@ -234,7 +241,7 @@ class RandomActions:
 
 
 def played(config: Config) -> tuple[WorldSpec, Episodes]:
-    """Return the configured world's spec, and a dozen episodes of random actions in it."""
+    """Return the configured world's spec and twelve episodes of random actions in it."""
     world = build_world(config.world, batch_size=EPISODES, seed=config.run.seed)
     episodes = record(world, RandomActions(world.spec, config.run.seed), np.arange(EPISODES))
     world.close()
@@ -242,7 +249,7 @@ def played(config: Config) -> tuple[WorldSpec, Episodes]:
 
 
 def works(call: Callable[[], object]) -> bool:
-    """Return whether a call of a world that is optional succeeds: adapters may only know when asked."""
+    """Return whether a call of an optional world method succeeds: adapters may only know when called."""
     try:
         call()
     except RobopolicyError:
@@ -251,7 +258,7 @@ def works(call: Callable[[], object]) -> bool:
 
 
 def world_lines(config: Config, name: str) -> list[str]:
-    """Check a world: the protocols that it claims, and whether equal seeds repeat bit by bit."""
+    """Check a world: the protocols that it claims to implement, and whether equal seeds repeat bit by bit."""
     options: dict[str, Any] = {"seed": config.run.seed, "history": 2, **config.world.options}
     if config.world.cameras:
         size = config.world.image_size
@@ -281,7 +288,7 @@ def world_lines(config: Config, name: str) -> list[str]:
 
 @contextmanager
 def collected_notes() -> Iterator[list[str]]:
-    """Collect the texts that are warned of by us, each once; where the body fails they are warned of after all."""
+    """Collect the texts of robopolicy's warnings, each once; if the body raises, they are issued as warnings."""
     texts: list[str] = []
     theirs = warnings.showwarning
 
@@ -303,7 +310,7 @@ def collected_notes() -> Iterator[list[str]]:
 
 
 def spec_lines(spec: WorldSpec) -> list[str]:
-    """Return what a world shows, takes and judges by: all that whoever writes a controller for it must know."""
+    """Describe a world's observations, actions and success criterion: what is needed to write a controller for it."""
     shown = [f"Shows {key} {described(field)}" for key, field in spec.observation.items()]
     low, high = (np.broadcast_to(limit, spec.action.shape) for limit in (spec.action.low, spec.action.high))
     limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
@@ -321,7 +328,7 @@ def spec_lines(spec: WorldSpec) -> list[str]:
 
 
 def described(field: Field) -> str:
-    """Return shape, unit and names of a field's elements, of those that an index tells apart the ends."""
+    """Return shape, unit and element names of a field; names that differ only by an index are given as a range."""
     names: list[str] = []
     for base, group in groupby(field.names, lambda name: name.partition("[")[0]):
         found = list(group)

@@ -1,17 +1,16 @@
-"""Records episodes of the scripted expert (or your controller, or a policy) as a LeRobotDataset v3.
+"""Records episodes of the scripted expert, a custom controller or a policy as a LeRobotDataset v3.
 
-collect.noise=[none,medium] gives half the episodes to a clean expert and half to a noisy one. For offline RL,
-collect.quality=expert|medium|replay|mixed|play|random finds the noise that gives the success asked for on this task. It
-stores with every step what made it, and with the dataset what uniform actions and the expert earn (normalised scores).
-Failures are kept, because world models need them; collect.successes_only=true drops them. Episodes that have ended are
-kept at once: a run that is broken off plays the others. With collect.policy and plan.model, a world model's, the policy
-looks ahead: plan.uncertainty above 0 leads it where the model has yet to learn. collect.chains=true records beside a
-policy's episodes how it came to its decisions (gate.judges=[importance]). collect.correct.patience=20 lets the expert
-(or collect.controller) take over from a policy after so many steps without progress: it goes back
-(collect.correct.rewind=10), does it right, and every step says whose it was, which train and offline read.
-collect.label_policy=expert stores in every step what the expert would do from there without noise, whole chunks where
-the world has snapshots, and collect.label_policy=TEACHER what another policy would do where collect.policy=STUDENT
-leads: train learns that.
+collect.noise=[none,medium] records half the episodes with a noise-free expert and half with a noisy one. For offline
+RL, collect.quality=expert|medium|replay|mixed|play|random finds the noise level that gives the requested success on
+this task. It stores the source of every step, and the returns of uniform random actions and of the expert for
+normalised scores. Failures are kept, because world models need them; collect.successes_only=true drops them. Finished
+episodes are saved at once, so an interrupted run plays only the missing ones. collect.policy with plan.model plans with
+a world model; plan.uncertainty above 0 prefers actions where the model is uncertain. collect.chains=true also records
+the policy's denoising chains (for gate.judges=[importance]). collect.correct.patience=20 lets the expert (or
+collect.controller) take over after this many steps without progress: it goes back (collect.correct.rewind=10) and
+continues correctly. Every step records who acted, which train and offline read. collect.label_policy=expert stores the
+noise-free expert's action for every step, as whole chunks if the world has snapshots. collect.label_policy=TEACHER
+stores another policy's actions in the states that collect.policy=STUDENT visits; train learns these.
 """
 
 from collections.abc import Mapping
@@ -54,7 +53,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Record, write, and print the success rate of what was recorded."""
+    """Record episodes, write the dataset, and print its success rate."""
     folder = open_run(config, "collect", VERB.sections)
     unfinished = Unfinished(config, folder.path)
     if (done := finished(folder)) is not None:
@@ -91,7 +90,7 @@ def run(config: Config) -> int:
 
 
 def collect(config: Config, unfinished: Unfinished) -> Episodes:
-    """Record an equal share of the episodes at each level of noise, from seeds that no evaluation uses."""
+    """Record an equal number of episodes at each noise level, from seeds that no evaluation uses."""
     section = config.collect
     policy, device = acting(config)
     teacher = None if section.label_policy in ("", EXPERT) else load_policy(section.label_policy, device)
@@ -131,9 +130,10 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
 
 
 def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, dict[str, Tensor]]:
-    """Return the episodes of a policy as `collect` records them, and columns that say how it came to its decisions.
+    """Return a policy's episodes as `collect` records them, and columns with its denoising chains and their
+    log-densities.
 
-    Raises ConfigError where it looks ahead: what it chose by has no density.
+    Raises ConfigError when the policy plans with a world model: the choice among candidates has no density.
     """
     section = config.collect
     if config.plan.model is not None:
@@ -153,7 +153,7 @@ def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, di
 
 
 def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
-    """Return the episodes of a policy that the expert corrects, from the seeds of `collect`; they say who acted."""
+    """Return episodes of a policy with expert corrections, from the seeds of `collect`; each step records who acted."""
     section = config.collect
     policy, device = acting(config)
     assert policy is not None  # which the section asks for
@@ -167,7 +167,7 @@ def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
 
 
 def acting(config: Config) -> tuple[Policy | None, torch.device]:
-    """Return the policy that plays, looking ahead where asked to, None for a controller; and where it computes."""
+    """Return the acting policy, with planning if configured (None for a controller), and its device."""
     section, device = config.collect, choose_device(config.run)
     if config.plan.model is not None and section.policy is None:
         raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
@@ -184,8 +184,8 @@ def acting(config: Config) -> tuple[Policy | None, torch.device]:
 
 
 def summary(episodes: Episodes) -> dict[str, Any]:
-    """Return the counts of a recording, with the success rate and its Wilson interval, or the mean return and the
-    bootstrap interval of that, where the world reports no success.
+    """Return the number of recorded episodes and steps, and the success rate with its Wilson interval. If the world
+    reports no success, return the mean return with its bootstrap interval.
     """
     counts = {"episodes": len(episodes), "steps": episodes.step_count}
     if episodes.success is None:
@@ -198,7 +198,7 @@ def summary(episodes: Episodes) -> dict[str, Any]:
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """Return in words how well recorded episodes went."""
+    """Describe the success rate or return of recorded episodes in words."""
     if result["success_rate"] is not None:
         return f"success {result['success_rate']:.0%}"
     return f"no success reported, return {result['return_mean']:.4g} [{result['low']:.4g}, {result['high']:.4g}]"

@@ -1,7 +1,7 @@
-"""The whole job, end to end: demonstrations, pre-training, a world model, fine-tuning, judgement, a served robot.
+"""Runs the complete workflow: demonstrations, pre-training, world model, fine-tuning, evaluation, and a served robot.
 
-Runs the same verbs that you would run by hand, each in its own run folder, and binds their figures into one report.
-Killed? Run it again: finished stages are kept.
+Runs the same verbs that you would run by hand, each in its own run folder, and combines their results in one report. If
+interrupted, run it again: finished stages are kept.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Run every stage and write one report."""
+    """Run all stages and write one report."""
     started = time.perf_counter()
     root = config.run.root / "demo" / config.demo.recipe / str(config.run.seed)
     folder = open_folder(root)
@@ -69,26 +69,26 @@ def run(config: Config) -> int:
 
 
 def stage_config(config: Config, root: Path) -> Config:
-    """Return the configuration of the stages: the recipe's, under the demo's folder and seed."""
+    """Return the stages' configuration: the recipe's, with the demo's folder and seed."""
     stages = compose([f"recipe={config.demo.recipe}"])
     section = dataclasses.replace(config.run, root=root)
     return dataclasses.replace(stages, run=section, json=None)
 
 
 def with_policies(stages: Config) -> Config:
-    """Let the world model see what the pre-trained policy does, failures included."""
+    """Add rollouts of the pre-trained policy, failures included, to the world model's training data."""
     section = dataclasses.replace(stages.worldmodel, policies=(run_path(stages, "train") / "checkpoint",))
     return dataclasses.replace(stages, worldmodel=section)
 
 
 def with_ranking(stages: Config) -> Config:
-    """Rank the base and the tuned policy among experts of graded noise."""
+    """Rank the base and the tuned policy together with experts of several noise levels."""
     base, tuned = run_path(stages, "train") / "checkpoint", run_path(stages, "finetune") / "checkpoint"
     return dataclasses.replace(stages, rank=dataclasses.replace(stages.rank, policies=(base, tuned)))
 
 
 def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
-    """Serve the tuned policy and drive a simulated robot, each in a process of its own; return the robot's figures."""
+    """Serve the tuned policy and drive a simulated robot, each in its own process; return the robot's results."""
     checkpoint, figures = run_path(stages, "finetune") / "checkpoint", root / "drive.json"
     command = [sys.executable, "-m", "robopolicy.cli"]
     serve = [*command, "serve", str(checkpoint), "serve.port=0", "serve.with_parent=true"]
@@ -107,7 +107,7 @@ def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
 
 
 def announced_port(server: subprocess.Popen[str]) -> int:
-    """Wait for the line in which a server says where it listens, and return the port."""
+    """Wait until the server prints its address, and return the port."""
     assert server.stdout is not None
     for line in server.stdout:
         if (found := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
@@ -116,7 +116,7 @@ def announced_port(server: subprocess.Popen[str]) -> int:
 
 
 def next_steps(recipe: str, stages: Config) -> list[str]:
-    """Return commands worth trying after the demo."""
+    """Return suggested commands to run after the demo."""
     base, tuned, model = (run_path(stages, verb) / "checkpoint" for verb in ("train", "finetune", "worldmodel"))
     world = stages.world.name
     return [

@@ -1,9 +1,10 @@
-"""Puts a new policy to work beside a known one, in a simulated deployment whose success must not fall below a floor.
+"""Simulates a staged rollout that replaces a known policy by a new one while success stays above a lower bound.
 
-A coin says who decides, at every decision (StepMix) or once an episode (deploy.coin=episode, EpsMix), and how often it
-falls to the new policy follows from what has been seen: as often as the lower bound of success stays above the floor,
-deploy.drop below the base's. Beside it, on the same starts, the new policy replaces the base at once. With a robot,
-robopolicy.evaluation.deployment.Deployment is told what happened and says the share.
+At every policy call (StepMix), or once per episode with deploy.coin=episode (EpsMix), a random draw selects the new or
+the base policy. The new policy's probability is the largest for which the lower confidence bound of success exceeds the
+required minimum, deploy.drop below the base's success. For comparison, the new policy also replaces the base at once,
+from the same initial states. On a real robot, use robopolicy.evaluation.deployment.Deployment: report each batch of
+episodes to it and it returns the probability.
 """
 
 import numpy as np
@@ -32,7 +33,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Get to know the base, play the deployment and the replacement, and report both."""
+    """Measure the base, simulate the staged and the immediate replacement, and report both."""
     section, seed = config.deploy, config.run.seed
     device = choose_device(config.run)
     paths = {
@@ -67,7 +68,7 @@ def run(config: Config) -> int:
 def both(
     config: Config, world: World, base: Policy, tuned: Policy, deployment: Deployment, device: torch.device
 ) -> dict[str, Deployed]:
-    """Return what the deployment came to, and what replacing the base at once would have, on the same starts."""
+    """Return the results of the staged rollout and of replacing the base at once, from the same initial states."""
     section, seed = config.deploy, config.run.seed
     seeds = episode_seeds(seed, "deploy", section.episodes)
     ways = {"mixed": deployment, "replaced": None}

@@ -1,9 +1,9 @@
-"""Distils a denoising policy into one that takes a single step (distill.steps=2: two), for fast decisions.
+"""Distils a denoising policy into one with a single denoising step (distill.steps=2: two), for fast inference.
 
-The teacher is asked at recorded observations (distill.data) or in episodes that it plays; its noise-free chain is what
-the student learns to jump to the end of (consistency distillation). The student is a policy like any other: evaluate,
-serve and finetune take it. Both are judged on the same starts, and their decisions timed side by side. Killed? Run the
-same command again: it goes on and ends in the same place.
+The teacher runs on recorded observations (distill.data) or in episodes that it plays. The student learns to jump to the
+end of the teacher's noise-free denoising chain (consistency distillation). The student is a normal policy: evaluate,
+serve and finetune accept it. Both are evaluated from the same initial states and their inference times are compared. If
+interrupted, run the same command again: it resumes and gives the same result.
 """
 
 from typing import Any
@@ -44,11 +44,11 @@ VERB = Verb(
 )
 
 TIMED = 50
-"""Decisions of one observation that are timed, of teacher and student in turns."""
+"""Number of timed calls on one observation, alternating between teacher and student."""
 
 
 def run(config: Config) -> int:
-    """Collect observations, distil, judge and time both."""
+    """Collect observations, distil, then evaluate and time both policies."""
     job = Job.open(config, "distill", VERB.sections)
     if job is None:
         return 0
@@ -98,14 +98,14 @@ def run(config: Config) -> int:
 
 
 def plan(teacher: DenoisingPolicy, settings: DistillConfig) -> None:
-    """Say what distilling one of LeRobot's takes of memory, by a student that is dropped; raises as `say_model`."""
+    """Print the memory needed to distil a LeRobot policy, using a temporary student; raises as `say_model`."""
     if teacher.began_elsewhere:
         lesson = Distillation(teacher, settings)
         say_model(lesson.student, settings, lesson)
 
 
 def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
-    """Return the episodes at whose observations the teacher is asked: recorded, or played by it in its world."""
+    """Return the episodes that provide the teacher's observations: recorded, or played by the teacher in its world."""
     section = config.distill
     if section.data:
         cameras = cameras_of(teacher.spec.observation)
@@ -124,7 +124,7 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
 
 
 def seconds_of(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
-    """Return the median seconds of one decision of each policy, all asked in turns at the first observation."""
+    """Return the median seconds per policy call of each policy, timed in turns on the first observation."""
     first = next(iter(policies.values())).spec
     seen = observed_at(episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation))
     return {name: each.median for name, each in timed(policies, seen, TIMED).items()}

@@ -1,7 +1,7 @@
-"""Finds out why success is low: replays demonstrations through the world, the normaliser and the policy.
+"""Diagnoses low success: replays demonstrations through the world, the normaliser and the policy.
 
-Names what is off (sign, order, scale, time, rate, cameras, statistics) and says so where the data cannot tell causes
-apart. Exit status 1 if a convention is off, so a script can check it.
+Names what is inconsistent (sign, order, scale, time, rate, cameras, statistics), and reports when the data cannot tell
+two causes apart. Exit status 1 if a convention is violated, so scripts can check it.
 """
 
 import os
@@ -42,7 +42,7 @@ COLOURS = {Health.GOOD: "green", Health.UNKNOWN: "dim", Health.WARNING: "yellow"
 
 
 def run(config: Config) -> int:
-    """Examine data and world, and the policy when there is one; print findings."""
+    """Examine the data, the world and, if there is one, the policy; print the findings."""
     device = choose_device(config.run)
     data = default_path(config, "collect", "dataset", config.doctor.data, "doctor.data")
     if (data / "config.json").is_file() and not is_dataset(data):
@@ -70,7 +70,7 @@ def run(config: Config) -> int:
 
 
 def replayed_in(config: Config, episodes: Episodes, policy: Policy | None) -> World | None:
-    """Return the configured world, with the cameras of the policy; None for the demonstrations themselves."""
+    """Return the configured world with the policy's cameras; None if the world is the demonstrations themselves."""
     if config.world.name == DEMONSTRATIONS:  # a recording that is compared with itself agrees in everything
         return None
     cameras = dict.fromkeys([*config.world.cameras, *(policy.spec.cameras if policy is not None else ())])
@@ -80,7 +80,7 @@ def replayed_in(config: Config, episodes: Episodes, policy: Policy | None) -> Wo
 
 
 def judged_success(checkpoint: Path, data: Path) -> float | None:
-    """Return the rate of success that `train` measured of a checkpoint learned from `data`; None if it did not."""
+    """Return the success rate that `train` measured for a checkpoint trained on `data`; None if it measured none."""
     path = checkpoint.parent / "result.json"
     if not os.path.lexists(path):
         return None
@@ -92,7 +92,7 @@ def judged_success(checkpoint: Path, data: Path) -> float | None:
 
 
 def show(findings: list[Finding]) -> None:
-    """Print one line a finding with the way out beside it, and a verdict."""
+    """Print one line per finding with its remedy, and a summary."""
     table = Table(box=None, padding=(0, 2))
     for column in ("", "check", "measured", "what to do"):
         table.add_column(column)

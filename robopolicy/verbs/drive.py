@@ -1,9 +1,9 @@
-"""Drives a robot, in its own process and in real time, against a policy server; prints success and latency.
+"""Drives a robot in real time, in its own process, with actions from a policy server; prints success and latency.
 
-Start `robopolicy serve CHECKPOINT` first. The robot is simulated; the world is the one that its policy comes from,
-unless you name one. drive.rate=-1 runs as fast as the server answers. drive.robot=TYPE drives a robot of LeRobot's
-instead, with the fields of its configuration in drive.robot_options; it stays where it is and is disconnected when its
-time is over, on Ctrl-C and whenever something is wrong.
+Start `robopolicy serve CHECKPOINT` first. By default the robot is simulated, in the world that its policy was trained
+in unless you name one. drive.rate=-1 runs as fast as the server answers. drive.robot=TYPE drives a LeRobot robot
+instead, configured by drive.robot_options. The robot holds its position and is disconnected at the end of its time, on
+Ctrl-C, and on any error.
 """
 
 import signal
@@ -48,7 +48,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Connect, drive, print."""
+    """Connect to the server, drive the robot, print the results."""
     section = config.drive
     if section.robot:
         return _run_robot(config)
@@ -70,7 +70,7 @@ def run(config: Config) -> int:
 
 
 def _run_robot(config: Config) -> int:
-    """Drive a robot of LeRobot's."""
+    """Drive a LeRobot robot."""
     section = config.drive
     attached = narrowed(AttachedRobot, section)
     with connected(section, section.patience) as client:
@@ -100,14 +100,14 @@ def _run_robot(config: Config) -> int:
 
 
 def _as_seen(section: WorldSection, client: PolicyClient) -> WorldSection:
-    """Return the world with the cameras that the served policy sees by, if it does."""
+    """Return the world with the cameras that the served policy reads, if any."""
     described_policy(client.metadata)  # which says what is wrong with a server that describes none
     fields = {key: Field(tuple(read["shape"])) for key, read in client.metadata["observation"].items()}
     return replace(section, **images_of(fields))
 
 
 def _settings(config: Config, client: PolicyClient) -> RobotSettings:
-    """Return how the robot is driven; warns of a prefetch that the server's policy leaves no choice about."""
+    """Return the robot settings; warns when prefetch has no effect because the server's policy determines it."""
     settings = as_served(narrowed(RobotSettings, config.drive), client.metadata)
     policy = described_policy(client.metadata)
     for said in _without_effect(config, policy):
@@ -126,7 +126,7 @@ def _settings(config: Config, client: PolicyClient) -> RobotSettings:
 
 
 def _without_effect(config: Config, policy: DescribedPolicy) -> Iterator[str]:
-    """Yield which settings change nothing with this policy, and why."""
+    """Yield a message for each setting that has no effect with this policy, with the reason."""
     section = config.drive
     if section.hold != "auto" and Kind.UNKNOWN not in policy.kinds:
         yield (
@@ -154,15 +154,13 @@ def _figures(result: Mapping[str, Any]) -> str:
 
 
 def _note(text: str) -> None:
-    """Print a line beside the progress bar."""
+    """Print a line next to the progress bar."""
     console.print(f"[bold yellow]Note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """End what is inside as Ctrl-C does when the process is terminated, or its terminal closed: a robot must not be
-    left moving.
-    """
+    """Handle termination and hang-up signals like Ctrl-C while the body runs: a robot must not be left moving."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,12 +1,12 @@
 """Measures success over paired seeds, deterministic and stochastic, with Wilson intervals; writes a report with videos.
 
-evaluate.base=CHECKPOINT judges a second policy on the same seeds and tests the difference. world=worldmodel judges in
-imagination (world.model=CHECKPOINT): the same starts, the same policy, a learned world. Where a world has several
-instructions, success is told for each, and evaluate.controls says what becomes of it when the policy is told another
-one (wrong_instruction: as much success as before means that it does not listen) or the same in other words.
-evaluate.latency_steps=N lets every decision take N control steps, and evaluate.chunking says what the robot does then.
-plan.model=CHECKPOINT judges the policy looking ahead in a world model, beside itself without. evaluate.anchors=DATASET
-scores returns between what uniform actions and the expert earn.
+evaluate.base=CHECKPOINT evaluates a second policy on the same seeds and tests the difference. world=worldmodel
+evaluates in imagination (world.model=CHECKPOINT) from the same initial states. For worlds with several instructions,
+success is reported per instruction. evaluate.controls tests language conditioning: with another instruction
+(wrong_instruction; unchanged success means the policy ignores it) or with the same one in other words (paraphrase).
+evaluate.latency_steps=N gives every policy call a latency of N control steps; evaluate.chunking selects how the robot
+executes chunks meanwhile. plan.model=CHECKPOINT evaluates the policy with planning in a world model, and without it for
+comparison. evaluate.anchors=DATASET normalises returns between those of uniform random actions and of the expert.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,7 @@ VERB = Verb(
     resumes=True,
 )
 WAVES = "waves.jsonl"
-"""What has been played until there is a result."""
+"""File of the batches played so far, until there is a result."""
 
 
 def controlled(
@@ -62,9 +62,9 @@ def controlled(
     label: str,
     kept: KeptWaves | None = None,
 ) -> dict[str, Control]:
-    """Return the controls of language that the section asks for, played on the seeds of `beside`, by name.
+    """Evaluate the language controls that the section configures, on the seeds of `beside`; return them by name.
 
-    Nothing where the policy is told something else than the world says anyway.
+    Returns nothing if evaluate.instruction already overrides the world's instruction.
     """
     asked = () if config.evaluate.instruction else config.evaluate.controls
 
@@ -77,7 +77,7 @@ def controlled(
 
 
 def conditions(section: EvaluateSection) -> dict[str, str]:
-    """Return what is special about how the section lets policies be judged, in words by what it is; often nothing."""
+    """Return non-default evaluation conditions as description -> value; usually empty."""
     found: dict[str, str] = {}
     if section.instruction:
         said = {WRONG: "another instruction of the world's", PARAPHRASE: "the same in other words"}
@@ -90,7 +90,7 @@ def conditions(section: EvaluateSection) -> dict[str, str]:
 
 
 def require_time_to_act(section: EvaluateSection, world: World) -> None:
-    """Raise ConfigError where the first decision would come when the episode is over."""
+    """Raise ConfigError when the latency exceeds the episode, so that no action would be executed."""
     if section.latency_steps >= world.spec.horizon:
         raise ConfigError(
             f"evaluate.latency_steps={section.latency_steps}: an episode of '{world.spec.name}' lasts "
@@ -99,7 +99,7 @@ def require_time_to_act(section: EvaluateSection, world: World) -> None:
 
 
 def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[[], SmoothnessMeter] | None]:
-    """Return `policy` as it acts with the section's delay, and what measures its smoothness where that matters."""
+    """Return `policy` with the section's latency and chunking, and a factory of smoothness meters if either is set."""
     delay = Delay(section.latency_steps, section.hold, section.positions)
     acting = with_chunking(policy, section.chunking, delay, section.chunking_options)
     if section.chunking == SYNCHRONOUS and not section.latency_steps:
@@ -109,14 +109,16 @@ def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[
 
 
 def print_controls(controls: Mapping[str, Mapping[str, Control]]) -> None:
-    """Print what became of success under other words, one line a policy and control."""
+    """Print success under each language control, one line per policy and control."""
     for name, judged in controls.items():
         for control, found in judged.items():
             output.print(f"{name}, {control.replace('_', ' ')}: {found.text}", markup=False, soft_wrap=True)
 
 
 def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> KeptWaves:
-    """Return what was played of this evaluation before it was broken off, where no checkpoint has changed since."""
+    """Return the batches of this evaluation that were played before an interruption, if no checkpoint has changed
+    since.
+    """
     models = [path for path in (config.plan.model, config.world.model) if path is not None]
     world = source_of(config.world.name)
     of = {
@@ -134,7 +136,7 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
 
 
 def run(config: Config) -> int:
-    """Judge the policy, and the base beside it when one is given."""
+    """Evaluate the policy, and the base if given."""
     section = config.evaluate
     if section.policy is None:
         raise ConfigError("Which policy? Write: robopolicy evaluate CHECKPOINT")

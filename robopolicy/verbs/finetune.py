@@ -1,7 +1,8 @@
-"""Fine-tunes a pre-trained policy with RL (in its denoising chain or on its tokens), then judges it beside its base.
+"""Fine-tunes a pre-trained policy with RL (in its denoising chain or on its tokens), then evaluates it against its
+base.
 
-Progress is measured on validation seeds, the final judgement uses other seeds. Killed? Run the same command again: it
-goes on from the last checkpoint and ends in the same place. world=worldmodel tunes in imagination.
+Progress is measured on validation seeds; the final evaluation uses other seeds. If interrupted, run the same command
+again: it resumes from the last checkpoint and gives the same result. world=worldmodel fine-tunes in imagination.
 """
 
 from contextlib import nullcontext
@@ -54,12 +55,12 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Fine-tune, or only say what that would take."""
+    """Fine-tune, or only print the memory it would take (dry_run)."""
     return dry_run(config) if config.finetune.dry_run else tune(config)
 
 
 def tune(config: Config) -> int:
-    """Fine-tune, judge base and tuned on the same seeds, film both."""
+    """Fine-tune, evaluate base and tuned policy on the same seeds, and record videos of both."""
     job = Job.open(config, "finetune", VERB.sections, "is already fine-tuned; run.overwrite=true starts over.")
     if job is None:
         return 0
@@ -115,7 +116,7 @@ def tune(config: Config) -> int:
 
 
 def dry_run(config: Config) -> int:
-    """Print what fine-tuning would take, without doing it; raises ConfigError where there is less memory."""
+    """Print the memory that fine-tuning would take, without running it; raises ConfigError when less is available."""
     budget, device = planned(config), choose_device(config.run)
     output.print(budget.text(), soft_wrap=True, highlight=False)
     output.print(budget.whole(), soft_wrap=True, highlight=False)
@@ -130,7 +131,7 @@ def dry_run(config: Config) -> int:
 
 
 def planned(config: Config) -> MemoryBudget:
-    """Return what fine-tuning would take, from the shapes of its tensors where its format can do without weights."""
+    """Return the memory that fine-tuning would take, from tensor shapes alone if the checkpoint format allows it."""
     section = config.finetune
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     foreign = foreign_format(path)
@@ -148,10 +149,10 @@ def planned(config: Config) -> MemoryBudget:
 
 
 def say_memory(config: Config, policy: Trainable, base: Policy, world: World) -> None:
-    """Print what tuning a policy with a language model will take of memory; raises ConfigError where there is less.
+    """Print the memory needed to fine-tune a policy with a language model; raises ConfigError when less is available.
 
-    That is one of LeRobot's, or a token policy of a checkpoint, or one that learns from one of LeRobot's. Of others
-    nothing is said: they are small.
+    Applies to LeRobot policies, token policies built from a checkpoint, and policies distilled from a LeRobot teacher.
+    Prints nothing for other policies: they are small.
     """
     teacher = config.finetune.teacher
     if not began_elsewhere(base) and (teacher is None or foreign_format(teacher) is None):
@@ -163,7 +164,7 @@ def say_memory(config: Config, policy: Trainable, base: Policy, world: World) ->
 
 
 def memory_of(config: Config, policy: Trainable, base: Policy, world: World, device: torch.device) -> MemoryBudget:
-    """Return what an iteration in `world` takes, on the device where the policy and its base are."""
+    """Return the memory of one iteration in `world`, on the device of the policy and its base."""
     learning = narrowed(FinetuneConfig, config.finetune)
     algorithm = build_algorithm(learning)
     rows, length = world.batch_size, learning.rollout_length
@@ -194,7 +195,7 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
 
 
 def add_lora(policy: Policy, rank: int) -> None:
-    """Let adapters of a policy learn instead of its weights, with a rank; ConfigError for policies that have none."""
+    """Train LoRA adapters of this rank instead of the policy's weights; ConfigError for policies without adapters."""
     if not rank:
         return
     if not isinstance(policy, TakesAdapters):

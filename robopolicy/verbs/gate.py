@@ -1,11 +1,12 @@
-"""Says whether a candidate may replace the incumbent, without playing either in the real world.
+"""Decides from offline evaluation whether a candidate may replace the incumbent policy, without real episodes.
 
-Both are scored from the same starts with the same draws by judges that had no part in their training: episodes in world
-models (model; worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on a log alone), a critic fitted to each
-policy on recorded data (fqe), a critic of the recorded actions (critic), logged decisions weighed by how likely each
-policy was to make them (importance, of data with collect.chains=true). The candidate is accepted where the lower
-bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every judge; fqe and critic are
-not believed where they value it above nine of ten recorded successes. Exit status 0: accepted, 1: rejected.
+Both are scored from the same initial states with the same random numbers, by evaluators that were not used in their
+training. model: episodes in world models (worldmodel.data=[DATASET] worldmodel.transitions=1 trains one on a log
+alone); fqe: a critic fitted to each policy on recorded data; critic: a critic of the recorded actions; importance:
+logged actions weighted by each policy's likelihood (data from collect.chains=true). The candidate is accepted if the
+lower bound of its improvement, by the bootstrap and by Student's t, exceeds gate.margin for every evaluator. fqe and
+critic are rejected as not credible when they value it above nine of ten recorded successes. Exit status 0: accepted, 1:
+rejected.
 """
 
 from robopolicy.building.judges import build_judges, clipped, recorded_for_gate, warn_of_divergence
@@ -27,7 +28,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Judge, print the reasons, and return 0 for accepted, 1 for rejected."""
+    """Run the gate, print the reasons, and return 0 for accepted, 1 for rejected."""
     section, device = config.gate, choose_device(config.run)
     if section.candidate is None or section.incumbent is None:
         raise ConfigError("Which policies? Write: robopolicy gate CANDIDATE INCUMBENT")

@@ -1,6 +1,7 @@
-"""Datasets of graded quality, for `collect`: measures the ends of the scale, finds the noise, records, and says how.
+"""Datasets of graded quality for `collect`: measure the anchors, find the noise level, record, and describe the
+dataset.
 
-What is measured is kept in the run's folder at once, so that a run which is killed measures nothing twice.
+Measurements are saved in the run folder at once, so an interrupted run repeats none of them.
 """
 
 import dataclasses
@@ -52,12 +53,14 @@ from robopolicy.runs import output
 from robopolicy.verbs.unfinished import Unfinished, who_acts
 
 MEASURED = "measured.json"
-"""File in the run's folder with what was measured so far."""
+"""File in the run folder with the measurements so far."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """A recording of graded quality; columns: of its steps, each [N]; description: how it was made, for the dataset."""
+    """A dataset of graded quality; columns: per-step columns, each [N]; description: how it was generated, stored in
+    the dataset.
+    """
 
     episodes: Episodes
     columns: dict[str, Tensor]
@@ -65,13 +68,15 @@ class Graded:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What result.json says of it."""
+        """Values for result.json."""
         return {name: self.description[name] for name in ("name", "quality", "hash", "levels", "anchors", "score")}
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a recording stands on: the anchors, the level of "expert" and "medium" noise where needed, every trial."""
+    """Measurements that a recording is based on: the anchors, the noise levels of "expert" and "medium" if needed, and
+    all trials.
+    """
 
     anchors: Anchors
     levels: dict[str, float]
@@ -86,10 +91,11 @@ def record_graded(
     policy: Policy | None,
     device: torch.device,
 ) -> Graded:
-    """Measure, find the noise that `quality` asks for, and record; folder: the run's; unfinished: what it has recorded.
+    """Measure the anchors, find the noise level for `quality`, and record; folder: the run folder; unfinished: its
+    episodes recorded so far.
 
-    Raises ConfigError (no expert, success not reported, actions without bounds) and DataError (the expert is not one,
-    returns do not rank it above uniform actions, no noise gives the success asked for).
+    Raises ConfigError (no expert, success not reported, actions without bounds) and DataError (the expert fails,
+    returns do not rank it above uniform random actions, or no noise level gives the requested success).
     """
     ground = find_ground(config, quality, folder / MEASURED, policy, device)
     output.print(f"uniform actions: {ground.anchors.random.text}\nexpert: {ground.anchors.expert.text}")
@@ -128,10 +134,9 @@ def record_graded(
 
 
 def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | None, device: torch.device) -> Ground:
-    """Measure the anchors and find the levels of noise that `quality` needs; file: keeps what is measured.
+    """Measure the anchors and find the noise levels that `quality` needs; file: stores the measurements.
 
-    The anchors' seeds are the same in every run, so that all datasets of a task are scored by one scale. Raises as
-    `record_graded`.
+    The anchors' seeds are the same in every run, so all datasets of a task share one scale. Raises as `record_graded`.
     """
     section, known = config.collect, _known(file, config)
     scripted = policy is None and not section.controller  # scripted experts read the state, and images take time
@@ -177,7 +182,9 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
 
 
 def _known(file: Path, config: Config) -> dict[str, Any]:
-    """Return what was measured of this actor before a kill: a checkpoint may have been trained further since."""
+    """Return earlier measurements of this actor, if it has not changed: a checkpoint may have been trained further
+    since.
+    """
     drawn = {"noise": NOISE_VERSION} if config.collect.policy is not None else {}
     actor = fingerprint({"version": VERSION, "actor": who_acts(config), **drawn})
     found = read_object(file) if file.exists() else {}
@@ -187,7 +194,7 @@ def _known(file: Path, config: Config) -> dict[str, Any]:
 def _disturbed(
     config: Config, world: World, policy: Policy | None, plan: Schedule
 ) -> DisturbedController | DisturbedPolicy:
-    """Return who acts, disturbed as `plan` says; where no action would be the expert's, nobody is asked."""
+    """Return the actor with noise applied according to `plan`; an idle actor if all actions would be random anyway."""
     disturbances = Disturbances(plan, world.batch_size, world.spec.action)
     if bool((plan.random >= 1).all()):
         return DisturbedController(Idle(world.spec.action), disturbances)
@@ -198,7 +205,7 @@ def _disturbed(
 
 
 def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) -> dict[str, Any]:
-    """Return what decides the recording, JSON-ready."""
+    """Return the settings that determine the recording, JSON-serialisable."""
     section, origin = config.collect, origin_of_section(config.world)
     world = {"name": config.world.simulator or config.world.name} if origin is None else origin.to_json()
     return {
@@ -222,7 +229,7 @@ def _tried(trials: tuple[Trial, ...], level: float) -> str:
 
 
 def _say_missed(quality: Quality, found: Performance) -> None:
-    """Warn where a recording is surely not of the success that its name says."""
+    """Warn when the recording's success rate certainly lies outside the range of its quality level."""
     low, high = {"expert": (EXPERT_SUCCESS, 1.0), "medium": MEDIUM_SUCCESS}.get(quality, (0.0, 1.0))
     if found.success_high < low or found.success_low > high:
         warnings.warn(

@@ -1,15 +1,14 @@
-"""Fine-tunes a policy inside a world model, without learning from a step in the real one, and watches both worlds.
+"""Fine-tunes a policy inside a world model, using no real steps for learning, and tracks imagined and real success.
 
-At every evaluation imagined and real success are measured on the same starts and logged. Learning sees imagination
-alone; the policy that is kept is the best by what was measured for real (imagine.keep), and the run goes on while that
-rises. When the two worlds part (imagine.gap) it is held nearer to its base (imagine.near_base, imagine.tighten), and
-ends only once real success has fallen or stopped rising; the last lines and result.json say why it ended.
-imagine.refresh_every keeps the model true where the policy goes, for new real episodes.
-Methods: denoising PPO inside the model (DiWA, arXiv:2508.03645), GRPO in it with keyframe starts and refreshes (WoVR:
-finetune.algorithm=grpo world.imagination.starts=keyframes), and imagine.method=sft, imitation of synthesised successes
-(Ctrl-World, arXiv:2510.10125).
-In a model without a decoder a policy reads the latent (train.encoder=CHECKPOINT trains one); for real, while it is
-watched and ever after, it acts behind the model's encoder, which its checkpoint holds.
+Every evaluation measures and logs imagined and real success from the same initial states. Learning uses imagination
+only. The policy with the best real success is saved (imagine.keep), and the run continues while that rises. When
+imagined success exceeds real success by imagine.gap, the KL/BC weight toward the base increases (imagine.near_base,
+imagine.tighten). The run stops only when real success falls or no longer improves; the last lines and result.json state
+the reason. imagine.refresh_every updates the model with new real episodes of the policy. Methods: denoising PPO inside
+the model (DiWA, arXiv:2508.03645); GRPO in it with keyframe initial states and model updates (WoVR:
+finetune.algorithm=grpo world.imagination.starts=keyframes); and imagine.method=sft, imitation of synthesised successes
+(Ctrl-World, arXiv:2510.10125). With a decoder-free model the policy reads the latent (train.encoder=CHECKPOINT trains
+one); in the real world it runs behind the model's encoder, which its checkpoint contains.
 """
 
 from collections.abc import Mapping
@@ -52,7 +51,7 @@ from worldmodels.env import ImaginedWorld
 from worldmodels.protocol import DecoderFree, LearnedModel
 
 DIWA_WEIGHT = 0.05
-"""Of the loss that keeps a policy near its base, in DiWA."""
+"""Weight of the BC loss toward the base policy, in DiWA."""
 
 WHERE = "in imagination", "for real"
 
@@ -66,7 +65,7 @@ ADVICE = {
     Ended.ITERATIONS: "Nothing but finetune.iterations ended the run: give it more, or take larger steps "
     "(finetune.learning_rate).",
 }
-"""By why a run ended, of those whose target and best policy were measured for real."""
+"""Advice by stop reason, for runs whose target and best policy were measured in the real world."""
 UNWATCHED = (
     "It was chosen by imagined success alone, which the model may be wrong about: imagine.watch=200 imagine.keep=real "
     "chooses by what is real."
@@ -84,24 +83,26 @@ VERB = Verb(
 
 @dataclass(frozen=True)
 class Worlds:
-    """training: imagined, cut where the settings say; imagined, real: whole episodes, paired by seed, to be judged."""
+    """training: imagined world, truncated as configured; imagined, real: complete episodes, paired by seed, for
+    evaluation.
+    """
 
     training: ImaginedWorld
     imagined: ImaginedWorld
     real: World
 
     def in_reality(self, policy: Policy) -> Policy:
-        """Return `policy` as it acts in the real world: behind the model's encoder, if the model has no decoder."""
+        """Return `policy` as it acts in the real world: behind the model's encoder if the model has no decoder."""
         return behind(self.imagined.model, policy)
 
     def close(self) -> None:
-        """Close all three."""
+        """Close all three worlds."""
         for world in (self.training, self.imagined, self.real):
             world.close()
 
 
 def run(config: Config) -> int:
-    """Fine-tune in imagination, judge base and tuned in both worlds."""
+    """Fine-tune in imagination and evaluate base and tuned policy in both worlds."""
     job = Job.open(config, "imagine", VERB.sections, "is already fine-tuned; run.overwrite=true starts over.")
     if job is None:
         return 0
@@ -153,7 +154,9 @@ def run(config: Config) -> int:
 
 
 def open_worlds(config: Config, base: Policy, model: Path, device: torch.device) -> Worlds:
-    """Return the worlds to learn in and to judge in, as `base` sees them; `model` is a world model's checkpoint."""
+    """Return the worlds for learning and evaluation, with the fields that `base` reads; `model` is a world model's
+    checkpoint.
+    """
     section, seed = config.finetune, config.run.seed
     inside = config.world.imagined_by(model)
     training = build_world(inside, base, batch_size=section.num_envs, seed=seed, device=device)
@@ -168,7 +171,7 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
 
 
 def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -> ModelRefresh:
-    """Return what trains the model on, in both imagined worlds, with new real episodes of the policy."""
+    """Return the hook that trains the model, in both imagined worlds, on new real episodes of the policy."""
     chosen = config.imagine
     in_reality = worlds.in_reality
     if chosen.refresh_uncertainty is not None:
@@ -193,9 +196,10 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
 def learn(
     config: Config, policy: Trainable, worlds: Worlds, model: Path, folder: RunFolder, refresh: ModelRefresh | None
 ) -> FinetuneResult:
-    """Fine-tune `policy` in the training world, watched in both others; it ends as the best of `imagine.keep`.
+    """Fine-tune `policy` in the training world and evaluate it in the other two; it ends with the best weights
+    according to `imagine.keep`.
 
-    model: the checkpoint in which they imagine.
+    model: checkpoint of the world model.
     """
     section, chosen = config.finetune, config.imagine
     device = choose_device(config.run)
@@ -231,9 +235,9 @@ def learn(
 
 
 def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneConfig, float]:
-    """Return the settings with nearness to the base among the losses, and the factor that it begins with.
+    """Return the settings with a BC loss toward the base added, and the initial factor of its weight.
 
-    Where the user's own settings name `bc`, its weight there is what it begins with.
+    If the user's own settings include `bc`, its weight there is the initial one.
     """
     if NEARNESS in tuning.of("auxiliaries", ()):
         return tuning, 1.0
@@ -250,7 +254,9 @@ def imitate(
     folder: RunFolder,
     acting: Acting | None = None,
 ) -> FinetuneResult:
-    """Run the rounds of synthesis, filter and imitation; acting: who plays for the policy, None for itself."""
+    """Run the rounds of synthesis, filtering and imitation; acting: wraps the acting policy, None for the policy
+    itself.
+    """
     chosen = config.imagine
     policy.requires_grad_(True)
     return synthesise_and_imitate(
@@ -271,13 +277,13 @@ def imitate(
 
 
 def watched_steps(folder: RunFolder) -> int:
-    """Return how many real steps were played to watch and to choose by; nothing was learned from them."""
+    """Return the number of real steps played for evaluation and model selection; none of them are used for learning."""
     names = "deterministic_real_steps", "stochastic_real_steps", "confirmed_real_steps"
     return int(sum(record.get(name, 0) for record in folder.metrics() for name in names))
 
 
 def said_at_the_end(tuned: FinetuneResult) -> str:
-    """Say in one line why the run ended, and with which policy."""
+    """Return one line with the reason why the run ended and the policy that was saved."""
     best = tuned.best
     line = f"Ended after {tuned.iterations} iterations: {tuned.ended.value}."
     if not best:
@@ -301,9 +307,9 @@ def print_advice(
     section: FinetuneConfig | None = None,
     seen: Evidence | None = None,
 ) -> None:
-    """Say why the tuned policy is no better than its base, as far as the run shows it, else by why the run ended.
+    """Print why the tuned policy is no better than its base: the recorded cause if any, else advice by the stop reason.
 
-    section: the settings it learned with; seen: what it recorded; None where nobody knows.
+    section: settings of the fine-tuning; seen: recorded metrics; None if unknown.
     """
     base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
     if tuned.score > base.score:

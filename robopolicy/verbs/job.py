@@ -1,6 +1,6 @@
-"""What verbs that learn have in common: a run that can be taken up again, a judgement on equal starts, a result.
+"""Common parts of verbs that learn: a resumable run, an evaluation from fixed initial states, a result.
 
-A verb opens its job, learns, lets the job judge what came of it beside what it began from, and finishes the job:
+A verb opens its job, learns, evaluates the result against the initial policy, and finishes the job:
 
     job = Job.open(config, "finetune", VERB.sections)
     if job is None:  # it has ended already
@@ -48,7 +48,7 @@ from robopolicy.training.memory import plan_pretraining
 
 @dataclass(frozen=True)
 class Job:
-    """A run of one verb, under way: its settings, its folder, and where it computes."""
+    """A run of one verb: its settings, its folder, and its device."""
 
     config: Config
     folder: RunFolder
@@ -58,10 +58,10 @@ class Job:
     def open(
         config: Config, verb: str, sections: tuple[str, ...], done: str = "is done; run.overwrite=true starts over."
     ) -> "Job | None":
-        """Return the job of `verb` under these settings, None where it has ended already, which is said (`done`).
+        """Open the job of `verb` with these settings; print `done` and return None if it has already finished.
 
-        Raises ConfigError where its folder holds another run, as `open_run` does, or run.device cannot be used, and
-        DataError where the run has ended and its checkpoint is gone.
+        Raises ConfigError when its folder contains another run, as `open_run` does, or run.device cannot be used, and
+        DataError when the run has finished but its checkpoint is missing.
         """
         folder = open_run(config, verb, sections)
         if finished(folder) is not None:
@@ -75,9 +75,9 @@ class Job:
         return Job(config, folder, choose_device(config.run))
 
     def evaluator(self, world: World, episodes: int) -> Callable[..., dict[str, float]]:
-        """Return what measures a policy while it learns: (policy, deterministic=True) -> figures.
+        """Return the validation function of a learning policy: (policy, deterministic=True) -> metrics.
 
-        It plays the same episodes every time, on seeds that no judgement uses.
+        It plays the same episodes every time, on seeds that the final evaluation does not use.
         """
         seeds = episode_seeds(self.config.run.seed, "validate", episodes)
 
@@ -90,13 +90,13 @@ class Job:
         return evaluate
 
     def judge(self, world: World, policies: Mapping[str, Policy], episodes: int) -> dict[str, Verdict]:
-        """Return the verdict on each policy, by name, on the seeds that every verb judges on."""
+        """Return the evaluation result of each policy, by name, on the evaluation seeds that all verbs share."""
         return judge_all(self.config, world, policies, episodes, self.device)
 
     def film(self, world: World, policies: Mapping[str, Policy], episodes: int, videos: int) -> None:
-        """Write base_and_tuned.mp4: the policies by label beside one another, on the first of the judged starts.
+        """Write base_and_tuned.mp4: the labelled policies side by side, from the first evaluation seeds.
 
-        Nothing where no videos are asked for, or the world draws no images.
+        Writes nothing if no videos are requested or the world renders no images.
         """
         if not videos or not can_render(world):
             return
@@ -108,25 +108,27 @@ class Job:
         write_video(beside(*clips), self.folder.path / "base_and_tuned.mp4")
 
     def finish(self, result: Mapping[str, Any], what: str = "Policy") -> None:
-        """Write the result, which ends the run, and its report; print where `what` was learned and the report lie."""
+        """Write the result, which completes the run, and its report; print the paths of `what` was learned and of the
+        report.
+        """
         finish(self.config, self.folder, result)
         output.print(f"{what}: {self.folder.checkpoint}\nReport: {report_for_run(self.folder.path)}")
 
 
 def evaluation_seeds(config: Config, episodes: int) -> np.ndarray:
-    """Return the seeds that every verb judges on: equal run.seed, equal starts."""
+    """Return the evaluation seeds that all verbs share: equal run.seed, equal initial states."""
     return episode_seeds(config.run.seed, "evaluate", episodes)
 
 
 def confirming_seeds(config: Config, iteration: int, episodes: int) -> np.ndarray:
-    """Return the seeds [episodes] on which a target that was reached at `iteration` is confirmed."""
+    """Return the seeds [episodes] used to confirm a target that was reached at `iteration`."""
     return episode_seeds(config.run.seed, f"confirm/{iteration}", episodes)
 
 
 def judge_all(
     config: Config, world: World, policies: Mapping[str, Policy], episodes: int, device: torch.device
 ) -> dict[str, Verdict]:
-    """Return the verdict on each policy in `world`, by name, on the seeds that every verb judges on."""
+    """Return the evaluation result of each policy in `world`, by name, on the evaluation seeds that all verbs share."""
     seeds = evaluation_seeds(config, episodes)
     return {
         name: judge(world, as_seen_in(world, each), seeds, device, config.run.seed, name)
@@ -137,7 +139,7 @@ def judge_all(
 def judge_in_its_world(
     config: Config, policies: Mapping[str, Policy], episodes: int, device: torch.device
 ) -> dict[str, Verdict]:
-    """Return the verdict on each policy, printed, in the configured world as the first of them sees it."""
+    """Evaluate each policy in the configured world, built for the first policy; print and return the results."""
     world = build_world(config.world, next(iter(policies.values())), episodes=episodes, device=device)
     verdicts = judge_all(config, world, policies, episodes, device)
     world.close()
@@ -148,30 +150,32 @@ def judge_in_its_world(
 def film_alone(
     world: World, policy: Policy, seeds: np.ndarray, folder: RunFolder, name: str, device: torch.device
 ) -> None:
-    """Write <name>.mp4 of a policy's episodes with these seeds; nothing without any, or where a world has no images."""
+    """Write <name>.mp4 of a policy's episodes with these seeds; nothing without seeds or if the world renders no
+    images.
+    """
     if len(seeds) and can_render(world):
         clip = record_grid(world, policy, seeds, label=name, device=device)
         write_video(clip, folder.path / f"{name.replace(' ', '_')}.mp4")
 
 
 def require_target(target: float | None, world: World) -> None:
-    """Raise ConfigError where a run should end at a rate of success that the world does not report."""
+    """Raise ConfigError when a run should end at a target success rate that the world does not report."""
     if target is not None:
         require_success(world, "set finetune.target_success=null")
 
 
 def began_from(checkpoint: Path) -> dict[str, str]:
-    """Return what a result says of the checkpoint that a run began from: where it lay, and the hash of its weights."""
+    """Return the result entries of the initial checkpoint: its path and the hash of its weights."""
     weights = checkpoint_in(checkpoint) / WEIGHTS
     told = {"base_checkpoint": str(checkpoint)}
     return {**told, "base_weights": file_hash(weights)} if weights.is_file() else told
 
 
 def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
-    """Print how a checkpoint reads images, and what training takes of memory; raises ConfigError where less is free.
+    """Print how a checkpoint reads images and the memory that training takes; raises ConfigError when less is free.
 
-    That is a token policy of a checkpoint, or one of LeRobot's. Of others nothing is said: they are small.
-    lesson: what teaches it, whose loss is another than its own.
+    The memory is printed for token policies built from a checkpoint and for LeRobot policies only; others are small.
+    lesson: the training loss, if it is not the policy's own.
     """
     if isinstance(policy, DescribesReading) and policy.described:
         output.print(policy.described, soft_wrap=True, highlight=False)
@@ -184,7 +188,9 @@ def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | 
 
 
 def print_verdicts(verdicts: dict[str, Verdict]) -> None:
-    """Print success rates (returns, where there is no success) with intervals, one row a policy; and by instruction."""
+    """Print success rates (or returns, if success is not reported) with intervals, one row per policy; then success by
+    instruction.
+    """
     table = Table(box=None, padding=(0, 2))
     for column in ("", "world", "deterministic", "stochastic", "episodes"):
         table.add_column(column, justify="left" if column in ("", "world") else "right")
@@ -203,7 +209,7 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
 
 
 def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
-    """Print success without noise for every instruction, one column a policy; nothing where there is only one."""
+    """Print deterministic success per instruction, one column per policy; nothing if there is only one instruction."""
     found = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
     if found is None:
         return
@@ -216,9 +222,9 @@ def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
 
 
 def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict[str, Any]:
-    """Return {"normalised": {name: {mode: score}}}, printed; nothing without anchors.
+    """Print and return {"normalised": {name: {mode: score}}}; {} without anchors.
 
-    Raises DataError where the verdicts are of another world than the anchors.
+    Raises DataError when the results are from another world than the anchors.
     """
     if anchors is None:
         return {}

@@ -1,7 +1,8 @@
-"""What `offline` learns from: datasets that anybody may have recorded, checked against the policy, and what is read.
+"""Data loading of `offline`: datasets from any source, checked against the policy, with a printed summary of what is
+read.
 
-Nothing is dropped in silence: columns that are not read, episodes and decisions that are left out are printed, and what
-cannot be learned from is refused with the column, the episode and a way out.
+Nothing is dropped silently: unread columns, omitted episodes and omitted decisions are printed. Data that cannot be
+used raises an error that names the column, the episode and a remedy.
 """
 
 from dataclasses import replace
@@ -32,14 +33,13 @@ from worldmodels import load_world_model
 from worldmodels.heads.state import StepHeads
 
 HEAD = "head:"
-"""What offline.reward begins with where the success head of a world model pays."""
+"""Prefix of offline.reward that selects a world model's success head."""
 
 
 def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Episodes, Episodes]:
-    """Return the episodes to learn from and those that only the judges see; prints what is read.
+    """Return the training episodes and the episodes held out for the evaluators; prints what is read.
 
-    Raises DataError where they do not fit the policy, rewards or the end of the task are missing, or values are not
-    finite.
+    Raises DataError when the data do not fit the policy, rewards or task ends are missing, or values are not finite.
     """
     section = config.offline
     first = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
@@ -54,7 +54,9 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
 
 
 def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = ()) -> Episodes:
-    """Return the episodes of a dataset but those `without`, paid as offline.reward says; raises as `split_data`."""
+    """Return the episodes of a dataset except those in `without`, with rewards as offline.reward specifies; raises as
+    `split_data`.
+    """
     renamed = section.rename or renaming_of(policy)
     read = read_dataset(path, rename=renamed)
     recorded = delayed(read, steps_ahead(policy.spec.observation, policy.spec.action))
@@ -77,9 +79,9 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
 
 
 def require_paid(path: Path, episodes: Episodes) -> Episodes:
-    """Return the episodes with rewards and where the task ended; raises DataError where it cannot be known.
+    """Return the episodes with rewards and task ends; raises DataError when they cannot be determined.
 
-    Where only success is recorded the task ended with it, and every other end is taken for a time limit, which is said.
+    If only success is recorded, the task ends with success and every other end counts as a time limit; this is printed.
     """
     if episodes.terminated is None and episodes.success is not None:
         ended = int(episodes.success.sum())
@@ -102,9 +104,10 @@ def require_paid(path: Path, episodes: Episodes) -> Episodes:
 
 
 def with_reward(episodes: Episodes, reward: str) -> Episodes:
-    """Return the episodes paid by "success", a head or the function at a dotted path; as they are for "".
+    """Return the episodes with rewards from "success", a success head or a function given by import path; unchanged for
+    "".
 
-    Paid for success, they end where they succeed unless they say where the task ended; by a head, in any case.
+    With "success" they terminate at success unless the data records termination; with a head, always.
     """
     if not reward:
         return episodes
@@ -128,10 +131,11 @@ def with_reward(episodes: Episodes, reward: str) -> Episodes:
 
 @torch.no_grad()
 def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
-    """Return by which steps [N] bool the episodes have succeeded, as a world model's success head sees it.
+    """Return for each step [N] bool whether the episode has succeeded by then, according to a world model's success
+    head.
 
-    Prints how many. Raises ConfigError where the model has no head that reads states, DataError where the episodes lack
-    what it reads.
+    Prints the number of successes. Raises ConfigError when the model has no head that reads states, DataError when the
+    episodes lack the head's inputs.
     """
     heads: Any = getattr(load_world_model(path), "heads", None)
     if not isinstance(heads, StepHeads):
@@ -160,7 +164,7 @@ def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
 
 
 def say_decisions(data: Decisions) -> None:
-    """Print how many decisions are learned from and why others are left out; raises DataError where none is left."""
+    """Print the number of decisions used and why others are omitted; raises DataError when none is left."""
     steps = data.episodes.step_count
     missing = steps - len(data)
     reason = (
@@ -173,7 +177,7 @@ def say_decisions(data: Decisions) -> None:
 
 
 def _first(episodes: Episodes, success: Tensor) -> Tensor:
-    """Return 1 at the step [N] with which an episode succeeds, else 0."""
+    """Return 1 at the first successful step [N] of each episode, else 0."""
     before = torch.cat([torch.zeros(1, dtype=torch.bool), success[:-1]])
     before[episodes.starts] = False
     return (success & ~before).float()

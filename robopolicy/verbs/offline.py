@@ -1,17 +1,18 @@
-"""Improves a policy from recorded data alone: a critic is fitted, candidates are made, a gate lets the better ones in.
+"""Improves a policy from recorded data alone: fits a critic, trains candidates, and accepts the better ones through a
+gate.
 
-No step is played in the real world (but by gate.judges=[world]) until base and result are judged at the end; nothing is
-chosen by that. offline.agent= names whose critic is fitted, offline.improve= how a candidate is made of the incumbent:
-best_of imitates the best of several decisions by that critic, weighted_imitation the recorded actions by how good they
-were, chain_ppo follows the critic through the denoising chain, diffusion_ql climbs its gradient through that chain,
-adjoint_matching tilts a flow by it, recap imitates everything under labels of how good it was, filtered_imitation the
-better share alone, dsrl leaves the policy as it is and chooses the noise that it begins with, idql chooses among its
-decisions while it acts. Candidates are judged in a world model that worldmodel has trained on the log (gate.models), or
-by critics (gate.judges=[fqe]) of a share of the episodes that is kept for them (gate.holdout); a refused candidate is
-gone, and steps become smaller.
-offline.gated=false accepts everything, for comparison. The critic also learns from synthetic decisions:
-offline.data=[recorded,guided] draws them from a diffusion model of the log, guided towards the policy;
-offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL is RAVL.
+No real step is played (except by gate.judges=[world]) until base and result are evaluated at the end; that evaluation
+selects nothing. offline.agent selects the critic's algorithm; offline.improve selects how a candidate is trained from
+the incumbent. best_of: imitate the best of several sampled actions according to the critic; weighted_imitation: imitate
+recorded actions weighted by their advantage; chain_ppo: PPO on the critic through the denoising chain; diffusion_ql:
+follow the critic's gradient through that chain; adjoint_matching: tilt a flow policy by the critic; recap: imitate all
+data, conditioned on labels of its quality; filtered_imitation: imitate the better fraction only; dsrl: keep the policy
+and choose its initial noise; idql: choose among its sampled actions at inference. Candidates are evaluated in a world
+model that `worldmodel` trained on the log (gate.models), or by critics (gate.judges=[fqe]) on held-out episodes
+(gate.holdout). A rejected candidate is discarded and the step size is reduced. offline.gated=false accepts every
+candidate, for comparison. The critic can also use synthetic data: offline.data=[recorded,guided] samples from a
+diffusion model of the log, guided towards the policy. RAVL is offline.agent=edac offline.data=[recorded,imagined]
+offline.imagined_steps=10 offline.model=MODEL.
 """
 
 from dataclasses import replace
@@ -61,7 +62,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Fit, improve, judge."""
+    """Fit the critic, improve the policy, evaluate the result."""
     refuse_unread(config.gate)
     job = Job.open(config, "offline", VERB.sections)
     if job is None:
@@ -115,7 +116,7 @@ def run(config: Config) -> int:
 
 
 def refuse_unread(section: GateSection) -> None:
-    """Raise ConfigError where settings of the gate are given that are read by `gate` and `bakeoff` alone."""
+    """Raise ConfigError when gate settings are given that only `gate` and `bakeoff` read."""
     ways = {
         "data": "judges look at a share of the episodes (gate.holdout=0.3), which training never sees",
         "candidate": "candidates are made here (offline.improve); robopolicy gate compares two policies",
@@ -131,7 +132,9 @@ def refuse_unread(section: GateSection) -> None:
 def learn_critic(
     config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder, device: torch.device
 ) -> Lesson:
-    """Return the lesson: a critic fitted to the recorded decisions, and to imagined ones where they are named."""
+    """Fit a critic to the recorded decisions, and to imagined ones if configured; return it with the data and its
+    interface.
+    """
     section, seed = config.offline, config.run.seed
     episodes = episodes_for(config, policy, episodes, device)
     deployed = getattr(section.improve.config, "deploys_critic", False)
@@ -149,7 +152,9 @@ def learn_critic(
 
 
 def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: torch.device) -> Episodes:
-    """Return what the critic learns from, as offline.data names it; says how much is whose, unless all is recorded."""
+    """Return the critic's training episodes as offline.data selects them; prints the number per source unless all are
+    recorded.
+    """
     section, seed = config.offline, config.run.seed
     parts: dict[str, Episodes] = {}
     if "recorded" in section.data:
@@ -168,7 +173,7 @@ def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: tor
 
 
 def imagination(config: Config, policy: Policy, device: torch.device) -> Imagination:
-    """Return the imagination of offline.model to learn in, with the settings of the section finetune."""
+    """Return the imagined world of offline.model for learning, with the settings of the section finetune."""
     section, tuning = config.offline, config.finetune
     if section.model is None:
         raise ConfigError(f"offline.improve={section.improve.kind} learns in a world model: set offline.model=PATH.")
@@ -180,9 +185,10 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
 
 
 def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> Episodes:
-    """Return episodes that the policy plays in the imagination of offline.model, on the simulator's starts.
+    """Return episodes that the policy plays in the imagination of offline.model, from the simulator's initial states.
 
-    With offline.imagined_steps they begin in recorded steps and are cut after so many, which is no end of the task.
+    With offline.imagined_steps they start at recorded steps and are truncated after this many steps, without a task
+    end.
     """
     section = config.offline
     assert section.model is not None  # which the section asks for
@@ -199,7 +205,9 @@ def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> E
 
 
 def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.device) -> dict[str, Any]:
-    """Return the verdicts on base and result in the world, printed; nothing without offline.evaluate_episodes."""
+    """Evaluate base and result in the world; print and return the results. Returns nothing without
+    offline.evaluate_episodes.
+    """
     count = config.offline.evaluate_episodes
     if not count:
         return {}
@@ -209,14 +217,14 @@ def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.
 
 
 def say(found: Rounds, rounds: int) -> None:
-    """Say how many candidates were let in, and what to try where none was."""
+    """Print the number of accepted candidates, and advice if there were none."""
     output.print(f"{found.accepted} of {rounds} candidates accepted.")
     if not found.accepted:
         output.print(f"The policy is as it came. {why_refused(found)}", markup=False, soft_wrap=True)
 
 
 def why_refused(found: Rounds) -> str:
-    """Return what the judges found of the candidates, none of which was accepted, and what to try then."""
+    """Return why the evaluators rejected all candidates, and what to try."""
     other = "another critic (offline.agent=edac) or way to improve (offline.improve=idql)"
     judgements = [each for record in found.records for each in record.get("verdict", {}).get("judgements", ())]
     worse = [each for each in judgements if max(each["bootstrap"][1], each["student"][1]) < 0]

@@ -1,11 +1,11 @@
-"""Lets an agent with critics learn from its own decisions in the world, of its own or by steering a frozen policy.
+"""Trains an agent with critics online in the world, acting by itself or steering a frozen policy.
 
 online.method=dsrl: the agent chooses the noise that a frozen diffusion or flow policy denoises (DSRL).
-online.method=actions: it acts itself, whole chunks, with online.dataset after training on recorded data; online.steps=0
-stops there. A frozen policy plays online.warmup steps first; online.retain=0 then learns from own decisions alone
-(WSRL: online.agent=cal_ql), online.retain=0.5 keeps half of every batch recorded (RLPD). Success is measured after 0,
-1, 100 and 500 updates, so that a dip is seen. Base and result are judged on the same seeds, which nothing else uses.
-Killed? Run the same command again: it goes on and ends in the same place.
+online.method=actions: the agent outputs action chunks itself; with online.dataset it first trains on recorded data, and
+online.steps=0 stops there. A frozen policy plays the first online.warmup steps. online.retain=0 then uses online data
+only (WSRL: online.agent=cal_ql); online.retain=0.5 keeps half of every batch recorded (RLPD). Success is measured after
+0, 1, 100 and 500 updates, to show a dip. Base and result are evaluated on the same seeds, which nothing else uses. If
+interrupted, run the same command again: it resumes and gives the same result.
 """
 
 import copy
@@ -72,7 +72,7 @@ VERB = Verb(
 
 @dataclass(frozen=True)
 class Beginning:
-    """What learning in the world begins with: who learns, who plays the warm-up, and the recorded decisions."""
+    """Initial state of online learning: the learner, the policy that plays the warm-up, and the recorded decisions."""
 
     policy: AgentPolicy | SteeredPolicy
     frozen: Frozen
@@ -81,7 +81,7 @@ class Beginning:
 
 
 def run(config: Config) -> int:
-    """Learn from data, then in the world; judge base and result on the same seeds."""
+    """Train on recorded data, then online; evaluate base and result on the same seeds."""
     job = Job.open(config, "online", VERB.sections)
     if job is None:
         return 0
@@ -128,7 +128,7 @@ def run(config: Config) -> int:
 
 
 def policy_path(config: Config) -> Path | None:
-    """Return where the given policy lies; None for an agent of actions, which needs none."""
+    """Return the path of the given policy; None for an agent with online.method=actions, which needs none."""
     section = config.online
     usual = recover_folder(run_path(config, "train") / "checkpoint")
     if section.method == "actions" and section.policy is None and not usual.exists():
@@ -137,7 +137,7 @@ def policy_path(config: Config) -> Path | None:
 
 
 def begin(config: Config, given: Policy | None, world: World, folder: RunFolder, device: torch.device) -> Beginning:
-    """Make what learns, or take what learned before, and let it learn from recorded data."""
+    """Build the learner, or resume an earlier one, and train it on recorded data."""
     section, seed = config.online, derive(config.run.seed, "agent")
     if isinstance(given, AgentPolicy | SteeredPolicy):
         return gone_on(config, given, device)
@@ -166,7 +166,7 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
 
 
 def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.device) -> Beginning:
-    """Let a policy that learned before go on; raises ConfigError where it did so by another method."""
+    """Resume a policy from earlier online learning; raises ConfigError when that used another method."""
     method = "actions" if isinstance(policy, AgentPolicy) else "dsrl"
     if config.online.method != method:
         raise ConfigError(f"online.policy={config.online.policy} learned by online.method={method}: say so.")
@@ -181,7 +181,9 @@ def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.d
 
 
 def seen_by_agent(config: Config, given: Policy | None, world: World, episodes: Episodes | None) -> Interface:
-    """Return how the agent sees: what the data shows, else the world, in chunks of the given policy."""
+    """Return the agent's interface: fields of the data if there are any, else of the world, in chunks of the given
+    policy.
+    """
     chunk, spec = config.online.chunk, world.spec
     if given is not None and episodes is not None:
         return critic_interface(given, episodes)
@@ -194,8 +196,8 @@ def seen_by_agent(config: Config, given: Policy | None, world: World, episodes: 
 
 
 def recorded_episodes(config: Config, given: Policy | None, device: torch.device) -> Episodes | None:
-    """Return the recorded episodes, None where there are none; raises DataError where values are not finite, or do not
-    fit a policy that is given.
+    """Return the recorded episodes, None if there are none; raises DataError when values are not finite or do not fit
+    the given policy.
     """
     section = config.online
     if section.dataset is None:
@@ -209,13 +211,13 @@ def recorded_episodes(config: Config, given: Policy | None, device: torch.device
 
 
 def by_of(found: OnlineResult) -> str:
-    """Return the figure that evaluations are compared by: success, or the return where there is none."""
+    """Return the metric that compares evaluations: success, or the return if the world reports no success."""
     by_return = any("deterministic_return" in record for record in found.evaluations)
     return "deterministic_return" if by_return else "deterministic_success"
 
 
 def say(found: OnlineResult, method: str) -> None:
-    """Say what learning in the world by a method did on the way, and what to try where it did nothing."""
+    """Print the learning curve of the online method, and advice if nothing improved."""
     by = by_of(found)
     curve = [(record["updates"], record[by]) for record in found.evaluations]
     if curve:
@@ -228,7 +230,7 @@ def say(found: OnlineResult, method: str) -> None:
 
 
 def why_no_gain(curve: Sequence[tuple[int, float]], success: bool, method: str) -> str:
-    """Return what evaluations (updates, value), at least two, show where the last is no better than the first.
+    """Return why the last of at least two evaluations (updates, value) is no better than the first.
 
     success: whether the values are success rates; method: online.method.
     """

@@ -1,11 +1,11 @@
-"""Finds the fastest way to compute a checkpoint's decisions, and keeps it beside the checkpoint (inference.json).
+"""Finds the fastest inference engine for a checkpoint, and stores the choice beside the checkpoint (inference.json).
 
-Engines, samplers of fewer steps, block caches and bf16 take turns at the same observations: timed, and compared with
-the policy as it was trained. Only exact engines are chosen from, unless optimize.error says how far actions may be off;
-then the table also shows what less work costs. evaluate, serve and collect read the choice from then on
-(inference.engine=reference goes without); weights that change afterwards make it void. Ways are compared by their
-shortest decision, which a busy machine disturbs least.
-Of a world model that denoises in many steps (worldmodel.kind=video) block caches are tried in the same way.
+Engines, samplers with fewer steps, block caches and bf16 are timed in turns on the same observations and compared with
+the policy as trained. Only exact engines are candidates, unless optimize.error sets an allowed action error; the table
+then also shows the error of the cheaper methods. evaluate, serve and collect then use the stored choice
+(inference.engine=reference ignores it). It becomes invalid when the weights change. Methods are compared by their
+minimum time, which is least affected by other load. For a world model with many denoising steps
+(worldmodel.kind=video), block caches are tested in the same way.
 """
 
 import sys
@@ -62,19 +62,19 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Way:
-    """A way of computing decisions."""
+    """An inference method: engine settings and an optional block cache."""
 
     config: InferenceConfig
     cache: CachePlan | None = None
 
     @property
     def exact(self) -> bool:
-        """Whether it is meant to decide as the reference does."""
+        """Whether the method should give the same actions as the reference."""
         return self.config.exact and self.cache is None
 
 
 def run(config: Config) -> int:
-    """Gather observations, time and compare, choose, judge, keep."""
+    """Collect observations, time and compare the methods, choose one, evaluate it and store it."""
     section, device = config.optimize, choose_device(config.run)
     path = default_path(config, "finetune", "checkpoint", section.policy, "optimize.policy")
     if holds_world_model(path):
@@ -117,7 +117,7 @@ def run(config: Config) -> int:
 
 
 def observations(config: Config, policy: Policy, device: torch.device) -> TensorObservation:
-    """Return observations [N, H, ...] of recorded episodes, or of some that the policy plays in its world."""
+    """Return observations [N, H, ...] from recorded episodes, or from episodes that the policy plays in its world."""
     section, spec = config.optimize, policy.spec
     if section.data:
         parts = [
@@ -138,7 +138,7 @@ def observations(config: Config, policy: Policy, device: torch.device) -> Tensor
 
 
 def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
-    """Return `count` observations [count, H, ...], in a circle where there are fewer."""
+    """Return `count` observations [count, H, ...], repeating them when there are fewer."""
     rows = next(len(value) for value in seen.values())
     index = [place % rows for place in range(count)]
     return {
@@ -147,10 +147,10 @@ def first_rows(seen: TensorObservation, count: int) -> TensorObservation:
 
 
 def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) -> dict[str, Way]:
-    """Return the ways to try, by name: exact engines, and what is cheaper where the section allows an error.
+    """Return the inference methods to test, by name: exact engines, and cheaper methods if the section allows an error.
 
-    What is cheaper is computed by the first of the engines that is not the reference, of a policy that decides by means
-    of another one in the other one.
+    Cheaper methods use the first engine that is not the reference. For a policy that wraps another policy, they apply
+    to the wrapped one.
     """
     ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
     deciding = innermost(policy)
@@ -187,9 +187,9 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
 def cached_ways(
     section: OptimizeSection, policy: Policy, seen: TensorObservation, engine: InferenceConfig
 ) -> dict[str, Way]:
-    """Return block caches to try, calibrated on the observations.
+    """Return the block caches to test, calibrated on the observations.
 
-    None for a network without blocks that are known, nor for a policy that decides by means of another one.
+    Returns none for a network without known blocks, and for a policy that wraps another policy.
     """
     if not isinstance(policy, Denoises):
         if section.schedulers:
@@ -211,7 +211,7 @@ def cached_ways(
 
 
 def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Policy], dict[str, str]]:
-    """Return the policy in each way, and why it cannot be computed in others."""
+    """Return the policy with each inference method, and the reasons why some methods are not supported."""
     made, refused = dict[str, Policy](), dict[str, str]()
     for name, way in ways.items():
         try:
@@ -222,7 +222,9 @@ def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Poli
 
 
 def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[str, float]:
-    """Return how far each one's actions at observations [N, H, ...] are from the reference's; see `action_error`."""
+    """Return the error of each method's actions at observations [N, H, ...] relative to the reference's; see
+    `action_error`.
+    """
     actions: dict[str, Tensor] = {}
     with progress("Comparing", len(policies)) as advance:
         for name, policy in policies.items():
@@ -232,13 +234,15 @@ def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[s
 
 
 def row(way: Way, error: float, time: Timing, reference: Timing) -> dict[str, Any]:
-    """Return the figures of one way, JSON-ready."""
+    """Return the results of one method, JSON-serialisable."""
     share = {} if way.cache is None else {"block_share": way.cache.share}
     return {"error": error, **time.to_json(), "times_as_fast": reference.least / time.least, **share}
 
 
 def judged(config: Config, policies: Mapping[str, Policy], device: torch.device) -> dict[str, Any]:
-    """Return the verdicts on reference and choice, printed; nothing without optimize.evaluate_episodes, or a choice."""
+    """Evaluate the reference and the choice; print and return the results. Returns nothing without
+    optimize.evaluate_episodes, or if the reference is chosen.
+    """
     count = config.optimize.evaluate_episodes
     if not count:
         return {}

@@ -1,4 +1,4 @@
-"""`optimize` of a world model: which of its blocks to compute in which denoising steps, kept beside its checkpoint."""
+"""`optimize` for world models: choose a block cache over denoising steps and store it beside the checkpoint."""
 
 import time
 from collections.abc import Mapping
@@ -36,30 +36,30 @@ from worldmodels.starts import context_at
 SECTIONS = ("run", "world", "optimize")
 REFERENCE = "reference"
 CHANGE = "change"
-"""In what errors are measured: how far what is imagined goes from what was there at first."""
+"""Unit of the errors: change between the imagined images and the initial one."""
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Where N chains begin, and the recorded actions that they imagine: [N, T, A]."""
+    """Initial latents of N chains and the recorded actions that they imagine: [N, T, A]."""
 
     latent: Latent
     actions: Tensor
 
     def first(self, count: int) -> "Chains":
-        """Return `count` of them, in a circle where there are fewer."""
+        """Return the first `count` chains, repeating them when there are fewer."""
         rows = torch.arange(count) % len(self.actions)
         return Chains({name: value[rows] for name, value in self.latent.items()}, self.actions[rows])
 
     def imagined(self, model: ChunkModel) -> dict[str, Tensor]:
-        """Return the images that a model sees, camera key -> [N, T, height, width, 3]."""
+        """Return the images that a model imagines, camera key -> [N, T, height, width, 3]."""
         steps = model.generate(self.latent, self.actions)[1]
         keys = [key for key in steps[0].observation if key.startswith(IMAGE_PREFIX)]
         return {key: torch.stack([step.observation[key] for step in steps], 1).float() for key in keys}
 
 
 def optimize_model(config: Config, path: Path, device: torch.device) -> int:
-    """Calibrate, time and compare, choose, keep; raises ConfigError for a model with nothing to remember."""
+    """Calibrate, time and compare, choose and store; raises ConfigError for a model without cacheable steps."""
     section, model = config.optimize, load_world_model(path, device)
     if not isinstance(model, Cacheable) or not isinstance(model, ChunkModel):
         raise ConfigError(f"{path} holds a world model without denoising steps: there is nothing to choose.")
@@ -110,7 +110,7 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
 
 
 def plans_for(section: OptimizeSection, model: Cacheable, episodes: Episodes, begin: Tensor) -> dict[str, CachePlan]:
-    """Return the block caches to try, by name, calibrated from just before the actions `begin` [N]."""
+    """Return the block caches to test, by name, calibrated from just before the actions `begin` [N]."""
     budgets = [budget for budget in section.budgets if 2 < budget < model.calls]
     if not budgets or not section.schedulers:
         output.print(
@@ -123,7 +123,7 @@ def plans_for(section: OptimizeSection, model: Cacheable, episodes: Episodes, be
 
 
 def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Episodes:
-    """Return the episodes whose actions are imagined: those given, or those that the model was trained on."""
+    """Return the episodes whose actions are imagined: those given, or the model's training data."""
     folders = section.data or (path.parent / "dataset",)
     for folder in folders:
         if not folder.exists():
@@ -136,7 +136,7 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
 
 
 def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:
-    """Return up to `count` recorded steps [N] after which as many as a chain imagines were recorded."""
+    """Return up to `count` recorded steps [N] that are followed by at least one chain length of recorded steps."""
     every = torch.arange(episodes.step_count)
     left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - every
     fitting = every[left >= steps]
@@ -154,14 +154,14 @@ def _chains(model: Cacheable, episodes: Episodes, begin: Tensor, steps: int) -> 
 
 
 def _present(episodes: Episodes, begin: Tensor) -> dict[str, Tensor]:
-    """Return the images that chains begin with, camera key -> [N, height, width, 3]."""
+    """Return the initial images of the chains, camera key -> [N, height, width, 3]."""
     frames = begin + episodes.episode_of_step[begin]
     return {key: value[frames] for key, value in episodes.observation.items() if key.startswith(IMAGE_PREFIX)}
 
 
 def errors_of(models: Mapping[str, ChunkModel], chains: Chains, present: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return how far each one's images are from the reference's: the root mean square of pixels, as a share of that of
-    what changes since the present image in the reference's; 1 is as wrong as an image that stands still.
+    """Return the relative image error of each model: RMS pixel difference from the reference, divided by the RMS change
+    of the reference's images since the present image; 1 is as wrong as an image that does not change.
     """
     seen: dict[str, dict[str, Tensor]] = {}
     with progress("Comparing", len(models)) as advance:
@@ -177,7 +177,7 @@ def errors_of(models: Mapping[str, ChunkModel], chains: Chains, present: Mapping
 
 
 def _timed(models: Mapping[str, ChunkModel], chains: Chains, rounds: int) -> dict[str, Timing]:
-    """Return the seconds of a chunk, by model, taking turns; the first of each is not counted."""
+    """Return the seconds per chunk by model, timed in turns; the first call of each is not counted."""
     found: dict[str, list[float]] = {name: [] for name in models}
     with progress("Timing", rounds) as advance:
         for turn in range(rounds + 1):

@@ -1,11 +1,11 @@
-"""Runs verbs that build on each other as one command with one report: recipe=rl100, or stages of your own.
+"""Runs verbs that build on each other as one command with one report: recipe=rl100, or your own stages.
 
 A recipe lists the stages (pipeline.stages), each a verb with its settings; {name} in them is the run folder of an
-earlier stage. recipe=rl100 is imitation, gated offline rounds on the policy's own log, a short online phase and a
-policy of one denoising step (after RL-100, arXiv:2510.14830); recipe=sight fine-tunes with the simulator's state and
-teaches a student with a camera; pipeline.recipe names the task. Every stage has a run
-folder of its own and can be looked at, and run, by itself. Killed? Run the same command again: finished stages are
-kept, the one that was interrupted goes on.
+earlier stage. recipe=rl100 runs imitation, gated offline rounds on the policy's own log, a short online phase, and
+distillation to one denoising step (after RL-100, arXiv:2510.14830). recipe=sight fine-tunes with the simulator's state
+and distils the result into a student with a camera. pipeline.recipe names the task. Every stage has its own run folder
+and can be inspected and run by itself. If interrupted, run the same command again: finished stages are kept, the
+interrupted one resumes.
 """
 
 import time
@@ -34,7 +34,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Run every stage, then write the report on all."""
+    """Run all stages, then write one report."""
     section = config.pipeline
     if not section.stages:
         raise ConfigError("A pipeline of no stages: choose recipe=rl100, or list yours in pipeline.stages.")
@@ -61,10 +61,10 @@ def run(config: Config) -> int:
 
 
 def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
-    """Return verb and configuration of every stage, in their order, whose run folders lie under `root`.
+    """Return verb and configuration of every stage, in order, with run folders under `root`.
 
-    Raises ConfigError for an unknown verb, one that runs other verbs, a wrong setting, or a reference to a stage that
-    does not come before.
+    Raises ConfigError for an unknown verb, a verb that runs other verbs, an invalid setting, or a reference to a stage
+    that does not come before.
     """
     section, seed = config.pipeline, str(config.run.seed)
     shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
@@ -91,7 +91,7 @@ def _filled(setting: str, places: Mapping[str, str]) -> str:
 
 
 def result_of(config: Config, verb: str) -> dict[str, Any]:
-    """Return the figures that a stage has left; raises ConfigError where it left none."""
+    """Return the results of a finished stage; raises ConfigError when there are none."""
     folder = RunFolder(run_path(config, verb))
     found = finished(folder)
     if found is None:

@@ -1,9 +1,9 @@
-"""Scores policies in world models and in the simulator on the same seeds, and says how well one predicts the other.
+"""Ranks policies in world models and in the simulator on the same seeds, and reports how well one predicts the other.
 
 Prints Pearson, Spearman, Kendall, MMRV, error and bias with bootstrap intervals, and draws a scatter plot for every
-model. Give checkpoints of independently trained policies, ours or LeRobot's, rank.policies=[A,B,...]; the scripted
-expert (or collect.controller) at graded noise is ranked beside them unless rank.noise=[]. rank.models=[A,B,...], of any
-kinds, defaults to what `worldmodel` wrote under the same name and seed.
+model. Give checkpoints of independently trained policies, from robopolicy or LeRobot, with rank.policies=[A,B,...]. The
+scripted expert (or collect.controller) at several noise levels is ranked with them unless rank.noise=[].
+rank.models=[A,B,...], of any kinds, defaults to the output of `worldmodel` with the same name and seed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Rank and report."""
+    """Rank the policies and write the report."""
     models = name_models(
         [
             default_path(config, "worldmodel", "checkpoint", path, "rank.models")
@@ -61,7 +61,7 @@ def run(config: Config) -> int:
 
 
 def name_models(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return checkpoints of world models by their kind, and by their run as well where a kind comes twice."""
+    """Return checkpoints of world models by kind, with the run added when a kind occurs twice."""
     kinds = [kind_of(path) for path in paths]
     names = [
         kind if kinds.count(kind) == 1 else f"{kind}, {run}" for kind, run in zip(kinds, runs_of(paths), strict=True)
@@ -70,7 +70,7 @@ def name_models(paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def load_candidates(config: Config) -> dict[str, Policy | str]:
-    """Return what is to be ranked by name: checkpoints, and the expert at each level of noise."""
+    """Return the candidates by name: checkpoints, and the expert at each noise level."""
     device = choose_device(config.run)
     paths = config.rank.policies
     candidates: dict[str, Policy | str] = {
@@ -83,14 +83,16 @@ def load_candidates(config: Config) -> dict[str, Policy | str]:
 
 
 def require_seen_by_experts(models: Iterable[Path], noise: Sequence[str]) -> None:
-    """Raise ConfigError if experts are to be ranked in a world model that shows a latent: they read the true state."""
+    """Raise ConfigError if experts are to be ranked in a world model that outputs only a latent: they read the true
+    state.
+    """
     for path in models if noise else ():
         if isinstance(load_world_model(path), DecoderFree):
             raise ConfigError(f"No expert can act in {path}, which shows only its latent: set rank.noise=[].")
 
 
 def require_fitting(config: Config, sections: Iterable[WorldSection], candidates: Mapping[str, Policy | str]) -> None:
-    """Raise, before any is played, where a policy does not fit one of the worlds; as `build_world` does."""
+    """Raise, before any episode is played, when a policy does not fit one of the worlds; as `build_world` does."""
     device = choose_device(config.run)
     policies = [each for each in candidates.values() if not isinstance(each, str)]
     unlike = {repr((each.spec.observation, each.spec.action, each.spec.history)): each for each in policies}
@@ -102,7 +104,7 @@ def require_fitting(config: Config, sections: Iterable[WorldSection], candidates
 def score(
     config: Config, section: WorldSection, candidates: dict[str, Policy | str], label: str
 ) -> dict[str, EvaluationResult]:
-    """Evaluate every candidate in one world, deterministically, on the seeds that every verb judges on."""
+    """Evaluate every candidate in one world, deterministically, on the evaluation seeds that all verbs share."""
     seeds, device = evaluation_seeds(config, config.rank.episodes), choose_device(config.run)
     results = {}
     for name, candidate in candidates.items():

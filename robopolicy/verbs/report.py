@@ -1,4 +1,4 @@
-"""Rebuilds report.html and report.json of a run folder from what the run left there."""
+"""Rebuilds report.html and report.json of a run folder from its stored results."""
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
@@ -15,7 +15,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Write the report and print where it lies."""
+    """Write the report and print its path."""
     if config.report.run is None:
         raise ConfigError("Which run? Write: robopolicy report runs/finetune/push_cube/0")
     output.print(f"Report: {report_for_run(config.report.run)}")

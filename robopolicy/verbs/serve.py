@@ -1,10 +1,10 @@
-"""Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback unless told otherwise.
+"""Serves a policy to robots: openpi's websocket protocol, /healthz and /metrics, on loopback by default.
 
-Any openpi client can connect; images of other sizes are resized. plan.model=CHECKPOINT makes the policy look ahead in a
-world model before it answers; inference.engine= says who computes its decisions (robopolicy optimize);
-serve.chunking=rtc lets plans follow on from those that robots are executing. To listen beyond loopback set serve.host
-and serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. What happens is logged on standard error, a line of JSON
-an event; /livez, /readyz and /metrics say how the server is.
+Any openpi client can connect; images of other sizes are resized. plan.model=CHECKPOINT adds planning with a world model
+to every policy call. inference.engine selects the inference engine (see robopolicy optimize). serve.chunking=rtc makes
+each new chunk continue the actions that the robot is executing. To listen beyond loopback, set serve.host,
+serve.api_key (or ROBOPOLICY_API_KEY), and a certificate. Events are logged on standard error, one JSON object per line;
+/livez, /readyz and /metrics report the server's health.
 """
 
 import os

@@ -1,9 +1,11 @@
-"""Teaches a student what a teacher does, in the states that the student itself gets into (DAgger), cameras and all.
+"""Distils a teacher into a student, labelling the states that the student itself visits (DAgger); the student may use
+cameras.
 
-The teacher, a policy (such as one tuned on the state) or teach.teacher=expert (or collect.controller), says in every
-step what it would do; the student (policy.*) learns that and plays in turns: no demonstration shows the way back from
-its own mistakes. The world shows what both read: world.cameras for the student, the state for the teacher, which
-teach.auxiliary_keys=[observation.environment_state] lets cameras learn to tell. Killed? Run the same command again.
+The teacher is a policy (such as one tuned on the state) or teach.teacher=expert (or collect.controller). It labels
+every step with its own action; the student (policy.*) trains on these labels and plays, in alternating rounds.
+Demonstrations alone never show how to recover from the student's mistakes. The world provides the fields of both:
+world.cameras for the student, the state for the teacher. teach.auxiliary_keys=[observation.environment_state] adds an
+auxiliary loss that predicts the state from the images. If interrupted, run the same command again.
 """
 
 from dataclasses import replace
@@ -48,7 +50,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Teach, save, judge."""
+    """Train the student, save it and evaluate it."""
     job = Job.open(config, "teach", VERB.sections, "is already taught; run.overwrite=true teaches anew.")
     if job is None:
         return 0
@@ -92,10 +94,10 @@ def run(config: Config) -> int:
 
 
 def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -> None:
-    """Say how a student that was made elsewhere reads images, and what teaching it takes of memory.
+    """Print how a student built on another library's checkpoint reads images, and the memory that its training takes.
 
-    It is built from one episode of the teacher's, before the first round. Raises ConfigError where less is free, or
-    what its encoder makes cannot be kept, and what `new_head` raises.
+    It is built from one teacher episode before the first round. Raises ConfigError when less memory is free or its
+    encoder outputs cannot be cached, and the errors of `new_head`.
     """
     if not (began_elsewhere(config.policy.config) or config.teach.keep_conditions or config.teach.auxiliary_keys):
         return
@@ -118,9 +120,9 @@ def teacher_path(config: Config) -> Path:
 
 
 def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach | None) -> WorldSection:
-    """Return the settings of a world that shows the past as far as both look back.
+    """Return the settings of a world with the longer observation history of the two policies.
 
-    Raises ConfigError where the student would execute more than the teacher says; student: None where nobody knows.
+    Raises ConfigError when the student would execute more steps than the teacher labels; student: None if unknown.
     """
     if student is None:
         return section
@@ -134,7 +136,7 @@ def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach
 
 
 def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
-    """Return the expert or collect.controller as a teacher of whole chunks; raises ConfigError where there is none."""
+    """Return the expert or collect.controller as a teacher of action chunks; raises ConfigError when there is none."""
     own = config.collect.controller
 
     def plays(number: int) -> Controller:
@@ -145,9 +147,10 @@ def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
 
 
 def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:
-    """Return the verdicts on a teacher that is a policy, and on the student, on the same starts, printed.
+    """Evaluate the teacher, if it is a policy, and the student from the same initial states; print and return the
+    results.
 
-    The student is filmed on the first of them.
+    Also writes a video of the student from the first of them.
     """
     config, section = job.config, job.config.teach
     seeds = evaluation_seeds(config, section.evaluate_episodes)

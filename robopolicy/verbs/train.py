@@ -1,13 +1,12 @@
 """Pre-trains a policy by behaviour cloning on a LeRobotDataset, then measures its success.
 
-policy.kind=joint learns actions, what follows them and what that is worth, and plans with itself: it needs data with
-failures and rewards (collect.noise=[low,high]), and is judged with and without planning. Data with several instructions
-are learned as one task by a diffusion or flow policy, unless policy.text_encoder=words lets it read them;
-policy.kind=token reads them anyway. train.encoder=CHECKPOINT, of a world model without a decoder, lets the policy read
-its latent, so that `imagine` can tune it there; its checkpoint holds both. train.policy=CHECKPOINT run.name=NAME
-goes on from a policy of yours, with more steps or other data. Killed? Run the same command again: it goes
-on and ends in the same place. train.evaluate_episodes=0 skips the judgement (for data of a robot that has no simulator
-here).
+policy.kind=joint learns actions, future observations and values, and plans with itself: it needs data with failures and
+rewards (collect.noise=[low,high]), and is evaluated with and without planning. A diffusion or flow policy learns data
+with several instructions as one task, unless policy.text_encoder=words conditions it on them; policy.kind=token always
+reads them. train.encoder=CHECKPOINT (a decoder-free world model) makes the policy read its latent, so that `imagine`
+can fine-tune it there; its checkpoint contains both. train.policy=CHECKPOINT run.name=NAME continues from your own
+policy, with more steps or other data. If interrupted, run the same command again: it resumes and gives the same result.
+train.evaluate_episodes=0 skips the evaluation (for data from a robot without a simulator here).
 """
 
 import warnings
@@ -63,7 +62,7 @@ VERB = Verb(
 
 
 def run(config: Config) -> int:
-    """Train, save, judge."""
+    """Train the policy, save it and evaluate it."""
     job = Job.open(config, "train", VERB.sections, "is already trained; run.overwrite=true trains anew.")
     if job is None:
         return 0
@@ -133,9 +132,10 @@ def say_reading(
     spec: PolicySpec,
     reads_text: bool | None,
 ) -> DataRead:
-    """Return what a policy with this spec reads of the datasets in `places`, and print it.
+    """Print and return which columns of the datasets in `places` a policy with this spec reads.
 
-    renamed: other names for their columns; reads_text: whether it sees instructions, None where it does not say.
+    renamed: new names for their columns; reads_text: whether the policy reads instructions, None if it does not declare
+    it.
     """
     features = {name: what for path in places for name, what in read_information(path, renamed)["features"].items()}
     reading = describe_reading(" and ".join(map(str, places)), features, episodes, spec.observation, reads_text)
@@ -146,7 +146,7 @@ def say_reading(
 
 
 def say_targets(episodes: Episodes, policy: Trainable) -> None:
-    """Print which actions are learned: a teacher's or a person's, where those that were executed are not."""
+    """Print which actions are learned, when they are a teacher's or a person's instead of the executed ones."""
     if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
         output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
         said, steps = episodes.labels.shape[1], policy.spec.prediction
@@ -157,9 +157,9 @@ def say_targets(episodes: Episodes, policy: Trainable) -> None:
 
 
 def continued(config: Config, path: Path, device: torch.device | str = "cpu") -> Trainable:
-    """Return the policy in the checkpoint `path`, to be trained further; says what of it stays.
+    """Return the policy in the checkpoint `path` for further training; prints which parts stay unchanged.
 
-    Raises ConfigError where it is another library's, or one that reads a world model's latent.
+    Raises ConfigError when it is another library's checkpoint, or reads a world model's latent.
     """
     if config.train.encoder is not None:
         raise ConfigError("train.encoder makes a new policy: leave it out, or leave out train.policy.")
@@ -181,8 +181,8 @@ def continued(config: Config, path: Path, device: torch.device | str = "cpu") ->
 
 
 def require_learnable(data: Path, policy: Trainable, episodes: Episodes) -> None:
-    """Raise DataError where a policy that is trained already cannot read `episodes`, and note what lies outside of what
-    its normalisers know.
+    """Raise DataError when an already trained policy cannot read `episodes`; warn when values lie outside its
+    normalisers' range.
     """
     require_fit_of(data, episodes, policy.spec)
     for finding in check_normalizers(policy, episodes):
@@ -196,9 +196,10 @@ def require_learnable(data: Path, policy: Trainable, episodes: Episodes) -> None
 
 
 def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None = None) -> Episodes:
-    """Return the episodes of the dataset `data` and of train.more; raises DataError for what is no data or no match.
+    """Return the episodes of the dataset `data` and of train.more; raises DataError when a dataset cannot be read or
+    does not match.
 
-    renamed: other names for their columns and elements, None for train.rename.
+    renamed: new names for their columns and elements, None for train.rename.
     """
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
     require_known(section.rename, (data, *section.more))
@@ -221,7 +222,7 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
 
 
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
-    """Print the first and last logged mean of each loss, of one that was logged once that; return the first ones."""
+    """Print the first and last logged mean of each loss (only the last if logged once); return the first ones."""
     records = folder.metrics()
     logged = {name: [float(each[name]) for each in records if name in each] for name in fitted.losses}
     first = {name: values[0] for name, values in logged.items() if values}
@@ -233,7 +234,7 @@ def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
 
 
 def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFolder) -> FitResult:
-    """Fit the policy, save it, and return what came of it."""
+    """Train the policy, save it, and return the training result."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
     given = [name for name in ("micro_batch", "keep_conditions", "auxiliary_keys") if getattr(config.train, name)]

@@ -1,6 +1,6 @@
-"""What `collect` has recorded so far, in its run's folder, and who acted there: another actor begins anew.
+"""Episodes that an interrupted `collect` has recorded so far, in its run folder; valid for the same actor only.
 
-That depends on files beside the settings, which may change: checkpoints, and code that the user writes.
+The actor depends on files outside the settings that may change: checkpoints and user code.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ FOLDER = "unfinished"
 
 
 class Unfinished:
-    """The episodes of a run that have ended, part by part; folder: the run's."""
+    """The finished episodes of a run, by part; folder: the run folder."""
 
     def __init__(self, config: Config, folder: Path):
         self.config, self.folder = config, folder / FOLDER
@@ -31,7 +31,7 @@ class Unfinished:
 
     @cached_property
     def _own(self) -> Path:
-        """Where this actor's are; the remains of another one are removed, which is said."""
+        """Return the folder of this actor's episodes; those of another actor are removed with a warning."""
         own = self.folder / fingerprint(_what_counts(self.config))
         if self.folder.exists() and not own.exists():
             warnings.warn(
@@ -44,7 +44,9 @@ class Unfinished:
         return own
 
     def part(self, name: str, episodes: int) -> Kept:
-        """Return what is kept of a part of so many episodes; that some are, and others will be played, is said."""
+        """Return the saved episodes of a part with this many `episodes`; warns if some exist and others are still to be
+        played.
+        """
         kept = Kept(self._own / name)
         if kept.known and (left := len(kept.left(episodes))):
             self.played_later += left
@@ -58,16 +60,16 @@ class Unfinished:
 
     @property
     def figures(self) -> dict[str, int]:
-        """What result.json says: how many episodes were played after the run was broken off, where any were."""
+        """Values for result.json: the number of episodes played after an interruption, if any."""
         return {"played_after_interruption": self.played_later} if self.played_later else {}
 
     def remove(self) -> None:
-        """Drop everything: it is in the dataset."""
+        """Remove all saved episodes: they are in the dataset."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _what_counts(config: Config) -> dict[str, Any]:
-    """Return what may have changed under the same settings, JSON-ready: checkpoints, and files that the user writes."""
+    """Return the inputs that may change under the same settings, JSON-serialisable: checkpoints and user files."""
     section, label = config.collect, config.collect.label_policy
     named = (config.world.name, section.controller, label)
     sources = [file_hash(file) for name in named if (file := source_of(name)) is not None]
@@ -76,7 +78,9 @@ def _what_counts(config: Config) -> dict[str, Any]:
 
 
 def who_acts(config: Config) -> dict[str, Any]:
-    """Return who acts, JSON-ready; of checkpoints their files' hashes, wherever they lie."""
+    """Return the identity of the actor, JSON-serialisable; for checkpoints the hashes of their files, independent of
+    location.
+    """
     section, plan = config.collect, config.plan
     if section.policy is not None:
         ahead = {} if plan.model is None else {"plan": {**to_plain(plan), "model": hashes(plan.model)}}
@@ -87,7 +91,7 @@ def who_acts(config: Config) -> dict[str, Any]:
 
 
 def source_of(name: str) -> Path | None:
-    """Return the file of a dotted path's module, or the file that `name` is; None for what is registered."""
+    """Return the source file of an import path's module, or `name` if it is a file; None for registered names."""
     if not is_dotted(name):
         return Path(name) if name and Path(name).is_file() else None
     add_working_folder()
@@ -99,6 +103,6 @@ def source_of(name: str) -> Path | None:
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:
-    """Return the hash of every file in a folder, by its path there."""
+    """Return the hash of every file in a folder, by relative path."""
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     return {str(path.relative_to(checkpoint)): file_hash(path) for path in files}

@@ -1,7 +1,7 @@
-"""What a verb declares about itself, and how the command line learns it without importing the verb.
+"""Declaration of a verb, and how the command line reads it without importing the verb.
 
-A verb is a module with a docstring (its help), `VERB = Verb(...)` written in literals, and `run(config)`. Declarations
-are read off the source, so that help on any verb imports neither torch nor anything else that a job needs.
+A verb is a module with a docstring (its help), `VERB = Verb(...)` with literal arguments, and `run(config)`.
+Declarations are parsed from the source, so help on any verb imports neither torch nor other dependencies of the job.
 """
 
 import ast
@@ -42,16 +42,16 @@ NAMES = (
     "report",
 )
 VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:run" for name in NAMES})
-"""Every verb, in the order of the overview; other packages add theirs under the entry points."""
+"""All verbs, in the order of the overview; other packages add theirs through entry points."""
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One job: a line for the table, the sections of the configuration it reads, an example, and what bare words after
-    it set, keys in their order; lists: those of them that hold several, of which the word is one. text: the docstring
-    of its module. world_from: keys of what says in which world the verb acts where none is named -> "verb/part", where
-    that lies by default ("" for nowhere, "server" for a server's, "unassumed": none is assumed). resumes: whether the
-    same command goes on where a killed one was.
+    """One job: its summary line, the configuration sections that it reads, an example, and the settings that positional
+    words fill, in order. lists: those of them that are lists, of which the word is one element. text: the docstring of
+    its module. world_from: settings whose checkpoint or dataset determines the world when none is named -> its default
+    location "verb/part" ("" for none, "server" for the policy server, "unassumed": no world is assumed). resumes:
+    whether the same command resumes an interrupted run.
     """
 
     summary: str
@@ -65,7 +65,7 @@ class Verb:
 
 
 def declaration(name: str) -> Verb:
-    """Return what the verb called `name` declares; raises ConfigError where there is none."""
+    """Return the declaration of the verb `name`; raises ConfigError when there is none."""
     module = VERBS.path(name).partition(":")[0]
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:

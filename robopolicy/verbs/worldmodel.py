@@ -1,10 +1,11 @@
-"""Trains a world model on recorded episodes plus fresh rollouts with failures in them, and examines it.
+"""Trains a world model on recorded episodes and fresh rollouts that include failures, and evaluates it.
 
-Data: worldmodel.data (default: what collect wrote), then rollouts of the expert (or collect.controller) at every level
-of worldmodel.noise and of worldmodel.policies (with worldmodel.include_base what train wrote is one), until
-worldmodel.transitions control steps are there (in world=demonstrations none can be); all of it is kept beside the
-model. The report has open-loop errors beside shuffled actions and copying, precision and recall of the learned success
-head, and for models of images a video of imagined below recorded episodes.
+Data: worldmodel.data (default: the output of collect), then rollouts of the expert (or collect.controller) at every
+level of worldmodel.noise and of worldmodel.policies, until there are worldmodel.transitions control steps.
+worldmodel.include_base adds the policy that train saved. world=demonstrations allows no rollouts. All data are stored
+beside the model. The report compares open-loop errors with shuffled actions and with copying the first frame, and gives
+precision and recall of the learned success head. For models of images it includes a video of recorded and imagined
+episodes.
 """
 
 from collections.abc import Mapping
@@ -57,11 +58,11 @@ VERB = Verb(
 )
 
 FILMED = 6
-"""How many episodes are filmed."""
+"""Number of episodes in the video."""
 
 
 def run(config: Config) -> int:
-    """Gather data, train, calibrate, examine, save."""
+    """Collect data, train, calibrate, evaluate and save the world model."""
     job = Job.open(config, "worldmodel", VERB.sections, "is already trained; run.overwrite=true trains anew.")
     if job is None:
         return 0
@@ -101,7 +102,7 @@ def run(config: Config) -> int:
 
 
 def require_learnable_success(spec: WorldSpec) -> None:
-    """Raise ConfigError where a return decides that a world model does not learn: of other rewards than the world's."""
+    """Raise ConfigError when success depends on a return of environment rewards that a world model does not learn."""
     if spec.least_return is not None and spec.rewards != ("reward",):
         raise ConfigError(
             f"An episode of '{spec.name}' has succeeded by the environment's own rewards ({spec.success}), and a world "
@@ -112,7 +113,7 @@ def require_learnable_success(spec: WorldSpec) -> None:
 
 
 def gather(config: Config, world: World, generator: torch.Generator) -> Episodes:
-    """Return recorded episodes and, where steps are missing, fresh rollouts, an equal share from each source."""
+    """Return recorded episodes and, if steps are missing, fresh rollouts in equal numbers from each source."""
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     require_known(section.rename, paths)
@@ -148,7 +149,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
 
 
 def base_of(config: Config) -> Path:
-    """Return what train wrote under the same name and seed; ConfigError where there is none yet."""
+    """Return the checkpoint of `train` with the same name and seed; ConfigError when it does not exist."""
     path = run_path(config, "train") / "checkpoint"
     if not recover_folder(path).exists():
         raise ConfigError(
@@ -159,7 +160,7 @@ def base_of(config: Config) -> Path:
 
 
 def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
-    """Return `episodes` and their copies in other looks, if any are asked for."""
+    """Return `episodes` plus copies in other visual styles, if configured."""
     parts = [episodes]
     for style in range(1, config.worldmodel.visual_styles + 1):
         options = {**config.world.options, "style": style}
@@ -170,7 +171,7 @@ def in_other_styles(config: Config, episodes: Episodes) -> Episodes:
 
 
 def film(model: LearnedModel, episodes: Episodes, folder: RunFolder) -> None:
-    """Write imagined.mp4, if the model has images: the longest of `episodes`, real and imagined."""
+    """Write imagined.mp4 if the model imagines images: the longest of `episodes`, real and imagined."""
     if not images_imagined(model):
         return
     longest = episodes.lengths.argsort(descending=True, stable=True)[:FILMED]
@@ -179,7 +180,7 @@ def film(model: LearnedModel, episodes: Episodes, folder: RunFolder) -> None:
 
 
 def show(validation: Mapping[str, Any]) -> None:
-    """Print the figures that say whether the model can be trusted."""
+    """Print the metrics that show whether the model is reliable."""
     success = validation["success"]
     output.print(
         f"Reward error {shown(validation['reward_error'], '.3f')} of the variance; success head precision "

@@ -1,1 +1,1 @@
-"""Outside suites as worlds: any gymnasium environment with continuous actions, and Meta-World."""
+"""External suites as worlds: any gymnasium environment with continuous actions, Meta-World, robosuite and OGBench."""

@@ -1,6 +1,6 @@
-"""One gymnasium environment as a row of a world: found by name, its observations laid out under LeRobot's keys.
+"""One gymnasium environment as a row of a world: creation by name, observations mapped to LeRobot's keys.
 
-This module runs inside worker processes, so it imports neither torch nor anything that does.
+This module runs inside worker processes, so neither it nor its imports load torch.
 """
 
 import contextlib
@@ -43,15 +43,15 @@ OLD = (
     "info), info a dictionary; an environment of gym's old interface is wrapped, for instance in "
     "shimmy.GymV21CompatibilityV0(env=...)"
 )
-"""What gymnasium's interface is."""
+"""Description of gymnasium's interface, for error messages."""
 NO_BOUND = 1e30
-"""Bounds of actions from here on are none: a range of them is no number that float32 can hold."""
+"""Action bounds of at least this size count as unbounded: float32 cannot represent their range."""
 TASKS_TRIED = 32
-"""Episodes that are begun to learn which tasks an environment says, where it says several."""
+"""Number of episodes started to find all task texts when an environment reports several."""
 
 
 def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
-    """Make a registered environment without time limit and checking wrappers (the world counts and checks itself).
+    """Create a registered environment without time limit and checking wrappers (the world does both itself).
 
     env_id: gymnasium's id, or "module:id" to import `module` first so that it can register; env_options: keyword
     arguments of the environment. Raises ConfigError on an unknown id or option.
@@ -75,7 +75,7 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
 
 
 def takes_render_mode(kind: type) -> bool:
-    """Whether a class of environments is made with a render mode, which not all do that say they have one."""
+    """Whether an environment class accepts a render mode; some that declare one do not."""
     if kind.__init__ is object.__init__:
         return False
     parameters = inspect.signature(kind.__init__).parameters.values()
@@ -85,7 +85,7 @@ def takes_render_mode(kind: type) -> bool:
 def registered(env_id: str) -> EnvSpec:
     """Return the registered spec, importing the module named in the id, or the package of the id's family.
 
-    Raises ConfigError when there is no such module or environment, or the family's extra is missing.
+    Raises ConfigError when the module or environment does not exist, or the family's extra is missing.
     """
     module, _, name = env_id.rpartition(":")
     if module:
@@ -102,11 +102,11 @@ def registered(env_id: str) -> EnvSpec:
 
 @dataclass(frozen=True)
 class Description:
-    """What an environment says about itself; fps is None where it does not say.
+    """Properties of an environment; fps is None when it does not report one.
 
-    cameras: name -> what it shows, in words; reports_success: whether anybody says when an episode has succeeded;
-    repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; tasks:
-    what it says the task is, in its own words.
+    cameras: name -> description of the view; reports_success: whether success of an episode is reported; repeats:
+    whether the same seed gives the same start again; draws: whether it can be rendered; tasks: task texts that it
+    reports.
     """
 
     layout: Layout
@@ -121,15 +121,15 @@ class Description:
 
 
 class RowEnvironment:
-    """An environment with vector observations, success flag, images and (for MuJoCo) its full state.
+    """An environment with vector observations, success flag, images and (for MuJoCo) full state access.
 
-    success, success_key: see `SuccessRule`. seed_globals: seed Python's and numpy's global generators as well, for
-    environments that draw from them: each has their state for itself, whatever its neighbours draw. increase: `step`
-    returns the increase of the environment's reward since the step before, 0 in the first, for rewards that say how far
-    the task has come. An environment may have attributes `state_keys` and `element_names` (see `observation_layout`),
-    which count where no state_keys are given, and `action_names`. notes: what the user should know of what happened,
-    until `take_notes` takes it. task: what the environment says the episode's task is, "" where it says nothing. Raises
-    ConfigError unless actions are a Box of floats, on a bad `success`, and where `observation_layout` does.
+    success, success_key: see `SuccessRule`. seed_globals: also seed Python's and numpy's global generators, for
+    environments that draw from them; each has its own global state, independent of its neighbours. increase: `step`
+    returns the increase of the environment's reward since the previous step (0 in the first), for rewards that measure
+    progress. An environment may have attributes `state_keys` and `element_names` (see `observation_layout`), used when
+    no state_keys are given, and `action_names`. notes: messages for the user, until `take_notes` returns them. task:
+    task text of the episode, "" when the environment reports none. Raises ConfigError unless actions are a Box of
+    floats, on an invalid `success`, and the errors of `observation_layout`.
     """
 
     def __init__(
@@ -190,13 +190,13 @@ class RowEnvironment:
         )
 
     def _has_goals(self) -> bool:
-        """Whether it shows a goal and what was achieved of it, as many numbers of each."""
+        """Whether the observation has a desired and an achieved goal of equal size."""
         parts = [part for part in self.layout.parts if part.path]
         sizes = [sum(part.place.stop - part.place.start for part in parts if part.path[0] == key) for key in GOAL_KEYS]
         return 0 < sizes[0] == sizes[1]
 
     def _tried(self) -> tuple[bool, bool, tuple[str, ...]]:
-        """Begin an episode twice, and return whether success is reported, whether both went alike, and the tasks."""
+        """Start an episode twice; return whether success is reported, whether both were identical, and the tasks."""
         space = self._action_space
         seen: list[list[np.ndarray]] = []
         known: set[str] = set()
@@ -216,7 +216,7 @@ class RowEnvironment:
             return True, True, ()
 
     def _tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the environment says, () where it says none."""
+        """Return the tasks that the environment reports, () for none."""
         found, out = dict.fromkeys([self.task]), np.zeros(self.layout.size, np.float32)
         if self.task:
             for seed in range(1, TASKS_TRIED):
@@ -229,7 +229,7 @@ class RowEnvironment:
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D].
 
-        Raises SpecError where the environment does not speak gymnasium's interface, and on a bad observation.
+        Raises SpecError when the environment does not follow gymnasium's interface, and on an invalid observation.
         """
         self._paid.total, self._paid.last = 0.0, None
         try:
@@ -247,7 +247,7 @@ class RowEnvironment:
 
     @contextlib.contextmanager
     def _own_globals(self, seed: int | None = None) -> Iterator[None]:
-        """With seed_globals, let this episode's state stand in for that of the global generators; seed: begin anew."""
+        """With seed_globals, swap in this episode's state of the global generators; seed: seed them anew."""
         if not self._seed_globals:
             yield
             return
@@ -266,12 +266,12 @@ class RowEnvironment:
             np.random.set_state(theirs[1])  # noqa: NPY002
 
     def step(self, action: np.ndarray, out: np.ndarray, last: bool = False) -> tuple[float, bool, bool, bool]:
-        """Act, write the observation into `out` and return reward (NaN where it is no number), terminated, truncated,
-        success.
+        """Take a step, write the observation into `out` and return reward (NaN when it is not a number), terminated,
+        truncated, success.
 
-        action: [A], of the environment's dtype, which it may keep; out: [D], the layout's size; last: whether the
-        world's time limit ends the episode here. Raises SpecError where the environment does not speak gymnasium's
-        interface, and as `SuccessRule` does.
+        action: [A], of the environment's dtype, which it may store; out: [D], the layout's size; last: whether the
+        world's time limit ends the episode here. Raises SpecError when the environment does not follow gymnasium's
+        interface, and the errors of `SuccessRule`.
         """
         observation, reward, terminated, truncated, info = self._acted(action)
         self._take(observation, out)
@@ -289,7 +289,9 @@ class RowEnvironment:
         return reward, terminated, truncated, success
 
     def _acted(self, action: np.ndarray) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
-        """Act, [A], and return what the environment does: observation, reward, terminated, truncated, info."""
+        """Execute an action, [A], and return the environment's result: observation, reward, terminated, truncated,
+        info.
+        """
         with self._own_globals():
             done = self.environment.step(action.reshape(self._action_space.shape))
         if not isinstance(done, tuple) or len(done) != 5:
@@ -305,7 +307,7 @@ class RowEnvironment:
         self._notes.setdefault(text, False)
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return what the user should know that was not taken yet; nothing comes twice."""
+        """Return the new messages for the user; each is returned only once."""
         new = tuple(text for text, taken in self._notes.items() if not taken)
         self._notes |= dict.fromkeys(new, True)
         return new
@@ -317,8 +319,8 @@ class RowEnvironment:
     def image(self, camera: str, height: int, width: int) -> np.ndarray:
         """Return uint8 [height, width, 3].
 
-        Raises ConfigError when MuJoCo has no such camera or graphics context, or the environment draws no images, and
-        SpecError where a picture is not what its space declares.
+        Raises ConfigError when MuJoCo has no such camera or graphics context, or the environment renders no images, and
+        SpecError when an image does not match its declared space.
         """
         if camera == OWN_VIEW and self._camera is None and not self.environment.render_mode and self._images:
             camera = next(iter(self._images))  # it draws no view of its own
@@ -343,7 +345,7 @@ class RowEnvironment:
 
 
 def continuous(space: spaces.Space | None) -> spaces.Box:
-    """Return a space of actions that policies can give, a Box of floats; raises ConfigError on any other."""
+    """Return the action space if policies can use it (a Box of floats); raises ConfigError for any other."""
     if isinstance(space, spaces.Box) and space.dtype.kind == "f" and np.prod(space.shape):
         if (space.low > space.high).any():
             raise ConfigError(f"Its action_space {space} has bounds whose low exceeds their high: exchange them.")
@@ -363,12 +365,12 @@ def continuous(space: spaces.Space | None) -> spaces.Box:
 
 
 def boundless(bound: float) -> float:
-    """Return a bound of an action, infinite where it is one by its size, such as the largest float32."""
+    """Return an action bound, replaced by infinity when its size means none, such as the largest float32."""
     return float(bound) if abs(bound) < NO_BOUND else float(np.copysign(np.inf, bound))
 
 
 def control_rate(value: Any) -> float | None:
-    """Return what is said to be control steps a second, None unless it is a finite number above 0."""
+    """Return the reported control steps per second, None unless it is a finite number above 0."""
     try:
         rate = float(value)
     except (TypeError, ValueError):
@@ -377,7 +379,7 @@ def control_rate(value: Any) -> float | None:
 
 
 def _one_number(reward: Any) -> float:
-    """Return a reward, NaN where it is not one number: whether that matters is known where it is read."""
+    """Return a reward, or NaN when it is not one number; the error is raised only where the reward is used."""
     try:
         found = numbers(reward)
     except (TypeError, ValueError):
@@ -390,11 +392,11 @@ def _described(returned: Any) -> str:
 
 
 def _dm_control_step(environment: Any) -> float | None:
-    """Return the seconds of a control step where an environment wraps one of dm_control's; None where it does not."""
+    """Return the seconds of a control step when an environment wraps one of dm_control's; None otherwise."""
     timestep = getattr(getattr(environment, "_env", None), "control_timestep", None)
     return float(timestep()) if callable(timestep) else None  # pyright: ignore[reportArgumentType]
 
 
 def _attribute(environment: gymnasium.Env, name: str) -> Any:
-    """Return what an environment, or a wrapper of it, says under `name`, None where it says nothing."""
+    """Return the attribute `name` of an environment or of one of its wrappers, None when there is none."""
     return environment.get_wrapper_attr(name) if environment.has_wrapper_attr(name) else None

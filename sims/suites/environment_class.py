@@ -1,6 +1,6 @@
-"""A class derived from gymnasium.Env as a world, registered with gymnasium or not.
+"""A class derived from gymnasium.Env as a world, whether registered with gymnasium or not.
 
-This module runs inside worker processes, so it imports neither torch nor anything that does before a world is made.
+This module runs inside worker processes, so neither it nor its imports load torch before a world is created.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ def make_environment_world(
     env_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> World:
-    """Return a world called `name` of `batch_size` environments of class `kind`.
+    """Build a world called `name` of `batch_size` environments of class `kind`.
 
-    horizon: control steps until the time limit, default the class's `max_episode_steps`; instruction: default what the
-    environment says its task is, or the words of the class's name; env_options: its keyword arguments; options: of
+    horizon: control steps until the time limit, default the class's `max_episode_steps`; instruction: default the task
+    that the environment reports, or the words of the class's name; env_options: its keyword arguments; options: of
     `GymnasiumWorld`. Raises ConfigError.
     """
     from sims.suites.gymnasium_suite import GymnasiumWorld, check_options, words
@@ -51,7 +51,7 @@ def make_environment_world(
 
 
 def open_class(path: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
-    """Make one environment of the class at a dotted path; raises ConfigError where its constructor fails."""
+    """Create one environment of the class at an import path; raises ConfigError when its constructor fails."""
     kind = load_dotted(path, "Environment")
     said = getattr(kind, "metadata", None)  # a property of wrappers, which their objects alone can say
     modes = said.get("render_modes", ()) if isinstance(said, Mapping) else ()

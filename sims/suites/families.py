@@ -1,6 +1,6 @@
-"""Gymnasium packages whose ids are known here: what to import for an id, and options that suit its worlds.
+"""Known gymnasium packages: the import that an id needs, and suitable world options.
 
-This module runs inside worker processes, so it imports neither torch nor anything that does.
+This module runs inside worker processes, so neither it nor its imports load torch.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from robopolicy.core.errors import require_extra
 
 @dataclass(frozen=True)
 class Family:
-    """Environments that one package registers.
+    """Environments registered by one package.
 
-    prefixes: how their ids begin; module: what to import so that it registers them; extra: what brings it; options:
-    of the world, where the user gives none; env_options: the same for the environment's keyword arguments; names:
-    elements of a flat observation; reward_digits: decimal places at which the environment's reward is rounded;
-    action_low, action_high: true bounds of actions [A], where those that it declares are none.
+    prefixes: prefixes of their ids; module: module whose import registers them; extra: extra that installs it; options:
+    default options of the world; env_options: default keyword arguments of the environment; names: elements of a flat
+    observation; reward_digits: decimal places to which the reward is rounded; action_low, action_high: true bounds of
+    actions [A], when the declared ones are not.
     """
 
     prefixes: tuple[str, ...]
@@ -38,7 +38,7 @@ class Family:
     action_high: tuple[float, ...] = ()
 
     def register(self) -> None:
-        """Import the package. Raises ConfigError that names the extra where it is missing."""
+        """Import the package. Raises ConfigError naming the extra when it is missing."""
         with (
             contextlib.redirect_stderr(io.StringIO()),
             contextlib.redirect_stdout(io.StringIO()),
@@ -89,12 +89,11 @@ FAMILIES = (
     # Its time limit, 1,000 control steps for all but a few tasks, is not registered.
     Family(("dm_control/",), "shimmy", "dmcontrol", options={"horizon": 1000}),
 )
-"""The next package is one entry; ids of others are written with the package before them, PACKAGE:ID."""
+"""Known families; a new package is one more entry. Ids of other packages are written as PACKAGE:ID."""
 
 
 class FamilyMember(gymnasium.Wrapper):
-    """An environment with what its family knows of it: `element_names`, true bounds of actions, and rewards that repeat
-    to the last bit."""
+    """An environment with its family's corrections: `element_names`, true action bounds, bit-exact rewards."""
 
     def __init__(self, environment: gymnasium.Env, family: Family):
         super().__init__(environment)

@@ -1,4 +1,4 @@
-"""`GymnasiumWorld`: any gymnasium environment with continuous actions as a `World`, by name and configuration alone."""
+"""`GymnasiumWorld`: any gymnasium environment with continuous actions as a `World`, by name and settings alone."""
 
 import inspect
 import re
@@ -43,33 +43,31 @@ from sims.suites.success import TERMINATED, UNEXPECTED
 from sims.suites.vector import Images, Played, Pool
 
 SEED_LIMIT = 2**31
-"""Episode seeds are taken modulo this number, because some environments accept no larger ones."""
+"""Episode seeds are taken modulo this number, because some environments do not accept larger ones."""
 
 
 class GymnasiumWorld:
-    """World, Snapshots (for environments that simulate with MuJoCo) and Renders for a gymnasium environment.
+    """World with snapshots (for environments simulated with MuJoCo) and rendering for a gymnasium environment.
 
-    name: of the world; make_environment: makes one environment without a time limit (importable in a fresh process when
-    there are workers); batch_size: rows B; horizon: control steps until the time limit; instruction: the task in words;
-    seed: of the generator that draws episode seeds when `reset` is given none; history: H frames; cameras: whose images
-    (image_size: see `core.spec.image_sizes`) are part of the observation: its entries that are images, cameras of the
+    name: of the world; make_environment: creates one environment without a time limit (importable in a fresh process
+    when there are workers); batch_size: rows B; horizon: control steps until the time limit; instruction: the task in
+    words; seed: of the generator of episode seeds when `reset` is given none; history: H frames; cameras: cameras whose
+    images (image_size: see `core.spec.image_sizes`) are part of the observation: its image entries, cameras of the
     MuJoCo model, or "default", the environment's own view; workers: processes that share the rows, 0 for this process,
-    None for one per usable core; terminate_on_success: False lets an episode run on;
-    fps: control steps per second, default what the environment says; reward: None or "progress" (environments with
-    goals: decrease of the distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward),
-    "increase" (the increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a
-    potential (see `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the
-    task is done, "return >= NUMBER" or "return so far >= NUMBER", of the environment's own rewards, or "terminated";
-    without it success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed
-    Python's and numpy's global generators with every episode; clip_actions: whether actions reach the environment
-    clipped to the bounds that it declares, or as they were decided (bounds are a formality of many); state_keys:
-    entries of a dictionary observation that are the robot's own; own_task: whether the task is what the environment
-    says it is, in every episode, where it says one (see `instruction_of`); `instruction` stands for it elsewhere.
-    available_cameras: name -> what it shows, in words.
-    repeats: whether an episode begins the same way again with the same seed; draws: whether it can be looked at; where
-    nobody says when an episode has succeeded, spec.reports_success is False. `reset` options are handed to every
-    started environment. Raises ConfigError on an unknown camera, reward, success or state key, sizes below 1, and where
-    nobody says how many control steps make a second.
+    None for one per usable core; terminate_on_success: False continues an episode; fps: control steps per second,
+    default the rate that the environment reports; reward: None or "progress" (environments with goals: decrease of the
+    distance to the goal times reward_scale, plus 1 at success), "environment" (its own reward), "increase" (the
+    increase of its own reward times reward_scale, plus 1 at success), or "package.module:function", a potential (see
+    `choose_reward`); success: "package.module:function", observation arrays [n] by key -> whether the task is done,
+    "return >= NUMBER" or "return so far >= NUMBER", of the environment's own rewards, or "terminated"; without it
+    success_key: entry of `info` (default is_success, else success), see `SuccessRule`; seed_globals: seed Python's and
+    numpy's global generators with every episode; clip_actions: whether actions are clipped to the declared bounds or
+    passed unchanged (many environments declare bounds only formally); state_keys: entries of a dictionary observation
+    that are the robot's own; own_task: whether to use the task text that the environment reports in every episode, if
+    any (see `instruction_of`); `instruction` is used otherwise. available_cameras: name -> description of the view.
+    repeats: whether the same seed gives the same start again; draws: whether it can be rendered; when success is not
+    reported, spec.reports_success is False. `reset` options are passed to every started environment. Raises ConfigError
+    on an unknown camera, reward, success or state key, sizes below 1, and an unknown control rate.
     """
 
     def __init__(
@@ -157,9 +155,9 @@ class GymnasiumWorld:
     def reset(
         self, rows: Rows = None, seeds: Sequence[int] | np.ndarray | None = None, options: Mapping | None = None
     ) -> Observation:
-        """Start new episodes in `rows`, at first in every row. Returns all rows' observation [B, H, ...].
+        """Start new episodes in `rows`, the first time in every row. Returns all rows' observation [B, H, ...].
 
-        Raises SpecError on bad rows or seeds, NonFiniteError where the environment starts with NaN or infinity.
+        Raises SpecError on invalid rows or seeds, NonFiniteError when the environment starts with NaN or infinity.
         """
         index, seeds = self._episodes.reset_rows(rows, seeds)
         if len(index) == 0:
@@ -175,8 +173,8 @@ class GymnasiumWorld:
     def step(self, actions: np.ndarray) -> Step:
         """Run a chunk [B, C, A] in the rows that have not ended; never resets.
 
-        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on bad actions, observations or
-        rewards.
+        Raises SpecError on a wrong shape or before the first reset, NonFiniteError on non-finite actions, observations
+        or rewards.
         """
         episodes, spec = self._episodes, self._spec
         index = episodes.running_index
@@ -214,8 +212,8 @@ class GymnasiumWorld:
     def _move_images(self, played: Played) -> None:
         """Append each row's new frames, at most H of them, to its image history.
 
-        Played frames [B, H, ...] are new only at their end, so a new frame already lies at its place in the moved
-        history; an old frame moves forward by the number of new ones.
+        New frames are at the end of the played frames [B, H, ...], so they already have their place in the shifted
+        history; old frames move forward by the number of new ones.
         """
         window = places(np.minimum(played.length, self._history), self._history)
         index = np.where(window < self._history, window, self._history + np.arange(self._history))
@@ -228,17 +226,18 @@ class GymnasiumWorld:
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy the full state of `rows`: physics, model, Python attributes with random generators, counters, history.
 
-        Arrays [R, ...]; physics [R, N] holds data and model, attributes [R] Python objects. Raises ConfigError where
-        the environment does not simulate with MuJoCo, SpecError on bad rows and before the first reset.
+        Arrays [R, ...]; physics [R, N] contains data and model, attributes [R] Python objects. Raises ConfigError when
+        the environment is not simulated with MuJoCo, SpecError on invalid rows and before the first reset.
         """
         own = self._episodes.snapshot(rows)
         physics, attributes = self.pool.states(self._episodes.index(rows))
         return Snapshot({**own, "physics": physics, "attributes": attributes})
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
-        """Overwrite `rows` with `snapshot`, taken from this or a like world; returns all rows' observation [B, H, ...].
+        """Overwrite `rows` with `snapshot`, taken from this or an equal world; returns all rows' observation [B, H,
+        ...].
 
-        Raises SpecError unless it fits the rows and this world.
+        Raises SpecError when the snapshot does not match the rows and this world.
         """
         index = self._episodes.validate_snapshot(snapshot, rows)
         self.pool.restore(index, snapshot.arrays["physics"], snapshot.arrays["attributes"])
@@ -248,17 +247,17 @@ class GymnasiumWorld:
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> np.ndarray:
         """Return uint8 images [R, height, width, 3]; camera None is the view the environment itself renders from.
 
-        Raises SpecError on bad rows and before the first reset, ConfigError where `RowEnvironment.image` does.
+        Raises SpecError on invalid rows and before the first reset, ConfigError when `RowEnvironment.image` does.
         """
         self._episodes.require_started()
         return self.pool.render(self._episodes.index(rows), camera or "default", height, width)
 
     def close(self) -> None:
-        """End the workers and free graphics; closing twice is harmless."""
+        """Stop the workers and free graphics; closing twice is harmless."""
         self.pool.close()
 
     def _tell(self, notes: Sequence[str]) -> None:
-        """Warn of what the user should know, of each thing once."""
+        """Issue each message for the user as a warning, once."""
         for note in notes:
             expected = self._spec.reports_success and note.startswith(UNEXPECTED)
             if note not in self._told and not expected:
@@ -281,7 +280,7 @@ class GymnasiumWorld:
 
 
 def _rate(name: str, rate: float | None) -> float:
-    """Return the control rate of the environment `name`; raises ConfigError where nobody says it."""
+    """Return the control rate of the environment `name`; raises ConfigError when none is reported."""
     if rate is None:
         raise ConfigError(
             f"'{name}' does not say how many control steps make a second, a number above 0: give "
@@ -291,12 +290,12 @@ def _rate(name: str, rate: float | None) -> float:
 
 
 def criterion(success: str | None, text: str) -> str:
-    """Return the criterion of success in words; text: where the environment itself says it."""
+    """Return the success criterion in words; text: used when the environment itself reports success."""
     return "the environment terminates the episode" if success == TERMINATED else success or text
 
 
 def first_notes(name: str, description: Description, seed_globals: bool) -> list[str]:
-    """Return what the user should know of an environment before anything is played in it."""
+    """Return messages for the user about an environment before its first episode."""
     found = []
     if not description.repeats:
         remedy = (
@@ -343,11 +342,12 @@ def make_gymnasium_world(
     env_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> GymnasiumWorld:
-    """Return the registered environment `env_id` ("FetchPush-v4", or "package:Id-v0" to import its package first).
+    """Build the world of the registered environment `env_id` ("FetchPush-v4", or "package:Id-v0" to import its package
+    first).
 
-    horizon: default the registered time limit; instruction: default what the environment says its task is, or the
-    words of the id; env_options: keyword arguments of the environment; options: of `GymnasiumWorld`, by default those
-    of the id's family (see `FAMILIES`). Raises ConfigError on an unknown id, camera or option.
+    horizon: default the registered time limit; instruction: default the task that the environment reports, or the words
+    of the id; env_options: keyword arguments of the environment; options: of `GymnasiumWorld`, by default those of the
+    id's family (see `FAMILIES`). Raises ConfigError on an unknown id, camera or option.
     """
     check_options(options)
     family = family_of(env_id)
@@ -371,7 +371,7 @@ def make_gymnasium_world(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError, with the nearest name, on an option that `GymnasiumWorld` does not have."""
+    """Raise ConfigError, suggesting the closest name, on an option that `GymnasiumWorld` does not have."""
     known = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size"}
     known |= {"env_options"}
     for name in options:

@@ -1,7 +1,7 @@
-"""How an outside environment's observation is read: its numbers, its pictures, and what is left out, with the reason.
+"""Layout of an external environment's observation: numbers, images, and omitted entries with the reason.
 
-What an entry is follows from its space, never from its name. This module runs inside worker processes, so it imports
-neither torch nor anything that does.
+The type of an entry follows from its space, never from its name. This module runs inside worker processes, so neither
+it nor its imports load torch.
 """
 
 import re
@@ -21,22 +21,22 @@ ROBOT_KEYS = ("observation", "agent_pos", "state", "robot_state", "proprio")
 OBSERVATION = "observation"
 GOAL_KEYS = ("achieved_goal", "desired_goal")
 LONE, LONE_ENTRY = "image", "pixels"
-"""LeRobot calls an environment's only picture, its entry "pixels", `observation.image`."""
+"""LeRobot names an environment's only image, its entry "pixels", `observation.image`."""
 OWN_VIEW = "default"
-"""The camera that is the environment's own view; no entry is called so."""
+"""Camera name of the environment's own view; no entry has this name."""
 MOST = 1000
-"""Numbers of an entry with several axes that are still taken for numbers; more are a picture, a map, a point cloud."""
+"""Maximum size of an entry with several axes that is read as numbers; larger ones are images, maps, point clouds."""
 SMALLEST = 8
-"""Height and width from which numbers that are no bytes may be a picture."""
+"""Minimum height and width of a non-uint8 entry that is read as an image."""
 CHOICES = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
 Path = tuple[str | int, ...]
-"""Where an entry lies: keys of dictionaries, places in tuples."""
+"""Path of an entry: keys of dictionaries, indices of tuples."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """An entry that becomes numbers [n] at `place`; choices: its space where gymnasium makes numbers of its values."""
+    """An entry that becomes numbers [n] at `place`; choices: its space if gymnasium flattens its values."""
 
     path: Path
     place: slice
@@ -46,8 +46,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Picture:
-    """An entry that is a picture of this shape, [h, w], [h, w, C] or [C, h, w]; axis: of the channels, None without;
-    scale: what its numbers are multiplied by to go from 0 to 255."""
+    """An image entry of this shape, [h, w], [h, w, C] or [C, h, w]; axis: of the channels, None without; scale: factor
+    that maps its values to 0 to 255.
+    """
 
     path: Path
     shape: tuple[int, ...]
@@ -61,7 +62,7 @@ class Picture:
         return height, width
 
     def pixels(self, value: np.ndarray) -> np.ndarray:
-        """Return a value of the entry as uint8 [h, w, C]. Raises SpecError where it is not what its space declares."""
+        """Return a value of the entry as uint8 [h, w, C]. Raises SpecError if it does not match its declared space."""
         if value.dtype != np.uint8 or self.scale != 1:
             least, most = float(value.min()), float(value.max())
             limit = 255 / self.scale
@@ -82,16 +83,16 @@ class Picture:
 
     @property
     def declared(self) -> str:
-        """Its range in words."""
+        """Its range, for messages."""
         return f"0 to {255 // self.scale}"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How an observation becomes one float32 vector, fields by LeRobot key, and camera images.
+    """Mapping of an observation to one float32 vector, fields by LeRobot key, and camera images.
 
     parts: entries that become numbers; fields: key -> slice; names: key -> one per element; pictures: camera -> entry;
-    notes: of every entry that is flattened, left out, converted or renamed, with its shape and the reason; texts: paths
+    notes: of every entry that is flattened, omitted, converted or renamed, with its shape and the reason; texts: paths
     of entries that are texts.
     """
 
@@ -106,7 +107,7 @@ class Layout:
     def write(self, observation: Any, out: np.ndarray) -> None:
         """Write the numbers of `observation`, an array or arrays in dictionaries and tuples, into `out` [size].
 
-        Raises SpecError on an entry that is missing, or is not what its space declares.
+        Raises SpecError on an entry that is missing or does not match its declared space.
         """
         for part in self.parts:
             value = entry_at(observation, part.path)
@@ -120,15 +121,15 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """Camera -> (height, width) of its entry, "image" among them where LeRobot means it."""
+        """Camera -> (height, width) of its entry, including LeRobot's "image"."""
         found = {camera: picture.size for camera, picture in self.pictures.items()}
         entry = entry_of(LONE, found)
         return found if entry == LONE else {**found, LONE: found[entry]}
 
     def picture(self, camera: str, observation: Any) -> np.ndarray:
-        """Return a copy of a camera's entry, [h, w], [h, w, C] or [C, h, w]: environments write into their own.
+        """Return a copy of a camera's entry, [h, w], [h, w, C] or [C, h, w], because environments reuse their arrays.
 
-        Raises SpecError where it is missing, or has another shape than its space declares.
+        Raises SpecError when it is missing or its shape differs from its declared space.
         """
         picture = self.pictures[camera]
         value = entry_at(observation, picture.path)
@@ -141,7 +142,7 @@ class Layout:
 
 
 def entry_of(camera: str, known: Collection[str]) -> str:
-    """Return the name that the environment has for a camera, of those it knows."""
+    """Return the environment's name for a camera, among those it knows."""
     if camera == LONE and LONE not in known and LONE_ENTRY in known:
         return LONE_ENTRY
     # Checkpoints from before know the entry "observation/image" as the camera "observation_image".
@@ -150,7 +151,7 @@ def entry_of(camera: str, known: Collection[str]) -> str:
 
 
 def entry_at(observation: Any, path: Path) -> Any:
-    """Return the entry at `path` of an observation; SpecError where there is none."""
+    """Return the entry at `path` of an observation; raises SpecError when there is none."""
     value = observation
     for depth, key in enumerate(path):
         try:
@@ -164,7 +165,7 @@ def entry_at(observation: Any, path: Path) -> Any:
 
 
 def misfit(path: Path, declared: Sequence[int], value: Any) -> SpecError:
-    """Return the error of an entry that has another shape or kind than the [..] that is declared."""
+    """Return the error for an entry whose shape or type differs from the declared [..]."""
     return SpecError(
         f"Observation entry '{dotted(path)}' is declared {list(declared)} and comes as {kind_of(value)}: correct the "
         "environment's observation_space, or what reset and step return."
@@ -172,7 +173,7 @@ def misfit(path: Path, declared: Sequence[int], value: Any) -> SpecError:
 
 
 def kind_of(value: Any) -> str:
-    """Return shape and type of what an environment returned, in words."""
+    """Describe shape and type of a returned value in words."""
     shape = getattr(value, "shape", None)
     if shape is None:
         return f"a {type(value).__name__}"
@@ -180,21 +181,21 @@ def kind_of(value: Any) -> str:
 
 
 def dotted(path: Path) -> str:
-    """Return an entry's name: its path with dots; "observation" where the observation is no dictionary."""
+    """Return an entry's name: its path with dots; "observation" when the observation is not a dictionary."""
     return ".".join(map(str, path)) or "observation"
 
 
 def observation_layout(
     space: spaces.Space | None, state_keys: Sequence[str] | None = None, element_names: Sequence[str] = ()
 ) -> Layout:
-    """Lay out an observation space; state_keys: which entries are the robot's own (default ROBOT_KEYS); element_names:
-    of a flat observation's numbers, () for none.
+    """Build the layout of an observation space; state_keys: entries that are the robot's own (default ROBOT_KEYS);
+    element_names: of a flat observation's numbers, () for none.
 
-    A Box -> observation.state. Of a Dict or Tuple: the robot's entries -> observation.state, every other one with
-    numbers (goals, objects, choices as ones and zeros) -> observation.environment_state in the space's order, pictures
-    -> cameras named after their key, or as much of their path as makes it unique. See `reading` for what is which.
-    Raises ConfigError where nothing is left to read, where two entries have one name, and when state_keys names what
-    the space lacks.
+    A Box -> observation.state. Of a Dict or Tuple: the robot's entries -> observation.state; every other one with
+    numbers (goals, objects, one-hot choices) -> observation.environment_state in the space's order; images -> cameras
+    named after their key, or after as much of their path as makes it unique. See `reading` for the rules. Raises
+    ConfigError when nothing readable remains, two entries have one name, or state_keys contains a name that the space
+    lacks.
     """
     if space is None:
         raise ConfigError("The environment declares no observation_space: set it, for instance to a Box of numbers.")
@@ -245,7 +246,7 @@ def observation_layout(
 
 
 def lerobot_name(path: Path) -> str:
-    """Return an entry's name without the "observation." (or "observation/") that LeRobot's keys begin with."""
+    """Return an entry's name without LeRobot's prefix "observation." (or "observation/")."""
     name = dotted(path)
     for prefix in (f"{OBSERVATION}.", f"{OBSERVATION}/"):
         if name.startswith(prefix) and name.removeprefix(prefix) and (len(path) == 1 or ENVIRONMENT_STATE in name):
@@ -254,9 +255,9 @@ def lerobot_name(path: Path) -> str:
 
 
 def distinct_names(names: Any, attribute: str) -> tuple[str, ...]:
-    """Return names of elements that an environment has under `attribute`, () for none.
+    """Return the element names that an environment has under `attribute`, () for none.
 
-    Raises ConfigError where they are one text, or two of them are the same.
+    Raises ConfigError when they are a single text, or two of them are the same.
     """
     if names is None:
         return ()
@@ -275,7 +276,7 @@ def _noted(path: Path, read: "Reading") -> str:
 
 
 def leaves(space: spaces.Space, path: Path) -> list[tuple[Path, spaces.Space]]:
-    """Return every space in dictionaries and tuples, with where it lies."""
+    """Return every leaf space in dictionaries and tuples, with its path."""
     if isinstance(space, spaces.Dict):
         return [leaf for key, item in space.spaces.items() for leaf in leaves(item, (*path, key))]
     if isinstance(space, spaces.Tuple):
@@ -284,9 +285,9 @@ def leaves(space: spaces.Space, path: Path) -> list[tuple[Path, spaces.Space]]:
 
 
 def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture], list[str]]:
-    """Return the pictures under names that are unique among them, and notes of those that are not the entry's key.
+    """Return the images under unique names, and notes on those that differ from the entry's key.
 
-    Raises ConfigError where no part of the path makes one unique.
+    Raises ConfigError when no part of the path makes one unique.
     """
     named, notes = dict[str, Picture](), list[str]()
     for path, read in found.items():
@@ -308,7 +309,7 @@ def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture],
 
 @dataclass(frozen=True)
 class Reading:
-    """What an entry is: "numbers" (size of them), "picture", "text", or "out", left out; note: what is to be said."""
+    """Type of an entry: "numbers" (size of them), "picture", "text", or "out" (omitted); note: message for the user."""
 
     kind: str
     shape: tuple[int, ...] = ()
@@ -320,11 +321,11 @@ class Reading:
 
 
 def reading(space: spaces.Space, as_numbers: bool = False) -> Reading:
-    """Return what an entry of a space that is no dictionary or tuple is read as.
+    """Return the type of an entry of a leaf space.
 
-    A picture is a uint8 Box [h, w, C], [C, h, w] or [h, w], and one of other numbers where its bounds are 0 to 1 or 0
-    to 255 and it is large enough; C: 1, 3 or 4 channels. Other Boxes are numbers where they have one axis, or at most
-    MOST elements and no picture's shape. as_numbers: the user says that what would be left out is numbers.
+    An image is a uint8 Box [h, w, C], [C, h, w] or [h, w], or one of another dtype with bounds 0 to 1 or 0 to 255 that
+    is large enough; C: 1, 3 or 4 channels. Other Boxes are numbers when they have one axis, or at most MOST elements
+    and no image shape. as_numbers: the user states that an otherwise omitted entry is numbers.
     """
     if isinstance(space, spaces.Box):
         return box_reading(space, as_numbers)
@@ -341,7 +342,7 @@ def reading(space: spaces.Space, as_numbers: bool = False) -> Reading:
 
 
 def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
-    """Return what a Box is read as, see `reading`."""
+    """Return the type of a Box, see `reading`."""
     shape = tuple(box.shape)
     while len(shape) > 3 and shape[0] == 1:
         shape = shape[1:]
@@ -367,7 +368,7 @@ def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
 
 
 def _converted(described: str, shape: Sequence[int], axis: int | None, byte: bool, scale: int) -> str:
-    """Return a note on how a picture of this shape [..] is made a camera's; "" where nothing is changed."""
+    """Return a note on the conversion of an image of this shape [..] to a camera's format; "" when nothing changes."""
     changes = ["as uint8 (0 to 1 becomes 0 to 255)"] if scale > 1 else [] if byte else ["rounded to uint8"]
     if axis is not None and shape[axis] == 4:
         changes.append("without its fourth channel")
@@ -375,7 +376,7 @@ def _converted(described: str, shape: Sequence[int], axis: int | None, byte: boo
 
 
 def _no_picture(shape: Sequence[int], axis: int | None, bounds: tuple[float, float]) -> str:
-    """Return why an entry of this shape [..] is no picture."""
+    """Return the reason why an entry of this shape [..] is not an image."""
     stack = f"a stack of {shape[0]} pictures? Policies have a history of their own: register it without the stack"
     if len(shape) > 3:
         return stack
@@ -387,7 +388,7 @@ def _no_picture(shape: Sequence[int], axis: int | None, bounds: tuple[float, flo
 
 
 def channel_axis(shape: Sequence[int]) -> int | None:
-    """Return where an image of this shape, [h, w, C] or [C, h, w], has its channels; None where it is no image."""
+    """Return the channel axis of an image shape, [h, w, C] or [C, h, w]; None when it is not an image."""
     if len(shape) != 3:
         return None
     if 3 in (shape[-1], shape[0]):
@@ -400,8 +401,8 @@ def channel_axis(shape: Sequence[int]) -> int | None:
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return `image` as uint8 [height, width, 3], by nearest neighbour.
 
-    It is [h, w, C], or [C, h, w] of one or three channels C. One (grey) is repeated; of four the last (how opaque a
-    pixel is) is left out. Raises ConfigError on any other shape, and where its numbers are no bytes.
+    It is [h, w, C], or [C, h, w] with one or three channels C. One (grey) is repeated; the fourth (alpha) is dropped.
+    Raises ConfigError on any other shape, and when its dtype is not uint8.
     """
     axis = channel_axis(image.shape)
     if axis is None or image.dtype != np.uint8:
@@ -416,10 +417,10 @@ def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def instruction_of(info: Mapping[str, Any], observation: Any, texts: Sequence[Path], ask: Callable[[str], Any]) -> str:
-    """Return the task that an environment says of an episode, in its own words, "" where it says none.
+    """Return the task text that an environment reports for an episode, "" when it reports none.
 
-    It is asked for, in this order, in `info`, among the observation's texts, and, as LeRobot does, among the
-    environment's attributes; ask: returns an attribute, None where there is none.
+    It is looked up, in this order, in `info`, among the observation's texts, and, as LeRobot does, among the
+    environment's attributes; ask: returns an attribute, None when there is none.
     """
     said = [info.get(key) for key in TASK_KEYS]
     said += [entry_at(observation, path) for path in texts if path[-1:] and path[-1] in TASK_KEYS]
@@ -428,4 +429,4 @@ def instruction_of(info: Mapping[str, Any], observation: Any, texts: Sequence[Pa
 
 
 TASK_KEYS = ("task", "task_description", "language_instruction", "instruction")
-"""Entries of `info`, or texts of the observation, that say the task."""
+"""Entries of `info`, or texts of the observation, that contain the task."""

@@ -1,7 +1,8 @@
 """One Meta-World task as a gymnasium environment whose episodes depend on their seed alone.
 
-Meta-World's own reset ignores its seed and its observation hides the goal; here the seed draws object and goal, the
-goal is observed, and the reward is the progress of Meta-World's shaped reward. Runs inside worker processes: no torch.
+Meta-World's own reset ignores its seed and its observation hides the goal. Here the seed determines object and goal,
+the goal is observed, and the reward is the progress of Meta-World's shaped reward. Runs inside worker processes: no
+torch.
 """
 
 from typing import Any
@@ -17,24 +18,24 @@ HORIZON = 500
 LEVEL = 10.0
 """Meta-World's shaped reward at success."""
 ROBOT = (slice(0, 4), slice(18, 22))
-"""Hand position and gripper opening, now and one control step ago, in Meta-World's 39 numbers."""
+"""Hand position and gripper opening, current and one control step ago, in Meta-World's 39 numbers."""
 OBJECTS = (slice(4, 18), slice(22, 36), slice(36, 39))
-"""Poses of up to two objects now and one control step ago, and the goal."""
+"""Current and previous poses of up to two objects, and the goal."""
 ROBOT_INDEX, OBJECTS_INDEX = (np.r_[parts] for parts in (ROBOT, OBJECTS))
 
 VIEW = {"lookat": np.array([0.0, 0.6, 0.1]), "distance": 1.5, "azimuth": 235.0, "elevation": -35.0}
-"""The default image: from the front, over the table (Meta-World's own free view looks at the robot's back)."""
+"""Default camera: from the front, over the table (Meta-World's own free view shows the robot's back)."""
 
 
 def metaworld_tasks() -> dict[str, Any]:
-    """Return Meta-World's environment classes by name. Raises ConfigError where the extra is missing."""
+    """Return Meta-World's environment classes by name. Raises ConfigError when the extra is missing."""
     return dict(require_extra("metaworld", "metaworld").ALL_V3_ENVIRONMENTS)
 
 
 def open_metaworld(task: str) -> gymnasium.Env:
-    """Make one environment of `task`, such as "push-v3".
+    """Create one environment of `task`, such as "push-v3".
 
-    Raises ConfigError on an unknown task, or where the extra `metaworld` is missing.
+    Raises ConfigError on an unknown task, or when the extra `metaworld` is missing.
     """
     tasks = metaworld_tasks()
     if task not in tasks:
@@ -50,8 +51,9 @@ def open_metaworld(task: str) -> gymnasium.Env:
 
 
 class MetaworldEnvironment(gymnasium.Wrapper):
-    """Seeds, a visible goal in a dictionary observation, and progress as reward: the increase of the shaped reward
-    divided by its value at success, so a finished episode has collected at most 1."""
+    """Adds seeding, an observed goal in a dictionary observation, and progress as reward: the increase of the shaped
+    reward divided by its value at success, so a finished episode has a return of at most 1.
+    """
 
     def __init__(self, environment: gymnasium.Env):
         super().__init__(environment)
@@ -69,7 +71,7 @@ class MetaworldEnvironment(gymnasium.Wrapper):
         return _split(flat), info
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
-        """Act; the reward is progress.
+        """Take a step; the reward is progress.
 
         action: [4], the hand's motion in x, y, z (1 is 1 cm) and the gripper's effort -> observation (agent_pos [8],
         environment_state [31]), reward, terminated, truncated, info.
@@ -89,7 +91,7 @@ def _split(flat: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def joined(robot: np.ndarray, objects: np.ndarray) -> np.ndarray:
-    """Put robot [B, 8] and objects [B, 31] back into Meta-World's order, [B, 39] float64."""
+    """Join robot [B, 8] and objects [B, 31] in Meta-World's order, [B, 39] float64."""
     flat = np.empty((len(robot), 39))
     for parts, values in ((ROBOT, robot), (OBJECTS, objects)):
         start = 0

@@ -44,7 +44,7 @@ INSTRUCTIONS = {
     "sweep": "sweep the cube off the table",
     "sweep-into": "sweep the cube into the hole",
 }
-"""Instructions by task; the others are told by their name alone."""
+"""Instructions by task; the instructions of other tasks are derived from their names."""
 
 
 def instruction(task: str) -> str:
@@ -64,11 +64,11 @@ def instruction(task: str) -> str:
 def make_metaworld_world(
     task: str, batch_size: int, *, reward: str | None = None, reward_scale: float = 2.0, **options: Any
 ) -> GymnasiumWorld:
-    """Return a Meta-World task such as "push-v3" as a world; options are those of `GymnasiumWorld`.
+    """Build the world of a Meta-World task such as "push-v3"; options are those of `GymnasiumWorld`.
 
-    observation.state: hand position and gripper opening, now and one control step ago [8]; environment_state: object
-    poses now and one step ago, and the goal [31]. Object and goal positions are drawn from the episode's seed.
-    reward: None, progress of Meta-World's own shaped reward, 0 to reward_scale in an episode, plus 1 at success; or
+    observation.state: hand position and gripper opening, current and one control step ago [8]; environment_state:
+    object poses, current and one step ago, and the goal [31]. Object and goal positions are sampled with the episode's
+    seed. reward: None, progress of Meta-World's own shaped reward, 0 to reward_scale per episode, plus 1 at success; or
     "package.module:function", a potential. Raises ConfigError on an unknown task or option, or without the extra.
     """
     check_options(options)
@@ -87,7 +87,7 @@ def make_metaworld_world(
 
 
 def metaworld_expert(task: str, spec: WorldSpec) -> "MetaworldExpert":
-    """Return Meta-World's scripted expert for `task`. Raises ConfigError where it has none, or without the extra."""
+    """Return Meta-World's scripted expert for `task`. Raises ConfigError when it has none, or without the extra."""
     return MetaworldExpert(task, spec)
 
 
@@ -102,7 +102,7 @@ class MetaworldExpert:
         self._policies: list[Any] = []
 
     def reset(self, rows: Rows = None) -> None:
-        """Start the policies of `rows` [R], None for all, afresh."""
+        """Reset the policies of `rows` [R], None for all."""
         for row in range(len(self._policies)) if rows is None else np.asarray(rows).tolist():
             if row < len(self._policies):
                 self._policies[row] = self._make()

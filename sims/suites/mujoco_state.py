@@ -1,8 +1,8 @@
-"""Save, restore and image a third-party environment that simulates with MuJoCo, whatever its class.
+"""Save, restore and render a third-party environment that is simulated with MuJoCo, whatever its class.
 
-Such an environment's state lies in three places: MuJoCo's data (environments read derived quantities that are one
-physics step old, so positions and velocities alone do not repeat its future), the model (resets move bodies and goals
-in it), and Python attributes (goals, counters, random generators). All three are saved.
+Such an environment's state has three parts. MuJoCo's data: environments read derived quantities that are one physics
+step old, so positions and velocities alone do not reproduce its future. The model: resets move bodies and goals in it.
+Python attributes: goals, counters, random generators. All three are saved.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -50,7 +50,7 @@ _UNSAVED = object()
 
 
 def has_mujoco_state(environment: gymnasium.Env) -> bool:
-    """Whether the environment keeps its physics in `model` and `data` attributes of MuJoCo's own types."""
+    """Whether the environment has `model` and `data` attributes of MuJoCo's own types."""
     inner = environment.unwrapped
     return isinstance(getattr(inner, "model", None), mujoco.MjModel) and isinstance(
         getattr(inner, "data", None), mujoco.MjData
@@ -58,7 +58,7 @@ def has_mujoco_state(environment: gymnasium.Env) -> bool:
 
 
 class MujocoState:
-    """Reads and writes everything that an environment's future depends on; more: other objects with a part of it."""
+    """Reads and writes the complete state of an environment; more: other objects with a part of it."""
 
     def __init__(self, environment: gymnasium.Env, more: Sequence[Any] = ()):
         self._wrappers, self._more = [environment], tuple(more)
@@ -74,7 +74,7 @@ class MujocoState:
         self._names = [name for name, value in sizes.items() if isinstance(value, np.ndarray) and value.size]
 
     def _layers(self) -> list[Any]:
-        """Return what holds state in attributes: wrappers, inner environments, and what it lists as `state_holders`."""
+        """Return the objects with state attributes: wrappers, inner environments, and those in `state_holders`."""
         inside = [each for each in vars(self._wrappers[-1]).values() if isinstance(each, gymnasium.Env)]
         return [*self._wrappers, *inside, *getattr(self._wrappers[-1], "state_holders", ()), *self._more]
 
@@ -83,7 +83,7 @@ class MujocoState:
         return np.concatenate([[self.data.time], *(array.ravel() for array in self._arrays())])
 
     def restore_physics(self, vector: np.ndarray) -> None:
-        """Write what `physics` returned, a vector [N]."""
+        """Restore the physics from the vector [N] that `physics` returned."""
         self.data.time, start = vector[0], 1
         for array in self._arrays():
             array[...] = vector[start : start + array.size].reshape(array.shape)
@@ -104,7 +104,7 @@ class MujocoState:
         return layers
 
     def restore_attributes(self, layers: list[dict[str, Any]]) -> None:
-        """Write what `attributes` returned."""
+        """Restore the attributes that `attributes` returned."""
         for layer, saved in zip(self._layers(), layers, strict=True):
             vars(layer).update(copy.deepcopy(saved))
 
@@ -132,7 +132,7 @@ def _copied(value: Any) -> Any:
 class MujocoCamera:
     """Images of a MuJoCo environment without shadows, reflections or multisampling, and without side effects.
 
-    Cameras: those named in the model, and "default", the view the environment itself renders from.
+    Cameras: those named in the model, and "default", the environment's own rendering view.
     """
 
     def __init__(self, environment: gymnasium.Env, state: MujocoState):

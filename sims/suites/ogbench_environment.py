@@ -1,7 +1,7 @@
 """One OGBench manipulation task as a gymnasium environment whose episodes depend on their seed alone.
 
-OGBench draws the task from numpy's global generator and the goal's settling actions from a generator of nobody's; here
-the seed draws both. Runs inside worker processes: no torch.
+OGBench samples the task from numpy's global generator and the goal's settling actions from an unseeded generator; here
+the seed determines both. Runs inside worker processes: no torch.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -22,9 +22,9 @@ from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean, r
 from robopolicy.core.registry import load_dotted
 
 STYLES = ("play", "noisy")
-"""Words of OGBench's data sets in a world's name: "cube-single-play-v0" starts anywhere, as that data set was begun."""
+"""Style words of OGBench's data sets in world names: "cube-single-play-v0" starts anywhere, as in the data set."""
 CAMERA = "front"
-"""The default view."""
+"""Default camera."""
 ROBOT = (
     ("joint_pos", 6),
     ("joint_vel", 6),
@@ -34,22 +34,22 @@ ROBOT = (
     ("gripper_opening", 1),
     ("gripper_contact", 1),
 )
-"""The robot's entries of OGBench's flat observation, with how many numbers each has."""
+"""The robot's entries of OGBench's flat observation, with their sizes."""
 GOAL = "goal_"
 FIXED = ("mode", "ob_type", "terminate_at_goal", "reward_task_id", "render_mode", "width", "height", "env_type")
 CHANGED = ("dof_damping", "site_pos", "geom_rgba", "mat_rgba")
-"""Arrays of the model that an episode writes into (locks, targets, colours) and a reset leaves as they are."""
+"""Arrays of the model that an episode changes (locks, targets, colours) and a reset does not restore."""
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return OGBench's id and the style of a world's name: "scene-play-v0" -> ("scene-v0", "play"), else style ""."""
+    """Split a world's name into OGBench's id and the style: "scene-play-v0" -> ("scene-v0", "play"), else style ""."""
     parts = name.split("-")
     found = [part for part in parts if part in STYLES]
     return "-".join(part for part in parts if part not in STYLES), found[0] if found else ""
 
 
 def ogbench_ids() -> list[str]:
-    """Return the ids of OGBench's manipulation tasks with states. Raises ConfigError where the extra is missing."""
+    """Return the ids of OGBench's state-based manipulation tasks. Raises ConfigError when the extra is missing."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         require_extra("ogbench.manipspace", "ogbench")
@@ -61,7 +61,7 @@ def ogbench_ids() -> list[str]:
 
 
 def require_id(env_id: str) -> None:
-    """Raise ConfigError, with the nearest name, unless OGBench has the task, and where the extra is missing."""
+    """Raise ConfigError, suggesting the closest name, unless OGBench has the task, and when the extra is missing."""
     ids = ogbench_ids()
     if env_id not in ids:
         if env_id.startswith("visual-"):
@@ -73,9 +73,9 @@ def require_id(env_id: str) -> None:
 
 
 def open_inner(env_id: str, env_options: Mapping[str, Any]) -> Any:
-    """Make OGBench's own environment, reset once; env_options: its keyword arguments.
+    """Create OGBench's own environment and reset it once; env_options: its keyword arguments.
 
-    Raises ConfigError on an unknown task or option, and where the extra is missing.
+    Raises ConfigError on an unknown task or option, and when the extra is missing.
     """
     require_id(env_id)
     for name in env_options:
@@ -97,7 +97,7 @@ def open_inner(env_id: str, env_options: Mapping[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def compiled(env_id: str, env_options: tuple[tuple[str, Any], ...]) -> Any:
-    """Make an environment and compile its scene, which takes a second or more: once for all rows of a process."""
+    """Create an environment and compile its scene, which takes a second or more, once for all rows of a process."""
     spec = gymnasium.registry[env_id]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -108,7 +108,9 @@ def compiled(env_id: str, env_options: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def duplicate(inner: Any) -> Any:
-    """Return an environment with a model, data and arrays of its own; what is only read, its sources say, is shared."""
+    """Copy an environment with its own model, data and arrays; parts that are only read, according to its sources, are
+    shared.
+    """
     own = copy.copy(inner)
     for name, value in vars(inner).items():
         if isinstance(value, np.ndarray | spaces.Space | dict):
@@ -120,7 +122,7 @@ def duplicate(inner: Any) -> Any:
 
 
 def repeatable(kind: type[gymnasium.Env]) -> type[gymnasium.Env]:
-    """Return `kind` with one action space, which can be seeded; OGBench makes a new one whenever it is asked."""
+    """Return a subclass of `kind` with one seedable action space; OGBench creates a new one at every access."""
 
     class Repeatable(kind):
         action_space = spaces.Box(-1.0, 1.0, (5,), np.float32)
@@ -133,20 +135,20 @@ def repeatable(kind: type[gymnasium.Env]) -> type[gymnasium.Env]:
 
 
 def open_ogbench(name: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
-    """Make one environment of the world called `name`, without its prefix; env_options: of OGBench's own.
+    """Create one environment of the world `name`, without its prefix; env_options: of OGBench's own.
 
-    Raises ConfigError on an unknown task or option, and where the extra is missing.
+    Raises ConfigError on an unknown task or option, and when the extra is missing.
     """
     env_id, style = split_name(name)
     return OGBenchEnvironment(open_inner(env_id, env_options), scattered=bool(style))
 
 
 class OGBenchEnvironment(gymnasium.Wrapper):
-    """Seeds, named observations with their goal, and `info["success"]`; the world ends episodes.
+    """Adds seeding, named observations with their goal, and `info["success"]`; the world ends episodes.
 
-    scattered: episodes start anywhere, by the law of OGBench's data sets, instead of near the task's start. The reward
-    is OGBench's: 1 while the goal is reached, or minus the number of unmet parts for the single tasks, whose goal is
-    not shown. Raises ConfigError where OGBench's observation is not as it is known here.
+    scattered: episodes start anywhere, with the distribution of OGBench's data sets, instead of near the task's start.
+    The reward is OGBench's: 1 while the goal is reached, or minus the number of unmet parts for the single tasks, whose
+    goal is not observed. Raises ConfigError when OGBench's observation differs from the expected one.
     """
 
     def __init__(self, inner: Any, scattered: bool = False):
@@ -166,7 +168,8 @@ class OGBenchEnvironment(gymnasium.Wrapper):
         inner.mujoco_renderer = SimpleNamespace(default_cam_config=fixed)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
-        """Start the episode of `seed`; options: task_id, from 1 on, else the seed draws it (single tasks have one).
+        """Start the episode of `seed`; options: task_id, from 1 on, else the seed determines it (single tasks have
+        one).
 
         Returns entries [n] by name, info. Raises ConfigError on other options.
         """
@@ -182,7 +185,7 @@ class OGBenchEnvironment(gymnasium.Wrapper):
         return self._shown(self._scatter() if self._scattered else flat), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
-        """Act.
+        """Take a step.
 
         action: [5], the gripper's motion in x, y, z (1 is 5 cm), its turn (1 is 0.3 rad) and closing -> entries [n] by
         name, reward, False, False, info.
@@ -191,7 +194,9 @@ class OGBenchEnvironment(gymnasium.Wrapper):
         return self._shown(flat), float(reward), False, False, {"success": bool(info["success"])}
 
     def _scatter(self) -> np.ndarray:
-        """Lay arm and objects anywhere, as OGBench does to collect data, but keep the goal; returns its observation."""
+        """Place arm and objects anywhere, as OGBench does to collect data, without changing the goal; returns its
+        observation.
+        """
         inner: Any = self.env
         targets = {name: copy.deepcopy(value) for name, value in vars(inner).items() if name.startswith("_target_")}
         arrays = inner.data.mocap_pos, inner.data.mocap_quat, inner.model.site_pos
@@ -217,17 +222,17 @@ class OGBenchEnvironment(gymnasium.Wrapper):
 
 
 Entries = list[tuple[str, int]]
-"""Names of entries in OGBench's order, and how many numbers each has."""
+"""Names of entries in OGBench's order, with their sizes."""
 
 
 def named(entries: Entries, flat: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the entries of a flat observation [..., D] by name, [..., n]; no entries take nothing."""
+    """Split a flat observation [..., D] into entries by name, [..., n]; without entries the result is empty."""
     ends = np.cumsum([size for _, size in entries]).tolist()
     return {name: flat[..., end - size : end] for (name, size), end in zip(entries, ends, strict=True)}
 
 
 def observed_entries(inner: Any) -> Entries:
-    """Return the entries of OGBench's flat observation. Raises ConfigError where it has another size."""
+    """Return the entries of OGBench's flat observation. Raises ConfigError when it has another size."""
     found = list(ROBOT)
     for index in range(getattr(inner, "_num_cubes", 0)):
         block = f"block_{index}_"
@@ -243,8 +248,8 @@ def observed_entries(inner: Any) -> Entries:
 
 
 def goal_entries(inner: Any) -> Entries:
-    """Return the entries of OGBench's goal: a whole observation, or its short form (use_oracle_rep=true); none where
-    the reward has a task of its own.
+    """Return the entries of OGBench's goal: a complete observation, or its short form (use_oracle_rep=true); none when
+    the reward has a fixed task.
     """
     if inner._reward_task_id is not None:
         return []

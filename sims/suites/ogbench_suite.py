@@ -13,7 +13,7 @@ from sims.suites.gymnasium_suite import GymnasiumWorld, check_options, words
 from sims.suites.ogbench_environment import open_ogbench, require_id, split_name
 
 HORIZON = 1000
-"""Control steps of an episode of play; tasks have the time limits that OGBench registers."""
+"""Control steps per episode of play; tasks have the time limits registered by OGBench."""
 INSTRUCTIONS = {
     "cube": "move every cube to its goal",
     "scene": "bring cube, buttons, drawer and window into the goal's state",
@@ -27,7 +27,7 @@ SINGLE = {
     "scene-4": "unlock the drawer and put the cube into it",
     "scene-5": "put the cube into the drawer and open the window, and lock both",
 }
-"""Instructions of single tasks whose goal one can say."""
+"""Instructions of single tasks whose goal can be described in words."""
 SUCCESS = {
     "cube": "Every cube is within 4 cm of its goal.",
     "scene": "Cube, drawer and window are within 4 cm of their goals, and the buttons in their goal's state.",
@@ -38,13 +38,13 @@ SUCCESS = {
 def make_ogbench_world(
     name: str, batch_size: int, *, env_options: Mapping[str, Any] | None = None, **options: Any
 ) -> GymnasiumWorld:
-    """Return an OGBench manipulation task such as "cube-single-v0" as a world; options are those of `GymnasiumWorld`.
+    """Build the world of an OGBench manipulation task such as "cube-single-v0"; options are those of `GymnasiumWorld`.
 
-    name: "cube-single-v0" (the seed draws one of five goals, which is observed), "cube-single-singletask-task1-v0" (one
-    goal, not observed); with "play" or "noisy" in it, as OGBench's data sets are called ("cube-single-play-v0",
-    "scene-noisy-singletask-v0"), episodes start anywhere, last 1,000 control steps and do not end at success.
-    observation.state: the robot [19]; environment_state: objects, then the goal; numbers are OGBench's, scaled as
-    there. The reward is OGBench's own. env_options: keyword arguments of OGBench's environment, such as
+    name: "cube-single-v0" (the seed selects one of five goals, which is observed), "cube-single-singletask-task1-v0"
+    (one goal, not observed). With "play" or "noisy" in it, as in the names of OGBench's data sets
+    ("cube-single-play-v0", "scene-noisy-singletask-v0"), episodes start anywhere, last 1,000 control steps and do not
+    end at success. observation.state: the robot [19]; environment_state: objects, then the goal; numbers and scaling
+    are OGBench's. The reward is OGBench's own. env_options: keyword arguments of OGBench's environment, such as
     use_oracle_rep=true for the short goal. Raises ConfigError on an unknown task or option, or without the extra.
     """
     check_options(options)
@@ -75,9 +75,10 @@ def instruction(env_id: str) -> str:
 
 
 def ogbench_expert(name: str, spec: WorldSpec) -> Controller:
-    """Return OGBench's oracles: on their way to the goal, or, where the name says so, at play or noisy.
+    """Return OGBench's oracles: goal-directed or, when the name says so, at play or noisy.
 
-    Raises ConfigError where OGBench lacks the task or the world does not show what they read, or without the extra.
+    Raises ConfigError when OGBench lacks the task or the world lacks an observation that they read, or without the
+    extra.
     """
     from sims.suites.controllers.ogbench_oracles import OGBenchOracles
 

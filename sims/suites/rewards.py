@@ -1,4 +1,4 @@
-"""Reward terms of outside environments, whole batches at a time: their own number, or progress plus a bonus."""
+"""Reward terms of external environments, vectorised: the environment's reward, or progress plus a bonus."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Potential = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 
 @dataclass(frozen=True)
 class Reward:
-    """The reward of a control step; dense: name of the term that comes every step.
+    """Reward terms of a control step; dense: name of the per-step term.
 
-    potential: the dense term is its increase (so standing still or finishing costs nothing); None: the environment's
-    own number times `scale`. bonus: paid once, when the episode first succeeds, as the term "success".
+    potential: the dense term is its increase (so idling or finishing has no penalty); None: the environment's own
+    reward times `scale`. bonus: given once, when the episode first succeeds, as the term "success".
     """
 
     dense: str
@@ -40,10 +40,10 @@ class Reward:
     ) -> dict[str, np.ndarray]:
         """Return terms [B, C].
 
-        own: the environment's [B, C]; path: observations [B, C + 1, n], the one before the chunk first, which are read
-        where there is a potential; first: [B, C] where success came; valid: [B, C], the control steps that were run;
-        the others pay 0. Raises SpecError when the potential's shape is not [B, C + 1], NonFiniteError when a reward is
-        NaN or infinite.
+        own: the environment's [B, C]; path: observations [B, C + 1, n], starting with the one before the chunk, read
+        when there is a potential; first: [B, C] steps of first success; valid: [B, C], the executed control steps;
+        others have reward 0. Raises SpecError when the potential's shape is not [B, C + 1], NonFiniteError when a
+        reward is NaN or infinite.
         """
         dense = self.scale * own
         if self.potential is not None:
@@ -69,14 +69,14 @@ class Reward:
 
 
 def choose_reward(choice: str | Reward | None, scale: float, description: Description) -> Reward:
-    """Return the reward that a configuration names.
+    """Return the reward selected by a configuration.
 
     "progress": decrease of the distance from achieved to desired goal times `scale`, plus 1 at success; needs an
-    environment with goals. "environment": its own number. "increase": the increase of its own number, which the rows
-    report in its place, times `scale`, plus 1 at success. "package.module:function": a potential, called with a
-    dictionary of observation arrays [..., n] and returning [...]; the reward is its increase times `scale`, plus 1 at
-    success. None: "progress" where there are goals, else "environment". Raises ConfigError when the function cannot be
-    imported or called, and on "progress" without goals.
+    environment with goals. "environment": its own reward. "increase": the increase of its own reward, which the rows
+    report instead, times `scale`, plus 1 at success. "package.module:function": a potential, called with a dictionary
+    of observation arrays [..., n] and returning [...]; the reward is its increase times `scale`, plus 1 at success.
+    None: "progress" when there are goals, else "environment". Raises ConfigError when the function cannot be imported
+    or called, and on "progress" without goals.
     """
     if isinstance(choice, Reward):
         return choice
@@ -128,7 +128,7 @@ def goal_potential(description: Description, scale: float) -> Potential:
 
 
 def _elements(description: Description, entry: str) -> tuple[str, np.ndarray]:
-    """Return the field that holds an observation entry, and the entry's columns in it."""
+    """Return the field that contains an observation entry, and the entry's columns in it."""
     for key, names in description.layout.names.items():
         columns = np.flatnonzero([name.startswith((f"{entry}[", f"{entry}.")) for name in names])  # or nested
         if len(columns):

@@ -1,7 +1,7 @@
 """One robosuite task as a gymnasium environment whose episodes depend on their seed alone.
 
-robosuite draws its starts from numpy's global generator; here every environment has a generator of its own, which
-stands in for the global one while robosuite runs. Runs inside worker processes: no torch.
+robosuite samples its initial states from numpy's global generator; here every environment has its own generator, which
+replaces the global one while robosuite runs. Runs inside worker processes: no torch.
 """
 # pyright: reportAttributeAccessIssue=false
 # (MuJoCo's compiled classes have no type stubs.)
@@ -26,7 +26,7 @@ VERSIONS = (
     "own where another package needs a newer mujoco"
 )
 CAMERA = "agentview"
-"""The default view."""
+"""Default camera."""
 HOLDERS = (
     "robosuite.controllers",
     "robosuite.environments",
@@ -35,16 +35,16 @@ HOLDERS = (
     "robosuite.utils.buffers",
     "robosuite.utils.observables",
 )
-"""Modules whose objects change while an episode runs: goals of controllers, positions of grippers, buffers."""
+"""Modules whose objects change during an episode: goals of controllers, positions of grippers, buffers."""
 
 
 def robosuite_tasks() -> list[str]:
-    """Return the names of robosuite's tasks. Raises ConfigError where the extra is missing or does not work."""
+    """Return the names of robosuite's tasks. Raises ConfigError when the extra is missing or does not work."""
     return list(_imported().ALL_ENVIRONMENTS)
 
 
 def _imported() -> Any:
-    """Import robosuite without its notes on what else could be installed."""
+    """Import robosuite without its messages about optional packages."""
     log = logging.getLogger("robosuite_logs")
     if _only_errors not in log.filters:
         log.addFilter(_only_errors)
@@ -71,9 +71,9 @@ def _told(error: Exception) -> str:
 
 
 def open_robosuite(task: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
-    """Make one environment of `task`, such as "Lift"; env_options: of `RobosuiteEnvironment`.
+    """Create one environment of `task`, such as "Lift"; env_options: of `RobosuiteEnvironment`.
 
-    Raises ConfigError on an unknown task, option, robot or controller, and where robosuite does not work.
+    Raises ConfigError on an unknown task, option, robot or controller, and when robosuite does not work.
     """
     tasks = robosuite_tasks()
     if task not in tasks:
@@ -92,10 +92,10 @@ class RobosuiteEnvironment(gymnasium.Env):
     """robosuite.make(task) with seeds, success and named observations.
 
     robots: one name or several, default "Panda", two for the TwoArm tasks; controller: None for the robot's own, the
-    name of a controller of its arms (OSC_POSE, OSC_POSITION, JOINT_POSITION, JOINT_VELOCITY, ...), or a JSON file of a
-    whole robot's; keys: entries of robosuite's observation to show, default all but its concatenations; options: other
-    arguments of robosuite.make. `info["success"]` is the task's own `_check_success`; the reward is robosuite's, shaped
-    unless reward_shaping=False. Sizes of objects that robosuite draws when it builds a scene are the same in every
+    name of an arm controller (OSC_POSE, OSC_POSITION, JOINT_POSITION, JOINT_VELOCITY, ...), or a JSON file for a
+    complete robot; keys: entries of robosuite's observation to include, default all but its concatenations; options:
+    other arguments of robosuite.make. `info["success"]` is the task's own `_check_success`; the reward is robosuite's,
+    shaped unless reward_shaping=False. Object sizes that robosuite samples when it builds a scene are the same in every
     environment, because scenes are built once. Raises ConfigError on an unknown key or controller.
     """
 
@@ -151,7 +151,7 @@ class RobosuiteEnvironment(gymnasium.Env):
 
     @property
     def state_holders(self) -> tuple[Any, ...]:
-        """Objects that hold a part of the state; some are made anew by every reset."""
+        """Objects that contain a part of the state; some are recreated by every reset."""
         return state_holders(self._inner)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict, dict]:
@@ -182,7 +182,7 @@ class RobosuiteEnvironment(gymnasium.Env):
 
     @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
-        """Let this environment's generator stand in for numpy's global one, which is as before afterwards."""
+        """Replace numpy's global generator with this environment's; it is restored afterwards."""
         theirs = np.random.get_state()  # noqa: NPY002
         np.random.set_state(self._draws)  # noqa: NPY002
         try:
@@ -193,7 +193,7 @@ class RobosuiteEnvironment(gymnasium.Env):
 
 
 def observation_keys(observation: Mapping[str, Any], keys: Sequence[str] | None) -> tuple[str, ...]:
-    """Return which entries of robosuite's observation are shown: `keys`, or all but the concatenations "...-state".
+    """Return the entries of robosuite's observation to include: `keys`, or all but the concatenations "...-state".
 
     observation: entries [n] by name, in robosuite's order. Raises ConfigError on a key that it lacks.
     """
@@ -206,7 +206,8 @@ def observation_keys(observation: Mapping[str, Any], keys: Sequence[str] | None)
 
 
 def controller_configuration(suite: Any, controller: str, robots: str | list[str]) -> Any:
-    """Return robosuite's configuration of every robot, with `controller` for the arms; a JSON file is of a whole robot.
+    """Return robosuite's configuration of every robot, with `controller` for the arms; a JSON file describes a complete
+    robot.
 
     Raises ConfigError on an unknown controller.
     """
@@ -231,7 +232,7 @@ def controller_configuration(suite: Any, controller: str, robots: str | list[str
 
 
 def state_holders(inner: Any) -> tuple[Any, ...]:
-    """Return the objects of an environment that change while an episode runs, itself first, each once."""
+    """Return the objects of an environment that change during an episode, itself first, each once."""
     found: list[Any] = [inner]
     known = {id(inner)}
     for holder in found:  # grows while it is walked
@@ -247,6 +248,6 @@ def state_holders(inner: Any) -> tuple[Any, ...]:
 
 
 def default_view(model: mujoco.MjModel) -> dict[str, Any]:
-    """Return the settings of MuJoCo's camera that is looked through where none is named; {} for the free one."""
+    """Return the settings of MuJoCo's default camera; {} for the free one."""
     camera = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_CAMERA, CAMERA)
     return {} if camera < 0 else {"type": int(mujoco.mjtCamera.mjCAMERA_FIXED), "fixedcamid": camera}

@@ -14,7 +14,7 @@ from sims.suites.robosuite_environment import open_robosuite, robosuite_tasks
 
 HORIZON = 400
 HORIZONS = {"NutAssembly": 1000, "PickPlace": 1000, "ToolHang": 700, "TwoArmTransport": 700}
-"""Control steps until the time limit (robosuite itself has none); the others have HORIZON."""
+"""Control steps until the time limit (robosuite itself has none), by task; other tasks use HORIZON."""
 INSTRUCTIONS = {
     "Door": "open the door",
     "Lift": "lift the cube",
@@ -31,9 +31,9 @@ INSTRUCTIONS = {
     "TwoArmTransport": "move the hammer to the other side, and the trash out of the bin",
     "Wipe": "wipe the table clean",
 }
-"""Instructions by task; the others are told by their name alone."""
+"""Instructions by task; the instructions of other tasks are derived from their names."""
 NOT_LEVELS = ("Wipe",)
-"""Tasks whose reward is paid for single events, not for how far the task has come."""
+"""Tasks whose reward marks single events instead of progress."""
 
 
 def make_robosuite_world(
@@ -45,13 +45,13 @@ def make_robosuite_world(
     env_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> GymnasiumWorld:
-    """Return a robosuite task such as "Lift" as a world; options are those of `GymnasiumWorld`.
+    """Build the world of a robosuite task such as "Lift"; options are those of `GymnasiumWorld`.
 
     env_options: robots, controller, keys and other arguments of `RobosuiteEnvironment`. observation.state: entries of
-    robosuite's observation that begin with a robot's name; environment_state: the others. reward: None, the increase
-    of robosuite's shaped reward, 0 to reward_scale in an episode, plus 1 at success (the reward itself where it does
-    not say how far the task has come); or as of any gymnasium environment. Raises ConfigError on an unknown task or
-    option, and where the extra is missing or does not work.
+    robosuite's observation that start with a robot's name; environment_state: the others. reward: None, the increase of
+    robosuite's shaped reward, 0 to reward_scale per episode, plus 1 at success (the reward itself when it does not
+    measure progress); or as for any gymnasium environment. Raises ConfigError on an unknown task or option, and when
+    the extra is missing or does not work.
     """
     check_options(options)
     tasks = robosuite_tasks()
@@ -75,7 +75,7 @@ def make_robosuite_world(
 
 
 def robosuite_expert(task: str, spec: WorldSpec) -> Controller | None:
-    """Return the scripted expert of `task`, None where it has none (all but Lift)."""
+    """Return the scripted expert of `task`, or None when it has none (all but Lift)."""
 
     return RobosuiteLiftController(spec) if task == "Lift" else None
 
@@ -90,11 +90,11 @@ ENTRIES = {
 
 
 class RobosuiteLiftController:
-    """Decides from the newest observation alone; all of it is geometry on arrays of rows.
+    """Acts on the newest observation alone; all computations are vectorised geometry over rows.
 
-    spec: of a world with controller OSC_POSE (robosuite's default) or OSC_POSITION; above: how high it waits over the
-    cube, m; gain: share of the remaining distance covered in one control step; closed: distance between the fingers, m,
-    below which they hold the cube. Raises ConfigError where the world lacks a position that it reads.
+    spec: of a world with controller OSC_POSE (robosuite's default) or OSC_POSITION; above: hover height over the cube,
+    m; gain: fraction of the remaining distance covered per control step; closed: finger distance, m, below which the
+    cube is grasped. Raises ConfigError when the world lacks a position that it reads.
     """
 
     def __init__(self, spec: WorldSpec, above: float = 0.06, gain: float = 0.5, closed: float = 0.055):
@@ -111,10 +111,10 @@ class RobosuiteLiftController:
             self._columns[what] = (key, columns)
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, A]: motion in x, y, z (1 is 5 cm), no turns, and the fingers (1 closes).
+        """Return actions [B, A]: motion in x, y, z (1 is 5 cm), no rotation, and the fingers (1 closes).
 
         observation: `observation.state` [B, H, n] and `observation.environment_state` [B, H, m]; positions in m.
         """

@@ -1,6 +1,6 @@
-"""When an episode of an outside environment has succeeded: by `info`, its return, its end, or a user's function.
+"""Success rules of external environments: by `info`, the return, the end of the episode, or a user's function.
 
-This module runs inside worker processes, so it imports neither torch nor anything that does.
+This module runs inside worker processes, so neither it nor its imports load torch.
 """
 
 import re
@@ -15,13 +15,13 @@ from robopolicy.core.registry import load_dotted
 from robopolicy.core.spec import NUMBER, least_return
 
 SUCCESS_KEYS = ("is_success", "success")
-"""Entries of `info` that say it where the user names none."""
+"""Entries of `info` that are checked for success when the user names none."""
 TERMINATED = "terminated"
-"""The value of `success` for tasks that the environment ends itself where they are done."""
+"""Value of `success` for tasks that the environment ends when they are done."""
 SO_FAR = re.compile(rf"return\s+so\s+far\s*>=\s*({NUMBER})")
-"""A threshold that is met by the sum of rewards at any step, whatever comes after it."""
+"""Pattern of a threshold that the sum of rewards may meet at any step, whatever follows."""
 UNEXPECTED = "It says success in info after all, as"
-"""How a note begins that is of interest where a world reports no success."""
+"""Prefix of notes that matter when a world reports no success."""
 WAYS = "package.module:function, 'return >= NUMBER', 'return so far >= NUMBER' or terminated"
 
 Judge = Callable[[Mapping[str, np.ndarray]], Any]
@@ -29,14 +29,14 @@ Judge = Callable[[Mapping[str, np.ndarray]], Any]
 
 
 class SuccessRule:
-    """Says after every control step whether the episode has succeeded.
+    """Reports after every control step whether the episode has succeeded.
 
-    success: "package.module:function" that says it of an observation; "return >= NUMBER", which only the whole
-    episode's rewards decide, so that it is False until the episode ends; "return so far >= NUMBER", met once and for
-    all by the sum at any step; "terminated", where the environment itself ends the episode; None: `info` says it.
-    key: of the entry of `info`, "outer.inner" for one in a dictionary; one that is absent where the episode ends counts
-    as no success, with a note. None takes the first of SUCCESS_KEYS that `info` has. note: called with what the user
-    should know. Raises ConfigError where `success` is none of these.
+    success: one of the following. "package.module:function": a function of the observation. "return >= NUMBER": decided
+    by the whole episode's rewards, so it is False until the episode ends. "return so far >= NUMBER": met once and for
+    all by the sum at any step. "terminated": the environment itself ends the episode. None: reported in `info`. key:
+    entry of `info`, "outer.inner" for a nested one; if it is absent when the episode ends, this counts as failure, with
+    a note. None uses the first of SUCCESS_KEYS in `info`. note: called with messages for the user. Raises ConfigError
+    when `success` is none of these.
     """
 
     def __init__(self, success: str | None, key: str | None, note: Callable[[str], None]) -> None:
@@ -59,11 +59,11 @@ class SuccessRule:
         terminated: bool,
         over: bool,
     ) -> bool:
-        """Return whether the episode has succeeded by now.
+        """Return whether the episode has succeeded so far.
 
         observation: returns arrays [n] by key; total: sum of its rewards so far; terminated: the environment ended it
-        here; over: it ends here, for whatever reason. Raises SpecError on a success that is no truth, NonFiniteError
-        where the return is no number.
+        here; over: it ends here, for any reason. Raises SpecError on a success value that is not True or False,
+        NonFiniteError when the return is not finite.
         """
         if self._terminated:
             return terminated
@@ -105,7 +105,7 @@ class SuccessRule:
 
 
 def load_judge(success: str) -> Judge:
-    """Return the function that `success` names; raises ConfigError where there is none, and says what else is one."""
+    """Load the function that `success` names; raises ConfigError when there is none, listing the valid values."""
     try:
         found = load_dotted(success, "Success")
     except ConfigError as error:
@@ -116,7 +116,7 @@ def load_judge(success: str) -> Judge:
 
 
 def entry(info: Mapping[str, Any], key: str) -> Any:
-    """Return an entry of `info`, None where it has none; key: as it is, or "outer.inner" of nested dictionaries."""
+    """Return an entry of `info`, None when it has none; key: a key, or "outer.inner" of nested dictionaries."""
     if key in info:
         return info[key]
     outer, _, inner = key.partition(".")
@@ -130,7 +130,9 @@ SAY = (
 
 
 def truth(value: Any, what: str, remedy: str = SAY) -> bool:
-    """Return a truth that an environment says: a bool, 0 or 1, an array or tensor of one. Raises SpecError if none."""
+    """Convert an environment's flag to bool: a bool, 0 or 1, an array or tensor of one element. Raises SpecError
+    otherwise.
+    """
     try:
         found = numbers(value)
     except (TypeError, ValueError):
@@ -142,12 +144,14 @@ def truth(value: Any, what: str, remedy: str = SAY) -> bool:
 
 
 def numbers(value: Any) -> np.ndarray:
-    """Return what an environment hands out, an array, tensor or number of any shape [...], as an array [...]."""
+    """Convert an environment's array, tensor or number of any shape [...] to an array [...]."""
     return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
 
 
 def judged(success: Judge, observation: Mapping[str, np.ndarray]) -> bool:
-    """Return what a user's success function says of one observation (arrays [n] by key); SpecError where it cannot."""
+    """Return the result of a user's success function for one observation (arrays [n] by key); raises SpecError when it
+    fails.
+    """
     name = f"The success function {getattr(success, '__module__', '')}:{getattr(success, '__name__', success)}"
     shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
     try:
@@ -163,6 +167,6 @@ def judged(success: Judge, observation: Mapping[str, np.ndarray]) -> bool:
 
 
 def place_of(error: Exception) -> str:
-    """Return "file:line" of where `error` was raised."""
+    """Return "file:line" of the line that raised `error`."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"

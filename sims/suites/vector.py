@@ -1,7 +1,7 @@
 """Rows of environments, stepped in this process or spread over worker processes.
 
-A chunk of C control steps is one message to each worker and one back: no round trip per step. Messages are arrays that
-parent and workers of this module exchange over private pipes; nothing from outside is ever unpickled.
+A chunk of C control steps is one message to each worker and one back, without a round trip per step. Messages are
+arrays that parent and workers of this module exchange over private pipes; external data is never unpickled.
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ from sims.suites.success import place_of
 
 
 class WorkerError(RobopolicyError):
-    """A simulation worker died or an outside environment raised an error."""
+    """A simulation worker died or an external environment raised an error."""
 
 
 KNOWN_ERRORS: dict[str, type[RobopolicyError]] = {
@@ -35,7 +35,7 @@ KNOWN_ERRORS: dict[str, type[RobopolicyError]] = {
 
 @dataclass(frozen=True)
 class Images:
-    """Which images belong to observations: cameras, their sizes as asked for, and how many frames of history."""
+    """Images in observations: cameras, their requested sizes, and the number of history frames."""
 
     cameras: tuple[str, ...]
     size: ImageSize | None
@@ -44,9 +44,10 @@ class Images:
 
 @dataclass(frozen=True)
 class Played:
-    """What a chunk did to n rows: values [n, C, D], reward [n, C], success [n, C], length [n] steps run,
-    terminated, truncated [n]; frames: camera -> [n, H, height, width, 3], whose last min(length, H) are new; notes:
-    what the user should know of it."""
+    """Result of a chunk for n rows: values [n, C, D], reward [n, C], success [n, C], length [n] steps run, terminated,
+    truncated [n]; frames: camera -> [n, H, height, width, 3], whose last min(length, H) are new; notes: messages for
+    the user.
+    """
 
     values: np.ndarray
     reward: np.ndarray
@@ -93,9 +94,9 @@ class EnvironmentRows:
         return values, tasks, {camera: self.render(index, camera, *size) for camera, size in self._sizes.items()}
 
     def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
-        """Run actions [n, C, A], stopping a row where its episode ends; left: [n] control steps until its time limit.
+        """Run actions [n, C, A], stopping a row when its episode ends; left: [n] control steps until its time limit.
 
-        Images are drawn after every control step of rows with a history, else after a row's last one alone.
+        Images are rendered after every control step for rows with a history, else only after a row's last one.
         """
         played = self._blank(*actions.shape[:2])
         # One copy for all rows: an environment may keep its action, or write into it.
@@ -138,7 +139,7 @@ class EnvironmentRows:
         )
 
     def _image(self, environment: RowEnvironment, row: int, played: Played) -> None:
-        """Move the row's frames [H, height, width, 3] on by one and draw the newest."""
+        """Shift the row's frames [H, height, width, 3] by one and render the newest."""
         for camera, frames in played.frames.items():
             newest = environment.image(camera, *self._sizes[camera])
             frames[row : row + 1] = move(frames[row : row + 1], newest[None, None])
@@ -146,15 +147,15 @@ class EnvironmentRows:
     def states(self, index: np.ndarray) -> tuple[np.ndarray, list[Any]]:
         """Return physics [R, N] and Python attributes [R] of rows `index` [R].
 
-        Raises ConfigError when the environment does not simulate with MuJoCo.
+        Raises ConfigError when the environment is not simulated with MuJoCo.
         """
         states = [self._state(row) for row in index]
         return np.stack([state.physics() for state in states]), [state.attributes() for state in states]
 
     def restore(self, index: np.ndarray, physics: np.ndarray, attributes: Sequence[Any]) -> None:
-        """Write what `states` returned: physics [R, N] and attributes [R] into rows `index` [R].
+        """Restore rows `index` [R] from the result of `states`: physics [R, N] and attributes [R].
 
-        Raises ConfigError when the environment does not simulate with MuJoCo.
+        Raises ConfigError when the environment is not simulated with MuJoCo.
         """
         for row, vector, layers in zip(index, physics, attributes, strict=True):
             self._state(row).restore_physics(vector)
@@ -167,7 +168,7 @@ class EnvironmentRows:
         return state
 
     def render(self, index: np.ndarray, camera: str, height: int, width: int) -> np.ndarray:
-        """Return uint8 [R, height, width, 3] of rows `index` [R]. Raises ConfigError where there is no such image."""
+        """Return uint8 [R, height, width, 3] of rows `index` [R]. Raises ConfigError when there is no such image."""
         frames = np.empty((len(index), height, width, 3), dtype=np.uint8)
         for frame, row in zip(frames, index, strict=True):
             frame[:] = self._rows[row].image(camera, height, width)
@@ -190,8 +191,8 @@ class Pool:
     """B rows of one environment, split evenly over worker processes, or in this process when workers is 0.
 
     name: of the environment, for errors; make_row must be importable in a fresh process (no lambda) when workers > 0.
-    Its methods raise WorkerError when a worker has died or the environment raised an error of its own, ConfigError when
-    the pool is closed, and otherwise what `EnvironmentRows` raises.
+    Methods raise WorkerError when a worker has died or the environment raised its own error, ConfigError when the pool
+    is closed, and otherwise the errors of `EnvironmentRows`.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class Pool:
     ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Start rows `index` [R] with seeds [R].
 
-        Returns values [R, D], what the environment says the tasks are [R], and camera -> images [R, height, width, 3].
+        Returns values [R, D], the tasks that the environments report [R], and camera -> images [R, height, width, 3].
         """
         places, calls = self._split(index)
         parts = self._call(
@@ -245,7 +246,7 @@ class Pool:
         return values, tasks, images
 
     def step(self, actions: np.ndarray, left: np.ndarray, stop_on_success: bool) -> Played:
-        """Run a chunk [B, C, A] in every row that has control steps left, [B]; see `EnvironmentRows.step`."""
+        """Run a chunk [B, C, A] in every row with control steps left, [B]; see `EnvironmentRows.step`."""
         if self._local is not None:
             return _run(self._local, self._name, "step", (actions, left, stop_on_success))
         return joined(self._call("step", [(actions[share], left[share], stop_on_success) for share in self.shares]))
@@ -262,7 +263,7 @@ class Pool:
         return physics, attributes
 
     def restore(self, index: np.ndarray, physics: np.ndarray, attributes: np.ndarray) -> None:
-        """Write what `states` returned into rows `index`: [R], physics [R, N], attributes [R]."""
+        """Restore rows `index` [R] from the result of `states`: physics [R, N], attributes [R]."""
         places, calls = self._split(index)
         self._call(
             "restore",
@@ -279,7 +280,7 @@ class Pool:
         return _gather(parts, places, len(index))
 
     def close(self) -> None:
-        """End the workers; closing twice is harmless."""
+        """Stop the workers; closing twice is harmless."""
         if self._local is not None:
             self._local.close()
             self._local = None
@@ -297,13 +298,15 @@ class Pool:
         self._lost = None
 
     def _split(self, index: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
-        """Return, by worker, the places in `index` that are its rows, and its own numbers for them (None: no row)."""
+        """Split `index` by worker: return the positions in `index` of its rows, and its local row numbers (None: no
+        row).
+        """
         places = [np.flatnonzero(np.isin(index, share)) for share in self.shares]
         calls = [index[at] - share[0] if len(at) else None for at, share in zip(places, self.shares, strict=True)]
         return places, calls
 
     def _call(self, method: str, arguments: Sequence[tuple | None]) -> list[Any]:
-        """Call `method` in every worker that has arguments, all at the same time; None where it has none."""
+        """Call `method` in all workers that have arguments, in parallel; the result is None for the others."""
         if self._local is not None:
             return [None if given is None else _run(self._local, self._name, method, given) for given in arguments]
         if self._lost is not None:
@@ -347,7 +350,7 @@ class Pool:
 
 
 def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], count: int) -> np.ndarray:
-    """Put the workers' rows [n, ...] back at their places [n] of `count`, in the order asked for: [count, ...]."""
+    """Merge the workers' rows [n, ...] into `count` rows by their positions [n], in request order: [count, ...]."""
     first = next(part for part in parts if part is not None)
     out = np.empty((count, *first.shape[1:]), dtype=first.dtype)
     for part, at in zip(parts, places, strict=True):
@@ -357,7 +360,7 @@ def _gather(parts: Sequence[np.ndarray | None], places: Sequence[np.ndarray], co
 
 
 def _begin(name: str, make_row: Callable[[], RowEnvironment], count: int, images: Images) -> EnvironmentRows:
-    """Make rows; an error of the environment itself becomes a WorkerError."""
+    """Create rows; an error of the environment itself becomes a WorkerError."""
     try:
         return EnvironmentRows(make_row, count, images)
     except RobopolicyError:
@@ -369,7 +372,7 @@ def _begin(name: str, make_row: Callable[[], RowEnvironment], count: int, images
 
 
 def _run(rows: EnvironmentRows, name: str, method: str, arguments: tuple) -> Any:
-    """Call a method of `rows`; an error of the environment itself becomes a WorkerError that tells what was done."""
+    """Call a method of `rows`; an error of the environment itself becomes a WorkerError with the call that failed."""
     try:
         return getattr(rows, method)(*arguments)
     except RobopolicyError:
@@ -384,7 +387,7 @@ def _run(rows: EnvironmentRows, name: str, method: str, arguments: tuple) -> Any
 def serve(
     connection: Connection, name: str, make_row: Callable[[], RowEnvironment], count: int, images: Images
 ) -> None:
-    """Answer the parent until it says stop or goes away: the body of a worker process."""
+    """Main loop of a worker process: answer the parent's requests until it sends stop or exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore", DeprecationWarning)
     rows: EnvironmentRows | None = None

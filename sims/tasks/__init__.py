@@ -1,1 +1,1 @@
-"""Our manipulation tasks: one file each, which defines one `Task`."""
+"""Built-in manipulation tasks: each file defines one `Task`."""

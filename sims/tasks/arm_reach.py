@@ -1,4 +1,4 @@
-"""Arm reach: a six-joint arm brings its tip to a point in the air."""
+"""Arm reach: a six-joint arm moves its tip to a point in the air."""
 
 import numpy as np
 
@@ -27,7 +27,7 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """The arm's own state; the goal and the way from the tip to it.
+    """The arm's own state; the goal and the offset from the tip to it.
 
     readings: qpos, qvel and control [..., 6], goal [..., 3] -> `observation.state` [..., 19],
     `observation.environment_state` [..., 6] m.
@@ -38,7 +38,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the tip nears the goal: environment state [..., 6] -> [...]."""
+    """Ten per metre by which the tip approaches the goal: environment state [..., 6] -> [...]."""
     return -10.0 * _distance(observation)
 
 
@@ -57,17 +57,17 @@ class ArmReachExpert:
     """Moves the tip target straight to the goal."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 4] for an observation [B, H, ...]; the gripper closes, as the goal is a point."""
+        """Return actions [B, 4] for an observation [B, H, ...]; the gripper closes, because the goal is a point."""
         target = arm.parts(newest(observation, STATE))["tip_target"]
         move = np.clip((newest(observation, ENVIRONMENT_STATE)[:, GOAL] - target) / arm.TIP_STEP, -1.0, 1.0)
         return np.concatenate([move, np.full((len(move), 1), -1.0)], axis=1)
 
 
 def _distance(observation: Arrays) -> np.ndarray:
-    """Return the way left from the tip to the goal, [...] m."""
+    """Return the distance from the tip to the goal, [...] m."""
     offset = observation[ENVIRONMENT_STATE][..., TO_GOAL]
     return np.sqrt((offset * offset).sum(axis=-1))
 

@@ -45,7 +45,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Reach, grasp, lift to the shelf's height, carry, let go; see `placing_potential`.
+    """Reach, grasp, lift to the shelf's height, carry, release; see `placing_potential`.
 
     observation: state [..., 19], environment state [..., 24] -> [...] in 0 to 4.5.
     """

@@ -1,8 +1,8 @@
-"""Push-choice: two cubes and two goals on one table; the instruction alone says which cube goes to which goal.
+"""Push-choice: two cubes and two goals on one table; only the instruction determines which cube goes to which goal.
 
-Nothing but `task` tells the four instructions apart: starts are drawn without regard to it. A policy that ignores the
-language does the same for all four and succeeds in a quarter of the episodes; the time limit leaves no room to try one
-after the other (an expert that does two of them succeeds in 25 to 27 %).
+Only `task` distinguishes the four instructions: initial states are sampled independently of it. A policy that ignores
+the language behaves the same for all four and succeeds in a quarter of the episodes. The time limit does not allow
+trying one after the other (an expert that does two of them succeeds in 25 to 27 %).
 """
 
 import numpy as np
@@ -25,11 +25,13 @@ CUBES_FIELD = vector_field(
 )
 TO_CUBE = [elements(CUBES_FIELD, f"{name}_x {name}_y") for name in _OFFSETS[: len(CUBES)]]
 TO_GOAL = [elements(CUBES_FIELD, f"{name}_x {name}_y") for name in _OFFSETS[len(CUBES) :]]
-"""Where the ways lie, [..., 2] m each: by cube, and by instruction from its cube to its goal."""
+"""Positions of the offsets in the environment state, [..., 2] m each: by cube, and by instruction from its cube to its
+goal.
+"""
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Cubes side by side (which is left is drawn), goals behind them to the left and right, pusher in front.
+    """Cubes side by side (the left one is random), goals behind them to the left and right, pusher in front.
 
     uniforms: [R, 14] -> qpos [R, 8] (x, y in m and yaw in rad of each cube, x, y of the pusher), goal [R, 4] m (left
     x, y, right x, y), activation [R, 2] m, instruction [R].
@@ -73,9 +75,9 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ways from the pusher to the instructed cube and from it to the instructed goal, [..., 2] each.
+    """Return the offsets from the pusher to the instructed cube and from it to the instructed goal, [..., 2] each.
 
-    environment: [..., 30]; task: texts that broadcast against its leading axes; the ways: m.
+    environment: [..., 30]; task: texts that broadcast against its leading axes; the offsets: m.
     """
     to_cube, to_goal = environment[..., TO_CUBE[0]], environment[..., TO_GOAL[0]]
     for index, text in enumerate(INSTRUCTIONS[1:], start=1):
@@ -86,7 +88,8 @@ def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, n
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the instructed cube nears its goal, plus two per metre that the pusher nears the cube.
+    """Ten per metre by which the instructed cube approaches its goal, plus two per metre by which the pusher approaches
+    the cube.
 
     observation: environment state [..., 30], texts `task` that broadcast against [...] -> [...].
     """
@@ -110,13 +113,13 @@ def markers(goal: np.ndarray) -> Markers:
 
 
 class PushChoiceExpert:
-    """Reads the instruction and pushes like push-cube's expert; the other cube is seldom in the way."""
+    """Reads the instruction and pushes like push-cube's expert; the other cube is rarely in the way."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
+        """Return actions [B, 2], fractions of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         to_cube, to_goal = instructed(environment, observation[TASK])
         pusher = state[:, PUSHER]

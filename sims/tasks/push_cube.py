@@ -1,7 +1,7 @@
 """Push-cube: a round pusher moves a cube onto a goal disc on a table seen from above.
 
-The table resists like a viscous film (joint damping), so the cube stops when it is not pushed: smooth, cheap and close
-to quasi-static pushing.
+The table resists like a viscous film (joint damping), so the cube stops when it is not pushed: smooth, fast to simulate
+and close to quasi-static pushing.
 """
 
 import numpy as np
@@ -45,9 +45,9 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Actions are velocities of the pusher's target as a share of full speed.
+    """Actions are velocities of the pusher's target as fractions of full speed.
 
-    actions: [R, C, 2]; previous: [R, 2], not read -> [R, C, 2] m/s.
+    actions: [R, C, 2]; previous: [R, 2], ignored -> [R, C, 2] m/s.
     """
     return SPEED * actions
 
@@ -75,7 +75,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the cube nears the goal, plus two per metre that the pusher nears the cube.
+    """Ten per metre by which the cube approaches the goal, plus two per metre by which the pusher approaches the cube.
 
     observation: environment state [..., 13] -> [...].
     """
@@ -89,9 +89,9 @@ def succeeded(observation: Arrays) -> np.ndarray:
 
 
 def stages() -> tuple[Stage, ...]:
-    """Reach the cube, then push it: both charged ten per metre that is left at their end.
+    """Reach the cube, then push it: the penalty of each is ten per metre remaining at its end.
 
-    Until they touch, the cube is to stay where it is: pushing it away from the goal on the way costs ten per metre too.
+    Until contact, the cube should stay in place: pushing it away from the goal also has a penalty of ten per metre.
     """
     reach = Constraint(lambda seen: 10.0 * _gap(seen), over="last")
     stray = Constraint(lambda seen: 10.0 * np.maximum(_to_goal(seen) - _to_goal(seen)[..., :1], 0.0), threshold=0.1)
@@ -103,12 +103,12 @@ def stages() -> tuple[Stage, ...]:
 
 
 def _gap(observation: Arrays) -> np.ndarray:
-    """Metres that the pusher lacks to touching the cube, [...]."""
+    """Return the gap in metres between pusher and cube, [...]."""
     return np.maximum(_length(observation[ENVIRONMENT_STATE][..., TO_CUBE]) - CONTACT, 0.0)
 
 
 def _to_goal(observation: Arrays) -> np.ndarray:
-    """Metres from the cube's centre to the goal, [...]."""
+    """Return the distance in metres from the cube's centre to the goal, [...]."""
     return _length(observation[ENVIRONMENT_STATE][..., TO_GOAL])
 
 
@@ -119,22 +119,22 @@ def markers(goal: np.ndarray) -> Markers:
 
 
 class PushCubeExpert:
-    """Goes round the cube to the side opposite the goal, then pushes along the line to the goal."""
+    """Moves around the cube to the side opposite the goal, then pushes along the line to the goal."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
+        """Return actions [B, 2], fractions of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         target = state[:, PUSHER] + state[:, TARGET]
         return steer(target, environment[:, CUBE], environment[:, TO_GOAL])
 
 
 def steer(target: np.ndarray, cube: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
-    """Return actions [B, 2] that go round the cube and push it along `to_goal`, all [B, 2]; target: the pusher's.
+    """Return actions [B, 2] that move around the cube and push it along `to_goal`, all [B, 2]; target: the pusher's.
 
-    target, cube and to_goal: m; actions: shares of full speed.
+    target, cube and to_goal: m; actions: fractions of full speed.
     """
     # The pusher's target as seen from the cube, along and across the way to the goal.
     distance = _length(to_goal)[:, None]

@@ -1,6 +1,6 @@
-"""Push-cube with a goal that circles: what a policy decides late it decides for where the goal was.
+"""Push-cube with a circling goal: with inference latency, actions aim at the goal's earlier position.
 
-The world of `push_cube`; the goal disc goes round a point near the cube at 3 to 5 cm/s, either way.
+The world of `push_cube`; the goal disc circles a point near the cube at 3 to 5 cm/s, in either direction.
 """
 
 from dataclasses import replace
@@ -22,10 +22,10 @@ VELOCITY = elements(FIELD, "goal_velocity_x goal_velocity_y")
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Begin as `push_cube` does, with a circle around its goal.
+    """Initial states of `push_cube`, with a circle around its goal.
 
-    uniforms: [R, 9] -> as there, goal [R, 4]: the circle's centre in m, the angle in rad at which the goal begins, and
-    how fast that grows in rad/s.
+    uniforms: [R, 9] -> as there, goal [R, 4]: the circle's centre in m, the initial angle in rad and its angular
+    velocity in rad/s.
     """
     begun = push_cube.start(uniforms[:, :7])
     angle = scale(uniforms[:, 7], -np.pi, np.pi)
@@ -45,7 +45,7 @@ def goal_at(goal: np.ndarray, time: np.ndarray) -> np.ndarray:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """Return what `push_cube` shows, and the goal's velocity.
+    """Return the observation of `push_cube` and the goal's velocity.
 
     readings: as there, goal [..., 4] -> `observation.state` [..., 6], `observation.environment_state` [..., 15].
     """
@@ -55,13 +55,13 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 class PushCubeMovingExpert:
-    """Pushes as in `push_cube`, towards where the goal will be in a moment."""
+    """Pushes as in `push_cube`, towards the goal's predicted position."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
+        """Return actions [B, 2], fractions of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         ahead = environment[:, TO_GOAL] + LEAD * environment[:, VELOCITY]
         return steer(state[:, PUSHER] + state[:, TARGET], environment[:, push_cube.CUBE], ahead)

@@ -1,7 +1,7 @@
 """Push-T: a round pusher moves a T-shaped block onto its outline, position and angle (after Chi et al. 2023).
 
-Success is 2 cm and 11.5 degrees, from starts 4 to 13 cm away. The original asks for 95 % coverage from anywhere on its
-board (gymnasium:gym_pusht/PushT-v0): rates of the two do not compare.
+Success is 2 cm and 11.5 degrees, from starts 4 to 13 cm away. The original requires 95 % coverage from anywhere on its
+board (gymnasium:gym_pusht/PushT-v0), so success rates of the two are not comparable.
 
 The block slides on a viscous film, and its centre of mass is the body's origin, so pushing follows the ellipsoidal
 limit surface (Lynch, Maekawa and Tanie 1992) that the scripted expert plans with.
@@ -50,9 +50,9 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Actions are velocities of the pusher's target as a share of full speed.
+    """Actions are velocities of the pusher's target as fractions of full speed.
 
-    actions: [R, C, 2]; previous: [R, 2], not read -> [R, C, 2] m/s.
+    actions: [R, C, 2]; previous: [R, 2], ignored -> [R, C, 2] m/s.
     """
     return SPEED * actions
 
@@ -93,14 +93,15 @@ def _length(vector: np.ndarray) -> np.ndarray:
 
 
 def _errors(observation: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block's distance to the goal, [...] m, and the angle left to turn, [...] rad."""
+    """Return the block's distance to the goal, [...] m, and its angle error, [...] rad."""
     environment = observation[ENVIRONMENT_STATE]
     turn = environment[..., TURN]
     return _length(environment[..., TO_GOAL]), np.arctan2(turn[..., 1], turn[..., 0])
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Twelve per metre of distance plus 0.8 per radian to turn, plus one per metre that the pusher nears the block.
+    """Twelve per metre of distance plus 0.8 per radian of angle error, plus one per metre by which the pusher
+    approaches the block.
 
     observation: environment state [..., 13] -> [...].
     """
@@ -150,7 +151,7 @@ def block_motion(points: np.ndarray, directions: np.ndarray) -> np.ndarray:
     """Motion (x, y, RADIUS * angle) of the block per metre of push, [N, 3], for a pusher that sticks at points [N, 2].
 
     On a viscous film force F at p moves the centre by F / d and turns it by (p x F) / (d RADIUS^2); F is solved from
-    the pusher's velocity, which equals the block's at the point of contact.
+    the pusher's velocity, which equals the block's at the contact point.
     """
     # lever . F is (p x F) / RADIUS. The point of contact moves by v = (F + lever (lever . F)) / d, a 2 x 2 system;
     # `force` solves it for F / d, which is the centre's motion, so d need not be known.
@@ -161,9 +162,9 @@ def block_motion(points: np.ndarray, directions: np.ndarray) -> np.ndarray:
 
 
 class PushTExpert:
-    """Picks the contact whose predicted block motion best matches the pose error, walks round the block, pushes.
+    """Selects the contact whose predicted block motion best matches the pose error, moves around the block, pushes.
 
-    A contact is kept until its push stops helping, so the expert remembers one number per row.
+    A contact is used until its push stops helping, so the expert stores one number per row.
     """
 
     circle = 0.137  # m, the walk round the block
@@ -175,14 +176,14 @@ class PushTExpert:
         self._chosen: np.ndarray | None = None
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget the chosen contacts of `rows` [R], None for all."""
+        """Discard the chosen contacts of `rows` [R], None for all."""
         if rows is None or self._chosen is None:
             self._chosen = None
         else:
             self._chosen[np.asarray(rows)] = -1
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
+        """Return actions [B, 2], fractions of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
         cosine, sine = environment[:, COSINE], environment[:, SINE]
         turn = np.arctan2(environment[:, TURN][:, 1], environment[:, TURN][:, 0])
@@ -207,9 +208,9 @@ class PushTExpert:
         return action / np.maximum(1.0, np.abs(action).max(axis=1, keepdims=True))
 
     def _choose(self, error: np.ndarray, pusher: np.ndarray) -> np.ndarray:
-        """Return the contact [B] of each row, keeping the old one while it still helps.
+        """Return the contact [B] of each row, reusing the previous one while it still helps.
 
-        error: [B, 3] m, as `block_motion` counts it; pusher: [B, 2] m, in the block's frame.
+        error: [B, 3] m, in the units of `block_motion`; pusher: [B, 2] m, in the block's frame.
         """
         # `match` [B, N] is the cosine between the error and the motion that a contact gives; a metre of walk costs 0.6.
         size = np.maximum(np.sqrt((error**2).sum(axis=1, keepdims=True)), 1e-6)
@@ -226,9 +227,9 @@ class PushTExpert:
         return self._chosen
 
     def _walk(self, pusher: np.ndarray, goal: np.ndarray) -> np.ndarray:
-        """Return a velocity in the block's frame towards `goal` [B, 2] that keeps clear of the block.
+        """Return a velocity in the block's frame towards `goal` [B, 2] that avoids the block.
 
-        pusher: [B, 2] m -> [B, 2], shares of full speed. Far from the goal it follows a circle round the block.
+        pusher: [B, 2] m -> [B, 2], fractions of full speed. Far from the goal it follows a circle around the block.
         """
         here, there = np.arctan2(pusher[:, 1], pusher[:, 0]), np.arctan2(goal[:, 1], goal[:, 0])
         angle = np.arctan2(np.sin(there - here), np.cos(there - here))
@@ -246,7 +247,7 @@ class PushTExpert:
     def _clearance(point: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return distance [B] m from the block's edge and the direction [B, 2] away from it, of points [B, 2].
 
-        The nearer of bar and stem counts, each a box (centre, half sizes) to which the point is clipped.
+        The closer of bar and stem counts, each a box (centre, half sizes) to which the point is clipped.
         """
         boxes = (((0.0, 6 / 7 * UNIT), (2 * UNIT, 0.5 * UNIT)), ((0.0, -8 / 7 * UNIT), (0.5 * UNIT, 1.5 * UNIT)))
         nearest = [np.clip(point - c, -np.asarray(h), np.asarray(h)) + c for c, h in boxes]

@@ -1,4 +1,4 @@
-"""Reach: a two-link arm on a table brings its tip to a point; the smallest task, for smoke tests."""
+"""Reach: a two-link arm on a table moves its tip to a point; the smallest task, for smoke tests."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ GOAL, TO_GOAL = elements(GOAL_FIELD, "goal_x goal_y"), elements(GOAL_FIELD, "tip
 
 
 def start(uniforms: np.ndarray) -> Start:
-    """Any shoulder angle, a bent elbow, a goal within reach that is seen from the base in another direction.
+    """Any shoulder angle, a bent elbow, and a reachable goal in another direction from the base.
 
     uniforms: [R, 5] -> qpos and activation [R, 2] rad, goal [R, 2] m.
     """
@@ -32,18 +32,18 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def control(actions: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Actions are joint velocities as a share of full speed.
+    """Actions are joint velocities as fractions of full speed.
 
-    actions: [R, C, 2]; previous: [R, 2], not read -> [R, C, 2] rad/s.
+    actions: [R, C, 2]; previous: [R, 2], ignored -> [R, C, 2] rad/s.
     """
     return SPEED * actions
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """Arm: joint angles as cosine and sine, velocities. Environment: tip, goal and the way between them.
+    """Arm: joint angles as cosine and sine, velocities. Environment: tip, goal and the offset between them.
 
-    readings: qpos and qvel [..., 2], goal [..., 2], sensor "tip" [..., 3] -> `observation.state` [..., 6] (rad/s where
-    velocities), `observation.environment_state` [..., 6] m.
+    readings: qpos and qvel [..., 2], goal [..., 2], sensor "tip" [..., 3] -> `observation.state` [..., 6] (velocities
+    in rad/s), `observation.environment_state` [..., 6] m.
     """
     tip = readings.sensors["tip"][..., 0:2]
     state = [np.cos(readings.qpos), np.sin(readings.qpos), readings.qvel]
@@ -54,13 +54,13 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def _distance(observation: Arrays) -> np.ndarray:
-    """Return the way left from the tip to the goal, [...] m."""
+    """Return the distance from the tip to the goal, [...] m."""
     offset = observation[ENVIRONMENT_STATE][..., TO_GOAL]
     return np.sqrt(offset[..., 0] ** 2 + offset[..., 1] ** 2)
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Ten per metre that the tip nears the goal: environment state [..., 6] -> [...]."""
+    """Ten per metre by which the tip approaches the goal: environment state [..., 6] -> [...]."""
     return -10.0 * _distance(observation)
 
 
@@ -76,13 +76,13 @@ def markers(goal: np.ndarray) -> Markers:
 
 
 class ReachPlanarExpert:
-    """Inverse kinematics with the elbow bent to the side it is on, then straight there in joint space."""
+    """Inverse kinematics with the elbow on its current side, then a straight path in joint space."""
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
-        """Return actions [B, 2], shares of full speed, for an observation [B, H, ...]."""
+        """Return actions [B, 2], fractions of full speed, for an observation [B, H, ...]."""
         state, goal = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)[:, GOAL]
         joints = np.arctan2(state[:, SINES], state[:, COSINES])
         # The law of cosines gives the elbow; the shoulder points at the goal, less the angle by which the bent elbow

@@ -34,7 +34,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
     """The arm's own state; the red cube's pose, velocity and two offsets; the blue cube's pose, velocity.
 
     readings: qpos [..., 20], qvel [..., 18], control [..., 6] -> `observation.state` [..., 19],
-    `observation.environment_state` [..., 36]. The goal is one edge above the blue cube's centre, wherever it is.
+    `observation.environment_state` [..., 36]. The goal is one edge above the blue cube's current centre.
     """
     tip = arm.tip_position(readings.qpos)
     lower = readings.qpos[..., 13:20]
@@ -45,7 +45,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Reach, grasp, lift by one cube, carry, let go; see `placing_potential`.
+    """Reach, grasp, lift by one cube, carry, release; see `placing_potential`.
 
     observation: state [..., 19], environment state [..., 36] -> [...] in 0 to 4.5.
     """

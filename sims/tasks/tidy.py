@@ -1,9 +1,9 @@
-"""Tidy: three cubes, two trays and a drawer before the six-joint arm; the instruction alone says what is to be done.
+"""Tidy: three cubes, two trays and a drawer in front of the six-joint arm; only the instruction determines the goal.
 
 Twelve instructions: each cube into either tray or the drawer, the red cube onto the blue one, the drawer open, the
-drawer shut. Starts are drawn without regard to the instruction (the drawer begins half open, which cube lies where and
-which tray stands where is drawn), so nothing but `task` tells them apart. Three instructions are held out of training:
-each of their cubes and places is known from others, the composition is not.
+drawer shut. Initial states are sampled independently of the instruction (the drawer starts half open, the order of
+cubes and trays is random), so only `task` distinguishes them. Three instructions are held out of training: each of
+their cubes and places occurs in others, their combination does not.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ CLOSE = "close the drawer"
 INSTRUCTIONS = (*(f"put the {cube} cube in the {place}" for cube in CUBES for place in PLACES), STACK, OPEN, CLOSE)
 _THING = (0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 3, 3)
 _PLACE = (0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4, 5)
-"""By instruction: which cube it moves (3: the handle), and where to; see `instructed`."""
+"""Per instruction: index of the object to move (3: the handle), and its target; see `instructed`."""
 HELD_OUT = (
     "put the red cube in the black tray",
     "put the green cube in the drawer",
@@ -48,10 +48,10 @@ PARAPHRASES = {
 }
 
 TIP_LOW, TIP_HIGH = np.array([0.11, -0.145, 0.014]), np.array([0.285, 0.145, 0.095])
-"""The box that tip targets are clipped to, m: wider than that of the other tasks, every point of it within reach."""
+"""Box that tip targets are clipped to, m: wider than in the other tasks, every point is within reach."""
 
 DRAWER_FRONT = 0.302
-"""x of the inner side of the drawer's front when it is shut, and of the cabinet's face, m."""
+"""x of the inner side of the closed drawer's front, and of the cabinet's face, m."""
 HANDLE = np.array([DRAWER_FRONT - 0.015, 0.0, 0.019])  # m, of a shut drawer
 OPENED, SHUT = 0.10, 0.01  # m that the drawer is out: more is open, less is shut
 TRAVEL = 0.11  # m
@@ -84,11 +84,11 @@ _TO_HANDLE = _vectors("tip_to_{}", ("handle",))[0]
 
 
 class Scene(NamedTuple):
-    """What is to be moved, and where to, on any leading axes; see `instructed`.
+    """Object to move and its target, on any leading axes; see `instructed`.
 
-    thing: [..., 3] the centre of the cube or the drawer's handle, m; to_thing: [..., 3] from the tip, m; to_goal:
-    [..., 3] from the thing to where it is to be, m; velocity: [..., 3] of the cube, m/s (0 of the handle); stacks,
-    in_drawer, handles: [...] bool, the kind of the instruction (none of them: into a tray); opening: [...] m.
+    thing: [..., 3] the centre of the cube or the drawer's handle, m; to_thing: [..., 3] from the tip, m; to_goal: [...,
+    3] from the object to its target, m; velocity: [..., 3] of the cube, m/s (0 for the handle); stacks, in_drawer,
+    handles: [...] bool, the kind of the instruction (none of them: into a tray); opening: [...] m.
     """
 
     thing: np.ndarray
@@ -127,7 +127,8 @@ def start(uniforms: np.ndarray) -> Start:
 
 
 def observe(readings: Readings) -> dict[str, np.ndarray]:
-    """The arm's own state; pose, velocity and way from the tip of every cube, the trays', the drawer's. No goal.
+    """The arm's own state; pose, velocity and offset from the tip of every cube; positions and offsets of trays and
+    drawer. No goal.
 
     readings: qpos [..., 32], qvel [..., 29], control [..., 6] -> `observation.state` [..., 19],
     `observation.environment_state` [..., 69].
@@ -150,7 +151,7 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
 
 def instructed(observation: Arrays) -> Scene:
-    """Return what the instruction speaks of.
+    """Return the instructed object and its target.
 
     observation: state [..., 19], environment state [..., 69], texts `task` that broadcast against the leading axes.
     Raises SpecError for a text that is none of the twelve.
@@ -188,7 +189,7 @@ def instructed(observation: Arrays) -> Scene:
 
 
 def _goals(task: np.ndarray) -> np.ndarray:
-    """Return which instruction each text is, [...] str -> [...] int. Raises SpecError for another text."""
+    """Return the instruction index of each text, [...] str -> [...] int. Raises SpecError for another text."""
     known = {text: index for index, text in enumerate(INSTRUCTIONS)}
     texts = [str(text) for text in task.ravel()]
     for text in texts:
@@ -198,7 +199,7 @@ def _goals(task: np.ndarray) -> np.ndarray:
 
 
 def potential(observation: Arrays) -> np.ndarray:
-    """Reach and grasp; then lift, carry and let go of the cube, or move the drawer.
+    """Reach and grasp; then lift, carry and release the cube, or move the drawer.
 
     observation: state [..., 19], environment state [..., 69], texts `task` that broadcast -> [...] in 0 to 4.5.
     """
@@ -220,7 +221,7 @@ def potential(observation: Arrays) -> np.ndarray:
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
-    """The instructed cube rests where it is to be and the jaws are open, or the drawer is where it is to be.
+    """The instructed cube rests at its target and the jaws are open, or the drawer is at its target.
 
     observation: state [..., 19], environment state [..., 69], texts `task` that broadcast -> [...] bool.
     """
@@ -237,7 +238,7 @@ def succeeded(observation: Arrays) -> np.ndarray:
 
 
 class TidyExpert:
-    """Reads the instruction and looks only at the present, so it recovers from any disturbance."""
+    """Reads the instruction and the current observation only, so it recovers from any disturbance."""
 
     # m, of the tip, of the tip, horizontally
     carry_height = 0.088
@@ -246,7 +247,7 @@ class TidyExpert:
     opening = 0.579  # gripper action: wide enough for a cube, too narrow to touch the next one
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
@@ -280,7 +281,7 @@ class TidyExpert:
         return np.concatenate([move, gripper[:, None]], axis=1)
 
     def _approach(self, tip: np.ndarray, thing: np.ndarray) -> np.ndarray:
-        """Rise before a long way, hover over the thing with clearance for the fixed jaw, go down; all [B, 3] m."""
+        """Rise before a long move, hover over the object with clearance for the fixed jaw, descend; all [B, 3] m."""
         target = thing - np.array([0.0, 0.008, 0.0])
         aside = length(target[:, :2] - tip[:, :2])
         target[:, 2] = np.where(aside > 0.008, np.maximum(target[:, 2] + 0.055, self.travel_height), target[:, 2])
@@ -289,7 +290,7 @@ class TidyExpert:
         return target
 
     def _carry(self, tip: np.ndarray, to_goal: np.ndarray, clearance: np.ndarray) -> np.ndarray:
-        """Up, across once the cube is clear of the others, then down: tip targets [B, 3] m."""
+        """Move up, across once the cube clears the others, then down: tip targets [B, 3] m."""
         target = tip + to_goal
         above = length(to_goal[:, :2]) < self.precision
         clear = tip[:, 2] > self.travel_height

@@ -1,1 +1,1 @@
-"""What world models predict beside observations: reward, success, value, and how sure they are."""
+"""Prediction heads of world models: reward, success, value and uncertainty."""

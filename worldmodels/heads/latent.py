@@ -1,9 +1,10 @@
-"""Reward, success and uncertainty, read off latents; fitted once more when the latents stand still.
+"""Reward, success and uncertainty heads on latents; fitted once more after the latents are final.
 
-Learned along with the latents, the heads see few successes and a moving target. So they are fitted again afterwards, on
-true states and with a fixed share of successes (as DiWA, arXiv:2508.03645, trains its classifier on a frozen latent):
-minutes become seconds and the goal's edge is sharp, which is what a policy tuned in imagination exploits first.
-Axes: N rows, V elements of standardised vectors, F summary of the latent, A action dimension.
+Heads trained together with the latents see few successes and a moving target. They are therefore refitted afterwards,
+on true states and with a fixed fraction of successes (as DiWA, arXiv:2508.03645, trains its classifier on a frozen
+latent). This takes seconds instead of minutes and gives a sharp goal boundary, which is what a policy trained in
+imagination exploits first. Axes: N rows, V elements of standardised vectors, F summary of the latent, A action
+dimension.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,18 +33,18 @@ from worldmodels.protocol import Imagined
 
 BATCH = 512
 POSITIVE_SHARE = 0.25
-"""Share of successful steps in a batch."""
+"""Fraction of successful steps per batch."""
 
 THUMBNAIL = 4
-"""Images are averaged to this many pixels a side where the heads of the uncertainty predict them."""
+"""Side length in pixels to which images are averaged as targets of the uncertainty heads."""
 
 
 @dataclass(frozen=True)
 class LatentSteps:
-    """Single steps between two latents.
+    """Single transitions between two latents.
 
-    before, after: summaries [N, F]; state, next_state: [N, V]; action: [N, A], standardised; change: [N, K], what the
-    heads of the uncertainty predict; reward: [N], standardised; success: [N] bool, after the step.
+    before, after: summaries [N, F]; state, next_state: [N, V]; action: [N, A], standardised; change: [N, K], target of
+    the uncertainty heads; reward: [N], standardised; success: [N] bool, after the step.
     """
 
     before: Tensor
@@ -56,10 +57,10 @@ class LatentSteps:
     success: Tensor
 
     def take(self, rows: Tensor) -> "LatentSteps":
-        """Return the steps `rows`, by index or mask.
+        """Select the steps `rows`, by index or mask.
 
-        rows: indices [R], or a mask [N] bool; every field of the result has those rows. Where fields have two leading
-        axes, [M, T, ...], a mask [M, T] makes one of them.
+        rows: indices [R], or a mask [N] bool; every field of the result has those rows. For fields with two leading
+        axes, [M, T, ...], a mask [M, T] merges them into one.
         """
         return LatentSteps(*(value[rows] for value in self.__dict__.values()))
 
@@ -68,8 +69,8 @@ class LatentHeads(nn.Module):
     """Two-hot reward head, success head, and the heads whose disagreement is the uncertainty (Plan2Explore, Sekar et
     al. 2020, arXiv:2005.05960).
 
-    Where there are vectors, and the increase of a potential of theirs explains rewards as well as the reward head does,
-    that is what is paid: circles earn nothing.
+    If there are vectors, and the increase of a learned potential explains rewards as well as the reward head, the
+    increase is the reward: moving in circles then earns none.
     """
 
     bins: Tensor
@@ -100,15 +101,15 @@ class LatentHeads(nn.Module):
         self.register_buffer("pays_potential", torch.zeros((), dtype=torch.bool))
 
     def keep_scales(self, change: Tensor, reward: Tensor) -> None:
-        """Keep how many deviations of its own change each element's deviation is, [V], and how many of the reward's its
-        mean is, [1].
+        """Store the scale of each element's deviation relative to that of its change, [V], and the reward's mean
+        relative to its deviation, [1].
         """
         self.change_scale.copy_(change)
         self.reward_offset.copy_(reward[0])
 
     def inputs(self, summary: Tensor, before: Tensor, after: Tensor) -> Tensor:
-        """Return what the heads of reward and success read of a summary [..., F] and of states [..., V] before and
-        after the step: the new state and its change, each in its own standard deviations.
+        """Return the inputs of the reward and success heads from a summary [..., F] and states [..., V] before and
+        after the step: the new state and its change, each standardised.
         """
         change = ((after - before) * self.change_scale).clamp(-BOUND, BOUND)
         return torch.cat([summary, after, change], -1)
@@ -118,7 +119,7 @@ class LatentHeads(nn.Module):
         return self.increase(inputs) if self.pays_potential else two_hot_mean(self.reward(inputs), self.bins)
 
     def increase(self, inputs: Tensor) -> Tensor:
-        """Return by how much the potential grows [...], as a standardised reward."""
+        """Return the increase [...] of the potential, as a standardised reward."""
         assert self.potential is not None
         after, change = inputs[..., -2 * len(self.change_scale) :].chunk(2, -1)
         # The state before is recovered from what heads read: change is in deviations of a change, after in the state's.
@@ -128,7 +129,7 @@ class LatentHeads(nn.Module):
         return later - before - self.reward_offset
 
     def choose_reward(self, inputs: Tensor, reward: Tensor) -> None:
-        """Pay the increase of the potential if it explains standardised rewards [N] as well as the reward head."""
+        """Use the potential's increase as reward if it explains standardised rewards [N] as well as the reward head."""
         if self.potential is not None:
             predicted = two_hot_mean(self.reward(inputs), self.bins)
             self.pays_potential.fill_(explains_as_well(self.increase(inputs), reward, predicted))
@@ -142,8 +143,8 @@ class LatentHeads(nn.Module):
     def training_losses(self, steps: LatentSteps, generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"reward", "success", "disagreement"} and, where there are vectors, {"potential"}, each [N].
 
-        Half of the rows hide the summary where there are vectors: heads rely on it only where the state is not enough.
-        Every guessing head skips its own half of the rows.
+        If there are vectors, the summary is masked in half of the rows, so that heads rely on it only where the state
+        is not enough. Every uncertainty head skips its own half of the rows.
         """
         device = steps.reward.device
         shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
@@ -160,20 +161,20 @@ class LatentHeads(nn.Module):
         return {**found, "disagreement": (error * weight.to(device)).mean(0)}
 
     def disagreement(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
-        """Return how much the guesses of the next change differ, [N]."""
+        """Return the disagreement [N] of the predictions of the next change."""
         inputs = torch.cat([summary, state, action], -1)
         return self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1)).std(0, correction=0).mean(-1)
 
 
 class HeadStage(nn.Module):
-    """Fits `heads` on the latents of episodes, which `latents` computes once; a `Regression`."""
+    """Fits `heads` on latents of episodes, which `latents` computes once; a `Regression`."""
 
     def __init__(self, heads: LatentHeads, latents: Callable[[Episodes], LatentSteps]):
         super().__init__()
         self.heads, self._latents = heads, latents
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"steps": LatentSteps}, a share of them successful ones, for ever; `generator` is all the state."""
+        """Yield {"steps": LatentSteps} indefinitely, a fraction of them successful; the only state is `generator`."""
         steps = self._latents(episodes)
         positive = steps.success.nonzero()[:, 0]
         count = round(POSITIVE_SHARE * BATCH) if len(positive) else 0
@@ -185,14 +186,14 @@ class HeadStage(nn.Module):
             yield {"steps": steps.take(rows)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of the loss, each [N]."""
+        """Return the loss terms, each [N]."""
         return self.heads.training_losses(batch["steps"], generator)
 
 
 class Judged(Standardised):
-    """A module with the buffers that turn what heads say into rewards, success and a calibrated uncertainty.
+    """A module whose buffers convert head outputs into rewards, success and a calibrated uncertainty.
 
-    success_bonus: the reward for reaching success. Change is the state's in one step.
+    success_bonus: the reward for reaching success. The change is that of the state in one step.
     """
 
     success_bonus: float
@@ -203,25 +204,25 @@ class Judged(Standardised):
     uncertainty_quantiles: Tensor
 
     def register_thresholds(self) -> None:
-        """Make the buffers that `set_thresholds` fills."""
+        """Register the buffers that `set_thresholds` fills."""
         self.register_buffer("success_threshold", torch.zeros(()))
         self.register_buffer("uncertainty_quantiles", torch.zeros(101))
 
     def keep_scales(self, heads: LatentHeads) -> None:
-        """Let `heads` know the units of states and rewards, once the statistics are known."""
+        """Give `heads` the scales of states and rewards, once the statistics are available."""
         heads.keep_scales(self.state_std / self.change_std, self.reward_mean / self.reward_std)
 
     def standard_reward(self, reward: Tensor) -> Tensor:
-        """Return rewards [...], in the world's units, in standard deviations from their mean."""
+        """Standardise rewards [...], given in the world's units."""
         return (reward - self.reward_mean) / self.reward_std
 
     @torch.no_grad()
     def set_thresholds(
         self, heads: LatentHeads, inputs: Tensor, reward: Tensor, success: Tensor, uncertainty: Tensor
     ) -> None:
-        """Set the threshold of success, the quantiles of the uncertainty and what is paid on N held-out steps.
+        """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on N held-out steps.
 
-        inputs: [N, F], what the heads read; reward: [N], in standard deviations; success: [N] bool; uncertainty: [N].
+        inputs: [N, F], inputs of the heads; reward: [N], standardised; success: [N] bool; uncertainty: [N].
         """
         heads.choose_reward(inputs, reward)
         self.success_threshold.copy_(calibrated_threshold(heads.success(inputs), success))
@@ -230,10 +231,10 @@ class Judged(Standardised):
     def judged(
         self, heads: LatentHeads, inputs: Tensor, observation: Mapping[str, Tensor], uncertainty: Tensor
     ) -> Imagined:
-        """Return one imagined step; success is terminal where the spec says so.
+        """Build one imagined step; success terminates the episode when the spec says so.
 
-        inputs: [B, F], what the heads read; observation: key -> [B, *shape]; uncertainty: [B]. Rewards come out in the
-        world's units.
+        inputs: [B, F], inputs of the heads; observation: key -> [B, *shape]; uncertainty: [B]. Rewards are returned in
+        the world's units.
         """
         success = heads.success(inputs) > self.success_threshold
         rewards = {

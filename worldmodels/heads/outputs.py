@@ -1,7 +1,7 @@
-"""From what heads put out to what is paid: two-hot regression, thresholds of success, a potential or not, quantiles.
+"""Conversion of head outputs: two-hot regression, success thresholds, potential-based rewards, quantiles.
 
-Two-hot regression is over symlog-spaced bins (DreamerV3, Hafner et al. 2023, arXiv:2301.04104). Success is debounced by
-the world around a model (`ImaginedWorld`, its debounce).
+Two-hot regression uses symlog-spaced bins (DreamerV3, Hafner et al. 2023, arXiv:2301.04104). `ImaginedWorld` debounces
+success (its setting debounce).
 """
 
 import torch
@@ -12,22 +12,23 @@ from robopolicy.core.segments import quantile
 BINS = 255
 
 LIMIT = 6.0
-"""Two-hot bins reach from symexp(-LIMIT) to symexp(LIMIT), 402 standard deviations. DreamerV3 has 20, for rewards of
-any scale; ours are standardised, and bins of 1e8 would turn a probability of 1e-8 into an error."""
+"""Two-hot bins span symexp(-LIMIT) to symexp(LIMIT), 402 standard deviations. DreamerV3 uses 20, for rewards of any
+scale. Rewards here are standardised, and bins of 1e8 would turn a probability of 1e-8 into an error.
+"""
 
 
 def symexp(value: Tensor) -> Tensor:
-    """Return sign(x) (exp(|x|) - 1) of values [...], each: the inverse of symlog, sign(x) log(1 + |x|)."""
+    """Return sign(x) (exp(|x|) - 1) of each value [...]: the inverse of symlog, sign(x) log(1 + |x|)."""
     return value.sign() * value.abs().expm1()
 
 
 def reward_bins() -> Tensor:
-    """Return the values [BINS] that a two-hot head tells apart, in ascending order."""
+    """Return the bin values [BINS] of a two-hot head, in ascending order."""
     return symexp(torch.linspace(-LIMIT, LIMIT, BINS))
 
 
 def two_hot(value: Tensor, bins: Tensor) -> Tensor:
-    """Return weights [..., BINS] on the two bins around `value` [...], whose mean is the value."""
+    """Return weights [..., BINS] on the two bins around `value` [...]; their mean is the value."""
     value = value.clamp(bins[0], bins[-1])
     above = torch.searchsorted(bins, value.contiguous()).clamp(1, len(bins) - 1)
     low, high = bins[above - 1], bins[above]
@@ -38,15 +39,16 @@ def two_hot(value: Tensor, bins: Tensor) -> Tensor:
 
 
 def two_hot_mean(logits: Tensor, bins: Tensor) -> Tensor:
-    """Return the mean [...] of distributions over bins; opposite bins are summed in pairs, so that 0 comes out as 0."""
+    """Return the mean [...] of distributions over bins; opposite bins are summed in pairs, so that 0 is exact."""
     weighted = logits.softmax(-1) * bins
     return 0.5 * (weighted + weighted.flip(-1)).sum(-1)
 
 
 def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
-    """Return the threshold [] above which as many logits [N] lie as labels [N] are true; infinity if none is.
+    """Return the threshold [] that the same number of logits [N] exceed as labels [N] are true; infinity if none is.
 
-    Precision equals recall there: it undoes a batch's share of positives, and keeps imagined success rates unbiased.
+    Precision equals recall at this threshold. It compensates the batch's fraction of positives and keeps imagined
+    success rates unbiased.
     """
     if not bool(label.any()):
         return torch.tensor(torch.inf)
@@ -54,16 +56,17 @@ def calibrated_threshold(logit: Tensor, label: Tensor) -> Tensor:
 
 
 def explains_as_well(potential: Tensor, reward: Tensor, predicted: Tensor, tolerance: float = 0.1) -> bool:
-    """Return whether the increase of a potential [N] explains rewards [N] as well as a head that `predicted` them [N].
+    """Return whether the increase of a potential [N] explains rewards [N] as well as a head's predictions `predicted`
+    [N].
 
-    tolerance: share of the rewards' variance by which it may be worse. Imagined progress that is no increase of
-    any potential can be earned by going in circles, and policies find out; increases of a potential cannot, which is
-    worth a slightly larger error.
+    tolerance: fraction of the rewards' variance by which it may be worse. Policies exploit imagined progress that is
+    not the increase of a potential by going in circles. Increases of a potential prevent this, which justifies a
+    slightly larger error.
     """
     allowed = (predicted - reward).square().mean() + tolerance * reward.var(correction=0)
     return bool((potential - reward).square().mean() <= allowed)
 
 
 def quantiles_of(value: Tensor, count: int = 101) -> Tensor:
-    """Return `count` evenly spaced quantiles of values [N], the lowest and the highest among them."""
+    """Return `count` evenly spaced quantiles of values [N], including minimum and maximum."""
     return quantile(value, torch.linspace(0, 1, count, device=value.device))

@@ -1,9 +1,8 @@
-"""Progress and success of single steps, read off the state vectors before and after them.
+"""Progress reward and success of single steps, predicted from the state vectors before and after them.
 
-They read (state, action, next state), not what leads there, so that the goal's edge stays sharp. Where recorded
-progress is the increase of a potential, so is what is paid, and going in circles earns nothing: a policy of pick_place
-learned to collect free progress from a head without one, and forgot to succeed (.37 to 0). Axes: N steps, S states, A
-actions.
+The heads read (state, action, next state), so that the goal boundary stays sharp. If recorded progress is the increase
+of a potential, so is the predicted reward, and going in circles earns none. Without a potential, a policy of pick_place
+collected progress without reaching the goal, and its success fell from .37 to 0. Axes: N steps, S states, A actions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,14 +20,16 @@ from worldmodels.heads.success import make_success_head
 
 BATCH = 256
 POSITIVE_SHARE = 0.25
-"""Share of successful steps in a batch of the success head."""
+"""Fraction of successful steps in a batch of the success head."""
 
 PART = 8192
-"""Steps calibrated at a time."""
+"""Number of steps calibrated at a time."""
 
 
 class StepHeads(Standardised):
-    """Heads of one world, a `Regression`; `bonus` is what it pays for success, `success_head` names the head of it."""
+    """Heads of one world, a `Regression`; `bonus` is the reward for success, `success_head` names the type of success
+    head.
+    """
 
     reward_mean: Tensor
     reward_std: Tensor
@@ -56,10 +57,10 @@ class StepHeads(Standardised):
         self.keep_statistics(means_and_deviations(values))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-        """Yield what `loss` takes for ever; `generator` is all the state.
+        """Yield batches for `loss` indefinitely; the only state is `generator`.
 
         state, next_state, success_state: [N, S]; action: [N, A]; reward: [N]; success_label: [N] bool; in the world's
-        units, with N = BATCH. Raises DataError where rewards, success or final frames are missing.
+        units, with N = BATCH. Raises DataError when rewards, success or final frames are missing.
         """
         data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
         won = data.won.nonzero()[:, 0]
@@ -89,7 +90,7 @@ class StepHeads(Standardised):
         }
 
     def success_logit(self, state: Tensor) -> Tensor:
-        """Return the logit [N] that states [N, S] are successful, before calibration."""
+        """Return the logit [N] of success in states [N, S], before calibration."""
         return self.success(self.standard("state", state))
 
     def succeeded(self, state: Tensor) -> Tensor:
@@ -101,8 +102,8 @@ class StepHeads(Standardised):
         return self._increase(state, after) if self.pays_potential else self._predicted(state, action, after)
 
     def judge(self, path: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `progress` [T, N] of N rows that took actions [T, N, A] along path [T + 1, N, S], and where they
-        `succeeded` [T, N]: all steps together, and every state is read once.
+        """Return `progress` [T, N] of N rows with actions [T, N, A] along path [T + 1, N, S], and `succeeded` [T, N];
+        all steps are computed together, and every state is processed once.
         """
         states = self.standard("state", path)
         success = self.success(states[1:]) > self.success_threshold
@@ -114,7 +115,7 @@ class StepHeads(Standardised):
 
     @torch.no_grad()
     def calibrate(self, data: Transitions) -> None:
-        """Set the threshold of success and what is paid on held-out steps."""
+        """Calibrate the success threshold and the choice of reward head on held-out steps."""
         device = self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(PART)])
         self.success_threshold.copy_(calibrated_threshold(logits, data.won))
@@ -126,12 +127,12 @@ class StepHeads(Standardised):
         self.pays_potential.fill_(explains_as_well(increase, data.reward.to(device), predicted))
 
     def _increase(self, state: Tensor, after: Tensor) -> Tensor:
-        """Return by how much the learned potential grows [N]."""
+        """Return the increase [N] of the learned potential."""
         before, later = (self.potential(self.standard("state", each)[None])[0, :, 0] for each in (state, after))
         return self.reward_std * (later - before)
 
     def _predicted(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
-        """Return the reward [N] that need not be the increase of anything."""
+        """Return the reward [N] of the unconstrained reward head."""
         found = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
         return self.reward_mean + self.reward_std * found
 
@@ -143,8 +144,8 @@ class StepHeads(Standardised):
 def success_batch(
     data: Transitions, rows: Tensor, won: Tensor, share: float, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Return {"success_state", "success_label"} after steps `rows` [N], a share of them replaced by random ones of
-    `won`, the successful ones.
+    """Return {"success_state", "success_label"} after steps `rows` [N], a fraction of them replaced by random
+    successful steps from `won`.
 
     won: indices [W] of successful steps; success_state: [N, S], in the world's units; success_label: [N] bool.
     """

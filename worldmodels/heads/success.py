@@ -1,6 +1,6 @@
-"""Is the goal reached? The success heads that ship with us, and what a head of yours must offer.
+"""Success heads: the built-in ones, and the interface of custom heads.
 
-The contrastive one is that of DiWA (arXiv:2508.03645). World models choose theirs by name or dotted path: the setting
+The contrastive head follows DiWA (arXiv:2508.03645). World models select a head by name or import path: the setting
 `success_head` of their configurations.
 """
 
@@ -16,10 +16,10 @@ from worldmodels.registry import SUCCESS_HEADS
 
 
 class SuccessHead(Protocol):
-    """A torch.nn.Module that reads success off a state or latent, made as cls(inputs, width, depth).
+    """A torch.nn.Module that predicts success from a state or latent, constructed as cls(inputs, width, depth).
 
-    inputs: F, how many numbers it reads; width, depth: of the model's other heads. A model that trains its latents
-    together with its heads takes the plain cross-entropy of the logits there, and `loss` once the latents stand still.
+    inputs: number of input features F; width, depth: of the model's other heads. A model that trains latents and heads
+    together uses the plain cross-entropy of the logits at first, and `loss` once the latents are final.
     """
 
     def __call__(self, inputs: Tensor, /) -> Tensor:
@@ -36,7 +36,7 @@ def contrastive_loss(embedding: Tensor, label: Tensor, temperature: float = 0.5)
 
         l_i = -mean_{j of i's label, j != i} log( exp(z_i z_j / t) / sum_{k != i} exp(z_i z_k / t) ),  |z| = 1
 
-    Rows that are alone with their label have no partner and cost nothing.
+    Rows without another row of the same label have no partner and zero loss.
     """
     unit = functional.normalize(embedding, dim=-1)
     similarity = unit @ unit.T / temperature
@@ -47,7 +47,7 @@ def contrastive_loss(embedding: Tensor, label: Tensor, temperature: float = 0.5)
 
 
 class LogisticHead(Members):
-    """A `SuccessHead`: one perceptron, trained by cross-entropy."""
+    """A `SuccessHead`: an MLP trained by cross-entropy."""
 
     def __init__(self, inputs: int, width: int, depth: int = 2):
         super().__init__(1, inputs, width, depth, 1)
@@ -62,7 +62,7 @@ class LogisticHead(Members):
 
 
 class ContrastiveHead(nn.Module):
-    """A `SuccessHead`: an embedding of what it reads, pulled apart by label, and a logit on top."""
+    """A `SuccessHead`: an embedding trained to separate the labels, and a logit on top."""
 
     def __init__(self, inputs: int, width: int, depth: int = 2, contrast: float = 0.1, temperature: float = 0.5):
         super().__init__()
@@ -88,10 +88,11 @@ class ContrastiveHead(nn.Module):
 
 
 def make_success_head(name: str, inputs: int, width: int, depth: int) -> SuccessHead:
-    """Return the head that `name` or a dotted path stands for, for inputs [..., F] of F = `inputs` numbers.
+    """Build the head that `name` (a registered name or an import path) selects, for inputs [..., F] of F = `inputs`
+    features.
 
-    Raises ConfigError where there is no such head, or what is made is none: no torch.nn.Module, without `loss`, or
-    with logits or losses of another shape than `SuccessHead` says.
+    Raises ConfigError when there is no such head or it is invalid: not a torch.nn.Module, without `loss`, or with
+    logits or losses of another shape than `SuccessHead` specifies.
     """
     head = SUCCESS_HEADS.load(name)(inputs, width, depth)
     loss = getattr(head, "loss", None)

@@ -1,1 +1,1 @@
-"""What models of images share: decoding, and reading states off frames."""
+"""Shared parts of image world models: decoding, and state prediction from frames."""

@@ -1,8 +1,9 @@
 """What models of images share: fields and statistics, what is read off frames, making, describing and restoring them.
 
-A model of images imagines the next frame of all cameras; everything else that a `LearnedModel` owes (vectors, reward,
-success, uncertainty, thresholds, observations) comes from here. The readout is fitted afterwards on true frames and on
-frames that the finished model imagined. Axes: N or B rows, V elements of all vector fields, A action dimension.
+An image model imagines the next frame of all cameras. Everything else that a `LearnedModel` must provide (vectors,
+reward, success, uncertainty, thresholds, observations) comes from here. The readout is fitted afterwards, on true
+frames and on frames imagined by the finished model. Axes: N or B rows, V elements of all vector fields, A action
+dimension.
 """
 
 from abc import ABC, abstractmethod
@@ -32,25 +33,26 @@ from worldmodels.protocol import Context, Imagined, Latent, draws_of
 from worldmodels.starts import context_at
 
 CALIBRATION_STEPS = 2000
-"""Thresholds are set on so many imagined steps at most."""
+"""Maximum number of imagined steps used to calibrate thresholds."""
 
 PART = 128
-"""Frames are imagined for training in parts of so many rows."""
+"""Number of rows for which training frames are imagined at a time."""
 
 ImagineFrames = Callable[[Tensor, torch.Generator], Tensor]
-"""Steps [n] -> frames [n, 3, height, width, 3] around each: before it, in which it is taken, and what it leads to; as
-many of the last two as the model can are imagined."""
+"""Steps [n] -> frames [n, 3, height, width, 3] around each: the one before it, the one in which it is taken, and its
+result. As many of the last two as the model can are imagined.
+"""
 
 Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]
-"""Latent and actions [B, A] -> what the heads of reward and success read of the step, and the uncertainty [B]."""
+"""Latent and actions [B, A] -> inputs of the reward and success heads for the step, and the uncertainty [B]."""
 
 
 class FrameReader(Judged):
-    """Fields, statistics and readout of a model of images.
+    """Fields, statistics and readout of an image model.
 
-    spec: the world that is imitated; images: its cameras' fields by key; state_vector: its vector fields; size: height
-    and width of a frame, all cameras stacked in height. Raises ConfigError where there is no image, or cameras differ
-    in width.
+    spec: the imitated world; images: its cameras' fields by key; state_vector: its vector fields; size: height and
+    width of a frame, all cameras stacked in height. Raises ConfigError when there is no image, or cameras differ in
+    width.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class FrameReader(Judged):
         self.register_thresholds()
 
     def keep_statistics(self, statistics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Take over means and deviations by name, see `read_statistics`.
+        """Store means and deviations by name, see `read_statistics`.
 
         Each is [V] for "state" and "change", [A] for "action", [1] for "reward", in the data's units.
         """
@@ -88,18 +90,18 @@ class FrameReader(Judged):
 
     @property
     def structure(self) -> StateStructure:
-        """What the elements of the state are."""
+        """Structure of the state's elements."""
         return structure_of(self)
 
     @property
     def pose_size(self) -> int:
-        """How many elements a pose has, at least one."""
+        """Number of elements of a pose, at least one."""
         fields = self.state_vector.fields
         return fields[STATE].size if STATE in fields else 1
 
     def poses(self, states: Tensor) -> Tensor:
-        """Return the robot's own state, `observation.state`, standardised, [..., P], of states [..., V]; one zero where
-        the world has none.
+        """Return the robot state `observation.state` of states [..., V], standardised, [..., P]; a single zero when the
+        world has none.
         """
         place = self.state_vector.slices.get(STATE)
         if place is None:
@@ -109,9 +111,9 @@ class FrameReader(Judged):
     def batches(
         self, episodes: Episodes, generator: torch.Generator, imagine: ImagineFrames
     ) -> Iterator[dict[str, Any]]:
-        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state.
+        """Yield batches for `FrameReadout.losses` indefinitely; the only state is `generator`.
 
-        A share of the steps are successful, and a share shows frames that `imagine` imagined.
+        A fraction of the steps are successful, and a fraction contains frames imagined by `imagine`.
         """
         data, config = SequenceData(episodes), self.config
         assert episodes.step_success is not None
@@ -134,7 +136,9 @@ class FrameReader(Judged):
             yield self._batch(cut, seen, draws[:, 1:].float() * noise)
 
     def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
-        """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states off by `noise` [N, free]."""
+        """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states perturbed by `noise` [N,
+        free].
+        """
         device = self.state_mean.device
         state, after = self.vector(cut.frames, 1).to(device), self.vector(cut.frames, 2).to(device)
         given, free = self.perturbed(state, noise), self.structure.free
@@ -158,8 +162,8 @@ class FrameReader(Judged):
         return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
 
     def perturbed(self, states: Tensor, noise: Tensor) -> Tensor:
-        """Return `states` [..., V] with errors as of a model that drifts: free elements are off by `noise` [..., free]
-        times the deviation of a step's change, derived elements follow from them.
+        """Perturb `states` [..., V] like the drift of a model: free elements change by `noise` [..., free] times the
+        deviation of a step's change; derived elements are recomputed.
         """
         states, free = states.clone(), self.structure.free
         states[..., free] += noise.to(states.device) * self.change_std[free]
@@ -167,7 +171,7 @@ class FrameReader(Judged):
 
     @torch.no_grad()
     def _imagine_frames(self, count: int, won: Tensor, imagine: ImagineFrames) -> tuple[Tensor, Tensor]:
-        """Return steps [D] and the frames [D, 3, height, width, 3] around them, as far as possible imagined."""
+        """Return steps [D] and the frames [D, 3, height, width, 3] around them, imagined as far as possible."""
         # Its own generator with a fixed seed: a resumed stage imagines the same frames again.
         generator = torch.Generator().manual_seed(0)
         draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
@@ -186,11 +190,11 @@ class FrameReader(Judged):
         initial: Callable[[Context, np.ndarray], Latent],
         advance: Advance,
     ) -> None:
-        """Set the threshold of success, the quantiles of the uncertainty and what is paid on imagined steps of held-out
-        episodes.
+        """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on imagined steps of
+        held-out episodes.
 
         history: frames of a context; initial: contexts of n rows and seeds [n] -> their latent; advance: see `Advance`,
-        called with actions [n, A] in the world's units. Raises DataError where rewards or final frames are missing.
+        called with actions [n, A] in the world's units. Raises DataError when rewards or final frames are missing.
         """
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
         steps = order[:CALIBRATION_STEPS].sort().values
@@ -209,9 +213,9 @@ class FrameReader(Judged):
 
     def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:
         """Return the last `past` frames of a context, key -> [R, past, *shape], the actions between them [R, past - 1,
-        A] in the world's units, and how many of the frames are known.
+        A] in the world's units, and the number of frames that are known.
 
-        Missing frames repeat the first one, and their actions are zero.
+        Missing frames repeat the first one, with zero actions.
         """
         context = context.connected()
         arrays = {key: np.ascontiguousarray(context.observation[key][:, -past:]) for key in self.spec.observation}
@@ -225,16 +229,16 @@ class FrameReader(Judged):
         return {key: value[:, first] for key, value in frames.items()}, actions, count
 
     def noise(self, latent: Latent, shape: tuple[int, ...]) -> Tensor:
-        """Return standard normal noise [B, *shape], a function of each row's seed and step alone."""
+        """Return standard normal noise [B, *shape], which depends only on each row's seed and step."""
         draws = torch.from_numpy(draws_of(latent, int(np.prod(shape))).astype(np.float32))
         # ndtri inverts the normal cumulative distribution; it is infinite at 0 and 1.
         return torch.special.ndtri(draws.to(self.state_mean.device).clamp(1e-6, 1 - 1e-6)).reshape(-1, *shape)
 
     def read(self, frames: Tensor, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the next states [B, V], what the heads of reward and success read, and the uncertainty [B].
+        """Return the next states [B, V], the inputs of the reward and success heads, and the uncertainty [B].
 
-        frames: [B, 3, height, width, 3], the last of them new; state: [B, V] before; action: [B, A]. Both are in the
-        world's units.
+        frames: [B, 3, height, width, 3], the last one is new; state: [B, V] before the step; action: [B, A]. Both are
+        in the world's units.
         """
         readout = self.readout
         given = self.standard("state", state)
@@ -252,19 +256,19 @@ class FrameReader(Judged):
         return after, inputs, readout.heads.disagreement(past, given, taken)
 
     def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, uncertainty: Tensor) -> Imagined:
-        """Return one imagined step; success is terminal where the spec says so.
+        """Build one imagined step; success terminates the episode when the spec says so.
 
         frame: uint8 [B, height, width, 3], all cameras stacked in height; after: [B, V], in the world's units; inputs,
-        uncertainty: what `read` returns, [B, F + 2 V] and [B]. Rewards come out in the world's units.
+        uncertainty: outputs of `read`, [B, F + 2 V] and [B]. Rewards are returned in the world's units.
         """
         return self.judged(self.readout.heads, inputs, self._observation(after, frame), uncertainty)
 
     def stack(self, frames: Mapping[str, Tensor]) -> Tensor:
-        """Return the cameras' frames, key -> [N, T, *shape], as one, stacked in height."""
+        """Stack the cameras' frames, key -> [N, T, *shape], in height into one."""
         return torch.cat([frames[key] for key in self.images], -3)
 
     def vector(self, frames: Mapping[str, Tensor], index: int | slice) -> Tensor:
-        """Return the state vectors [N, ..., V] of frames `index`, key -> [N, T, *shape]."""
+        """Return the state vectors [N, ..., V] of frames `index`, given key -> [N, T, *shape]."""
         return self.state_vector.pack({key: value[:, index] for key, value in frames.items()})
 
     def _observation(self, state: Tensor, frame: Tensor) -> dict[str, Tensor]:
@@ -275,8 +279,8 @@ class FrameReader(Judged):
 
 
 def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
-    """Return indices [N] below `count` for uniforms [N]; the first `share` of them point to successes `won` [W], if
-    there are any.
+    """Return indices [N] below `count` from uniforms [N]; the first fraction `share` of them point to successes `won`
+    [W], if there are any.
     """
     index = (draws * count).long()
     successes = round(share * len(draws)) if len(won) else 0
@@ -285,9 +289,9 @@ def choose(draws: Tensor, count: int, won: Tensor, share: float) -> Tensor:
 
 
 def stacked_size(spec: WorldSpec) -> tuple[int, int]:
-    """Return height and width of all cameras' frames, one below the other.
+    """Return height and width of all cameras' frames stacked vertically.
 
-    Raises ConfigError when the world shows no images, or its cameras differ in width.
+    Raises ConfigError when the world has no images, or its cameras differ in width.
     """
     shapes = [field.shape for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
     if not shapes:
@@ -306,19 +310,20 @@ Losses = Callable[[Mapping[str, Any], torch.Generator], dict[str, Tensor]]
 
 
 class ImageModel[Configuration: ImageConfig](Described[Configuration], ABC):
-    """A `LearnedModel` whose `reader` reads everything but images off the frames that it imagines.
+    """A `LearnedModel` whose `reader` predicts everything except images from the imagined frames.
 
-    Subclasses are made as cls(config, spec, structure, success_bonus, seed); users call `build` or `load_world_model`.
+    Subclasses are constructed as cls(config, spec, structure, success_bonus, seed); users call `build` or
+    `load_world_model`.
     """
 
     reader: FrameReader
 
     @classmethod
     def build(cls, config: Configuration, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, its statistics read off `episodes`.
+        """Build an untrained model of the world of `spec`, with statistics from `episodes`.
 
-        Raises ConfigError where there is no image or cameras do not fit together, DataError where the data's fields
-        are not the world's, NonFiniteError where the data is not finite.
+        Raises ConfigError when there is no image or the cameras are incompatible, DataError when the data's fields
+        differ from the world's, NonFiniteError when the data is not finite.
         """
         structure, statistics = read_statistics(spec, episodes)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
@@ -327,46 +332,46 @@ class ImageModel[Configuration: ImageConfig](Described[Configuration], ABC):
 
     @property
     def spec(self) -> WorldSpec:
-        """The world that is imitated, with the reward terms that are predicted."""
+        """Spec of the imitated world, with the predicted reward terms."""
         return self.reader.spec
 
     @property
     def uncertainty_quantiles(self) -> Tensor:
-        """Quantiles of the uncertainty of single steps on held-out data, [101]."""
+        """Quantiles of the single-step uncertainty on held-out data, [101]."""
         return self.reader.uncertainty_quantiles
 
     @property
     @abstractmethod
     def context(self) -> int:
-        """Frames of a context that it reads; where there are fewer, the first one is repeated."""
+        """Number of context frames that the model reads; when there are fewer, the first one is repeated."""
 
     @abstractmethod
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the latent of episodes with `seeds` [R] that begin in `context`."""
+        """Return the latent of episodes with `seeds` [R] that start in `context`."""
 
     @abstractmethod
     def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
-        """Return frames [n, 3, height, width, 3] around `steps` [n], as many of the last two imagined as it can."""
+        """Return frames [n, 3, height, width, 3] around `steps` [n], with the last two imagined as far as possible."""
 
     @abstractmethod
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the heads of reward and success read of the step with actions [B, A], and the uncertainty [B]."""
+        """Return the reward and success heads' inputs for the step with actions [B, A], and the uncertainty [B]."""
 
     def readout_stage(self) -> "PartStage":
-        """Return what is fitted when frames can be imagined: all that is read off them."""
+        """Return the stage that fits the readout, after frames can be imagined."""
         return PartStage(self.reader.readout, self.readout_batches, self.reader.readout.losses)
 
     def readout_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield what `FrameReadout.losses` takes for ever; `generator` is all the state."""
+        """Yield batches for `FrameReadout.losses` indefinitely; the only state is `generator`."""
         return self.reader.batches(episodes, generator, partial(self._imagine_frames, SequenceData(episodes)))
 
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success and the quantiles of the uncertainty on imagined steps of held-out episodes."""
+        """Calibrate the success threshold and the uncertainty quantiles on imagined steps of held-out episodes."""
         self.reader.calibrate(episodes, self.context, self.initial, self._judge)
 
 
 class PartStage(nn.Module):
-    """Fits `part` of a model on the batches that `make` yields, by `losses`; a `Regression`."""
+    """Fits `part` of a model on the batches of `make`, with the loss `losses`; a `Regression`."""
 
     def __init__(self, part: nn.Module, make: Batches, losses: Losses):
         super().__init__()
@@ -375,9 +380,9 @@ class PartStage(nn.Module):
         self._losses = losses
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield training batches for ever."""
+        """Yield training batches indefinitely."""
         return self._make(episodes, generator)
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the parts of the loss, each [N]."""
+        """Return the loss terms, each [N]."""
         return self._losses(batch, generator)

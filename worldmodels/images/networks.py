@@ -33,9 +33,9 @@ def to_frames(pixels: Tensor) -> Tensor:
 
 
 class FrameReadout(nn.Module):
-    """Reads vectors, reward, success and uncertainty off two frames in a row, the state before and the action.
+    """Predicts vectors, reward, success and uncertainty from two consecutive frames, the previous state and the action.
 
-    The change of the state is the carried state's own and the image's together, so images mend a state that drifts.
+    The predicted state change combines the carried state and the images, so images correct a drifting state.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FrameReadout(nn.Module):
         self.heads = LatentHeads(hidden, 2, members, **about, success_head=success_head)
 
     def summary(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return features [N, F] of frames [N, height, width, 3] in a row."""
+        """Return features [N, F] of consecutive frames [N, height, width, 3]."""
         return self.encoder(torch.cat([to_pixels(before), to_pixels(after)], 1))
 
     def changes(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
@@ -78,8 +78,8 @@ class FrameReadout(nn.Module):
     def losses(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"reward", "success", "disagreement"} and, where there are vectors, {"change", "potential"}, each [N].
 
-        batch: frames [N, 3, height, width, 3] around the step; steps: `LatentSteps` whose summaries are still to be
-        made; given: states [N, V] that are off; mending: [N, free], their change to what they should be.
+        batch: frames [N, 3, height, width, 3] around the step; steps: `LatentSteps` whose summaries are not computed
+        yet; given: perturbed states [N, V]; mending: [N, free], the change that corrects them.
         """
         frames, steps = batch["frames"], batch["steps"]
         before, after = self.summary(frames[:, 0], frames[:, 1]), self.summary(frames[:, 1], frames[:, 2])
@@ -105,7 +105,7 @@ def image_channels(size: tuple[int, ...], depth: int) -> list[int]:
 
 
 class ImageEncoder(nn.Module):
-    """Halves the image until 4 x 4: uint8 [N, height, width, 3] -> [N, outputs]."""
+    """Halves the image down to 4 x 4: uint8 [N, height, width, 3] -> [N, outputs]."""
 
     def __init__(self, size: Sequence[int], depth: int, outputs: int):
         super().__init__()

@@ -1,1 +1,1 @@
-"""The recurrent state-space model (DreamerV3)."""
+"""Recurrent state-space model (DreamerV3)."""

@@ -1,4 +1,4 @@
-"""The recurrent state-space model proper: frames in, latents along the way, frames out; it knows no episodes.
+"""Core of the recurrent state-space model: maps frames to latents and back, independent of episodes.
 
 After DreamerV3 (Hafner et al. 2023, arXiv:2301.04104): categorical latents, a block GRU, image networks.
 Axes: N rows, M subsequences of T + 1 frames with T actions between them, V elements of standardised vectors, E
@@ -23,20 +23,22 @@ from worldmodels.images.networks import ImageDecoder, ImageEncoder
 
 
 def unimixed(logits: Tensor, share: float) -> Tensor:
-    """Return log-probabilities [..., C] of the softmax of `logits` mixed with `share` of the uniform distribution."""
+    """Return log-probabilities [..., C] of the softmax of `logits` mixed with fraction `share` of the uniform
+    distribution.
+    """
     # Every class keeps share / C, so log-probabilities and KL stay finite when the two distributions disagree.
     return ((1 - share) * logits.softmax(-1) + share / logits.shape[-1]).log()
 
 
 def draw(log_probability: Tensor, uniform: Tensor) -> Tensor:
-    """Return class indices [...] by the inverse of the cumulative distribution at `uniform` [...]."""
+    """Sample class indices [...] by inverse CDF at `uniform` [...]."""
     # Rounding may leave the cumulative sum below 1: a uniform beyond it means the last class.
     below = log_probability.detach().exp().cumsum(-1) <= uniform[..., None]
     return below.sum(-1).clamp(max=log_probability.shape[-1] - 1)
 
 
 def straight_through(log_probability: Tensor, uniform: Tensor) -> Tensor:
-    """Return one-hot samples [..., S, C] whose gradient is the probabilities' (Bengio 2013)."""
+    """Return one-hot samples [..., S, C] with the gradient of the probabilities (straight-through, Bengio 2013)."""
     probability = log_probability.exp()
     chosen = functional.one_hot(draw(log_probability, uniform), probability.shape[-1])
     # p - p.detach() is 0 but has the gradient of p.
@@ -49,7 +51,7 @@ def divergence(first: Tensor, second: Tensor) -> Tensor:
 
 
 def balanced_divergence(posterior: Tensor, prior: Tensor, free_nats: float) -> tuple[Tensor, Tensor]:
-    """Return KL(posterior || prior) twice, [...]: its gradient moves only the prior, and only the posterior.
+    """Return KL(posterior || prior) twice, [...]: one with gradient for the prior only, one for the posterior only.
 
     Below `free_nats` both are constant.
     """
@@ -61,7 +63,7 @@ def balanced_divergence(posterior: Tensor, prior: Tensor, free_nats: float) -> t
 
 
 class BlockLinear(nn.Module):
-    """G linear maps side by side: [N, G, inputs] -> [N, G, outputs]."""
+    """G parallel linear maps: [N, G, inputs] -> [N, G, outputs]."""
 
     def __init__(self, blocks: int, inputs: int, outputs: int):
         super().__init__()
@@ -76,9 +78,9 @@ class BlockLinear(nn.Module):
 class RecurrentCore(nn.Module):
     """The recurrent part: deterministic state [N, D] by a block GRU, prior and posterior over stochastic states.
 
-    Each of the G blocks of the GRU sees its own units and the (shared) encoded state, sample and action. Deviation: an
-    episode's state begins as a function of the first frame instead of zeros, so that it is known as exactly in a start
-    from one frame as it ever is.
+    Each of the G blocks of the GRU reads its own units and the (shared) encoded state, sample and action. Deviation: an
+    episode's initial state is a function of the first frame instead of zeros, so a start from one frame loses no
+    information.
     """
 
     def __init__(self, *, deter: int, blocks: int, hidden: int, stochastic: int, classes: int, inputs: int):
@@ -115,7 +117,7 @@ class RecurrentCore(nn.Module):
         return (update * (reset.sigmoid() * candidate).tanh() + (1 - update) * units).flatten(1)
 
     def prior(self, deter: Tensor) -> Tensor:
-        """Return log-probabilities [N, S, C] of the sample before its frame is seen."""
+        """Return log-probabilities [N, S, C] of the sample before its frame is observed."""
         logits = self.prior_head(deter)
         return unimixed(rearrange(logits, "n (s c) -> n s c", s=self.stochastic), UNIMIX)
 
@@ -129,9 +131,9 @@ class RecurrentCore(nn.Module):
 class Unrolled:
     """Latents of subsequences.
 
-    deter: [M, T + 1, D]; sample: [M, T + 1, S * C]; prior, posterior: log-probabilities [M, T + 1, S, C]; summary: what
-    decoders and heads read of deter and sample, [M, T + 1, F]; decoded: [M, T + 1, V], the first of them given; state:
-    the same, but true where the frame was seen.
+    deter: [M, T + 1, D]; sample: [M, T + 1, S * C]; prior, posterior: log-probabilities [M, T + 1, S, C]; summary:
+    input of decoders and heads, computed from deter and sample, [M, T + 1, F]; decoded: [M, T + 1, V], the first one is
+    given; state: the same, but true where the frame was observed.
     """
 
     deter: Tensor
@@ -146,8 +148,8 @@ class Unrolled:
 class LatentDynamics(nn.Module):
     """Encoders, recurrent core and decoders of vectors with `elements` elements and of `images`, key -> field.
 
-    The vector is carried beside the latent: the core and the decoder read the last one, seen or decoded, and the
-    decoder predicts changes, so that one step is as exact as that of a model without a latent.
+    The vector is carried together with the latent. Core and decoder read the last vector, observed or decoded, and the
+    decoder predicts changes, so one step is as accurate as that of a model without a latent.
     """
 
     def __init__(self, config: RssmConfig, elements: int, actions: int, free: int, images: Mapping[str, Field]):
@@ -184,7 +186,7 @@ class LatentDynamics(nn.Module):
         return torch.cat(parts, -1)
 
     def summary(self, deter: Tensor, sample: Tensor) -> Tensor:
-        """Return what decoders and heads read of a latent, [N, F]."""
+        """Return the input of decoders and heads for a latent, [N, F]."""
         return self.read_latent(torch.cat([deter, sample], -1))
 
     def step(self, deter: Tensor, sample: Tensor, state: Tensor, action: Tensor) -> Tensor:
@@ -192,9 +194,9 @@ class LatentDynamics(nn.Module):
         return self.core.step(deter, sample, self.input_encoder(torch.cat([action, state], -1)))
 
     def advance(self, summary: Tensor, state: Tensor, spread: Tensor) -> Tensor:
-        """Return the vector [N, V] that follows `state`, given the summary [N, F] of the new latent.
+        """Return the vector [N, V] after `state`, given the summary [N, F] of the new latent.
 
-        spread: [free, V], what a change of the free elements does to all.
+        spread: [free, V], effect of a change of the free elements on all elements.
         """
         if self.change_decoder is None:
             return state
@@ -209,11 +211,11 @@ class LatentDynamics(nn.Module):
     def unroll(
         self, state: Tensor, embedding: Tensor, actions: Tensor, seen: Tensor, draws: Tensor, spread: Tensor
     ) -> Unrolled:
-        """Follow subsequences of frames, vectors [M, T + 1, V] and embeddings [M, T + 1, E], and standardised actions
-        [M, T, A].
+        """Unroll the model over subsequences of frames, vectors [M, T + 1, V] and embeddings [M, T + 1, E], and
+        standardised actions [M, T, A].
 
-        seen: [M, T + 1] bool, whether the frame is read or guessed (the first is always read); draws: [T + 1, M, S]
-        uniforms that choose the samples.
+        seen: [M, T + 1] bool, whether the frame is observed or predicted (the first is always observed); draws: [T + 1,
+        M, S] uniforms for sampling.
         """
         # The frames' half of the posterior does not depend on the recurrence: one matrix product for all of them.
         core, frames = self.core, self.core.posterior_frame(embedding).unbind(1)

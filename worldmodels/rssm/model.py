@@ -1,17 +1,16 @@
 """A recurrent state-space model of vectors and images (DreamerV3, Hafner et al. 2023, arXiv:2301.04104).
 
-What is known of an episode is a deterministic state and a categorical sample. A posterior reads frames, a prior guesses
-them; imagination follows the prior. Deviations from DreamerV3:
-- The state begins as a function of the first frame, and training subsequences begin anywhere and at episodes' starts,
-  so that one frame is enough and a burn-in of several is used.
-- Vectors are carried beside the latent and decoded as changes, standardised with statistics of the data and limited
-  instead of symlog; constants are copied and derived elements recomputed as in the ensemble.
-- The posterior reads a random share of the frames of a subsequence and the prior guesses the others, so imagination is
-  trained on its own guesses. Longer blindness (PlaNet's overshooting, arXiv:1811.04551) was tried and left out:
-  recorded actions correlate with where things truly were, the model learns to infer the state from them, and a policy
-  tuned in it exploits that (pushing a cube, one such policy: 55 % success in reality, 87 % imagined; 59 % by a model
-  trained on a share of the frames, with equal heads).
-- Heads are fitted again on the finished latents; there is no continuation head: episodes end by success or time limit.
+The state of an episode is deterministic units and a categorical sample. A posterior reads frames, a prior predicts
+them; imagination follows the prior. Deviations from DreamerV3: (1) The initial state is a function of the first frame,
+and training subsequences start anywhere including episode starts, so one frame suffices and a burn-in of several is
+used. (2) Vectors are carried together with the latent and decoded as changes, standardised with data statistics and
+clipped instead of symlog; constants are copied and derived elements recomputed as in the ensemble. (3) The posterior
+reads a random fraction of a subsequence's frames and the prior predicts the others, so imagination is trained on its
+own predictions. Longer blind spans (PlaNet's overshooting, arXiv:1811.04551) were tested and dropped. Recorded actions
+correlate with true positions, the model learns to infer the state from them, and a policy trained in it exploits that.
+(Pushing a cube, one such policy: 55 % success in reality, 87 % imagined; 59 % with a model trained on a fraction of the
+frames, with equal heads.) (4) Heads are refitted on the finished latents. There is no continuation head: episodes end
+by success or time limit.
 
 Axes: M subsequences of T + 1 frames with T actions between them, V elements of all vector fields.
 """
@@ -40,11 +39,11 @@ from worldmodels.protocol import Context, Imagined, Latent, counters, draws_of
 from worldmodels.rssm.dynamics import LatentDynamics, Unrolled, balanced_divergence, draw
 
 HEAD_STEPS = 200_000
-"""The heads are fitted again on the latents of at most so many steps."""
+"""Maximum number of steps whose latents the heads are refitted on."""
 
 
 class RssmModel(Described[RssmConfig], Judged):
-    """A `LearnedModel` of the fields of `spec`, vectors and images; make one with `build` or `load_world_model`.
+    """A `LearnedModel` of the fields of `spec`, vectors and images; create it with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -75,9 +74,9 @@ class RssmModel(Described[RssmConfig], Judged):
 
     @classmethod
     def build(cls, config: RssmConfig, spec: WorldSpec, episodes: Episodes, seed: int) -> Self:
-        """Return a fresh model of the world of `spec`, with structure and statistics read off `episodes`.
+        """Build an untrained model of the world of `spec`, with structure and statistics from `episodes`.
 
-        Raises DataError where the data's fields are not the world's, NonFiniteError where the data is not finite.
+        Raises DataError when the data's fields differ from the world's, NonFiniteError when the data is not finite.
         """
         structure, statistics = read_statistics(spec, episodes)
         model = cls(config, spec, structure, success_bonus(episodes), seed)
@@ -87,29 +86,29 @@ class RssmModel(Described[RssmConfig], Judged):
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
-        """First everything, then the heads alone on the latents found."""
+        """First all parts, then the heads alone on the final latents."""
         return {"latents": (self, 1.0), "heads": (HeadStage(self.heads, self.latent_steps), 1.0)}
 
     @property
     def context(self) -> int:
-        """Frames of a context that the posterior reads before imagination begins; one is enough."""
+        """Number of context frames that the posterior reads before imagination starts; one is enough."""
         return self.config.burn_in
 
     @property
     def spec(self) -> WorldSpec:
-        """The world that is imitated, with the reward terms that are predicted."""
+        """Spec of the imitated world, with the predicted reward terms."""
         return self._spec
 
     @property
     def structure(self) -> StateStructure:
-        """What the elements of the state are."""
+        """Structure of the state's elements."""
         return structure_of(self)
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Yield {"subsequence": Sequences, "seen": [M, T + 1] bool} for ever; `generator` is all the state.
+        """Yield {"subsequence": Sequences, "seen": [M, T + 1] bool} indefinitely; the only state is `generator`.
 
-        Subsequences have burn_in frames and then `length` more. They begin at any step, so that success is as likely at
-        every place in them; a share begins with its episode, half of these as contexts do that reach back before it.
+        Subsequences have burn_in frames followed by `length` more. They start at any step, so success is equally likely
+        at every position. A fraction starts with its episode; half of these reach back before it, as contexts do.
         """
         data, config = SequenceData(episodes, tuple(self._spec.observation)), self.config
         count = config.batch_size
@@ -145,11 +144,11 @@ class RssmModel(Described[RssmConfig], Judged):
             yield {"subsequence": _concatenated(*parts).to(device), "seen": seen.to(device)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the scaled parts of the loss, each [M].
+        """Return the scaled loss terms, each [M].
 
         "vector": Huber errors of the free elements in standard deviations of their changes, summed; "image": squared
-        errors, summed over pixels; "dynamics", "representation": nats; "reward", "success": cross-entropies, where the
-        frame before was seen. Frames outside of the episode do not count.
+        errors, summed over pixels; "dynamics", "representation": nats; "reward", "success": cross-entropies where the
+        previous frame was observed. Frames outside of the episode do not count.
         """
         subsequence = batch["subsequence"]
         seen = batch["seen"]
@@ -183,7 +182,7 @@ class RssmModel(Described[RssmConfig], Judged):
     def _image_loss(
         self, subsequence: Sequences, latents: Unrolled, known: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the squared error [M], summed over pixels, of some frames of every subsequence."""
+        """Return the squared error [M], summed over pixels, of a sample of frames of every subsequence."""
         order = torch.randperm(known.shape[1], generator=generator, device=generator.device)
         # Images cost most of a training step, and single frames already say whether the latent holds them.
         chosen = order[: self.config.images].to(known.device)
@@ -207,7 +206,9 @@ class RssmModel(Described[RssmConfig], Judged):
 
     @torch.no_grad()
     def latent_steps(self, episodes: Episodes) -> LatentSteps:
-        """Return up to HEAD_STEPS steps of `episodes` as latents that have seen every frame; no chance is in it."""
+        """Return up to HEAD_STEPS steps of `episodes` as latents after observing every frame; the result is
+        deterministic.
+        """
         data, length = SequenceData(episodes, tuple(self._spec.observation)), self.config.length
         place = torch.arange(len(data)) - episodes.starts[episodes.episode_of_step]
         # Subsequences side by side from each episode's start: every step is in exactly one.
@@ -237,7 +238,7 @@ class RssmModel(Described[RssmConfig], Judged):
         )
 
     def _guessed(self, state: Tensor, frames: Mapping[str, Tensor]) -> Tensor:
-        """Return what the heads of the uncertainty predict, [M, T, K]: changes of vectors, coarse next images."""
+        """Return the targets of the uncertainty heads, [M, T, K]: changes of vectors, coarse next images."""
         change = (state[:, 1:] - state[:, :-1]) * (self.state_std / self.change_std)
         parts = [change[..., self.structure.free].clamp(-BOUND, BOUND)]
         for key in self.images:
@@ -248,7 +249,9 @@ class RssmModel(Described[RssmConfig], Judged):
 
     @torch.no_grad()
     def calibrate(self, episodes: Episodes) -> None:
-        """Set the threshold of success, the quantiles of the uncertainty and what is paid on held-out episodes."""
+        """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on held-out
+        episodes.
+        """
         steps = self.latent_steps(episodes)
         inputs = self.heads.inputs(steps.after, steps.state, steps.next_state)
         uncertainty = self.heads.disagreement(steps.before, steps.state, steps.action)
@@ -283,9 +286,9 @@ class RssmModel(Described[RssmConfig], Judged):
 
     @torch.no_grad()
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
-        """Advance every row with a sample of the prior; success is terminal where the spec says so.
+        """Advance every row with a sample of the prior; success terminates the episode when the spec says so.
 
-        actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
+        actions: [B, A], in the world's units; the next latent has the shapes of that from `initial`.
         """
         state = self.standard("state", latent["state"])
         action, sample = self.standard("action", actions.to(state.dtype)), self._one_hot(latent["sample"])
@@ -315,14 +318,14 @@ class RssmModel(Described[RssmConfig], Judged):
         return functional.one_hot(sample, self.config.networks.classes).flatten(1).to(self.spread.dtype)
 
     def _draws(self, latent: Latent) -> Tensor:
-        """Return uniforms [B, S], a function of each row's seed and step alone."""
+        """Return uniforms [B, S], which depend only on each row's seed and step."""
         draws = draws_of(latent, self.config.networks.stochastic).astype(np.float32)
         return torch.from_numpy(draws).to(latent["seed"].device)
 
 
 def _spread(structure: StateStructure, state_std: Tensor, change_std: Tensor) -> Tensor:
-    """Return what changes of the free elements, in their standard deviations, do to standardised states, [free, V]:
-    derived elements move with those they are made of.
+    """Return the effect [free, V] of changes of the free elements, in their standard deviations, on standardised
+    states: derived elements move with their sources.
     """
     spread = torch.zeros(len(structure.free), len(state_std))
     spread[torch.arange(len(spread)), structure.free] = 1.0
@@ -333,7 +336,7 @@ def _spread(structure: StateStructure, state_std: Tensor, change_std: Tensor) ->
 
 
 def _masked(value: Tensor, mask: Tensor) -> Tensor:
-    """Return [M] whose mean is the mean of values [M, T] where the mask is 1."""
+    """Return per-row values [M] whose mean equals the mean of values [M, T] where the mask is 1."""
     return (value * mask).sum(1) * (len(mask) / mask.sum().clamp_min(1))
 
 

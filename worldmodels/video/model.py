@@ -1,17 +1,16 @@
 """An action-conditioned latent video diffusion world model of all cameras, with a pose-conditioned memory of frames.
 
-After Ctrl-World (Guo et al. 2025, arXiv:2510.10125), at a size that two CPU cores can train. It has three parts: an
-autoencoder of single views, as differences from the camera's mean image; a transformer between convolutions that
-denoises the latents of the next frames, all views of a frame together, given recent frames and sparse older ones, each
-with the robot's pose; a readout that predicts state vectors, reward, success and uncertainty from imagined frames.
-Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from scratch; actions are the world's
-own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention; latents are
-predicted as changes from the present frame, so that a network whose output is zero repeats it; future frames see
-earlier ones only (causal), so that frames can be imagined one by one; a share of the training rows is at the noise
-level where the sampler begins (see `VideoConfig.first_share`), so that few denoising steps are enough; pixels keep
-their value where nothing changes.
-Axes: N, B or R rows, K history frames, L frames that the history reaches over, T or F future frames, C latent channels,
-V elements of all vector fields (in `view_batches`: views), A action dimension.
+After Ctrl-World (Guo et al. 2025, arXiv:2510.10125), at a size that two CPU cores can train. It has three parts. (1) An
+autoencoder of single views, as differences from the camera's mean image. (2) A transformer between convolutions that
+denoises the latents of the next frames, all views of a frame together, conditioned on recent and sparse older frames,
+each with the robot's pose. (3) A readout that predicts state vectors, reward, success and uncertainty from imagined
+frames. Deviations from Ctrl-World (1.5 B parameters, Stable Video Diffusion): trained from scratch. Actions are the
+world's own, by adaptive layer norm as in IRASim (Zhu et al. 2024, arXiv:2406.14540) instead of cross-attention. Latents
+are predicted as changes from the current frame, so zero output repeats it. Future frames attend only to earlier ones
+(causal), so frames can be imagined one by one. A fraction of the training rows is at the sampler's initial noise level
+(see `VideoConfig.first_share`), so few denoising steps are enough. Pixels keep their value where nothing changes. Axes:
+N, B or R rows, K history frames, L frames that the history spans, T or F future frames, C latent channels, V elements
+of all vector fields (in `view_batches`: views), A action dimension.
 """
 
 from collections.abc import Iterator, Mapping
@@ -44,7 +43,7 @@ BACKGROUND_FRAMES = 2000
 
 
 class VideoModel(ImageModel[VideoConfig]):
-    """A `LearnedModel` of the fields of `spec`, images and vectors; make one with `build` or `load_world_model`.
+    """A `LearnedModel` of the fields of `spec`, images and vectors; create it with `build` or `load_world_model`.
 
     success_bonus: the reward for reaching success; the spec's reward terms are ("progress", "success").
     """
@@ -52,7 +51,7 @@ class VideoModel(ImageModel[VideoConfig]):
     configuration = VideoConfig
     change_std: Tensor
     caching: Caching | None = None
-    """Who remembers branches of the transformer from step to step of a chain; see `with_caching`."""
+    """Cache of transformer branches between the steps of a denoising chain; see `with_caching`."""
 
     def __init__(
         self, config: VideoConfig, spec: WorldSpec, structure: StateStructure, success_bonus: float, seed: int = 0
@@ -117,16 +116,18 @@ class VideoModel(ImageModel[VideoConfig]):
 
     @property
     def calls(self) -> int:
-        """How often a chain calls the transformer."""
+        """Number of transformer calls per chain."""
         return edm.calls(self.config.edm)
 
     @property
     def chunk(self) -> int:
-        """Most steps that one chain imagines."""
+        """Maximum number of steps that one chain imagines."""
         return self.config.chunk
 
     def with_caching(self, caching: Caching | None) -> Self:
-        """Return a model of the same weights whose chains remember by `caching`; raises as `Cacheable` says."""
+        """Return a model with the same weights whose chains use the cache plan `caching`; raises the errors of
+        `Cacheable`.
+        """
         if caching is not None:
             caching.check(self.block_names, self.calls)
         # A shallow copy: both models share their modules, hence their weights.
@@ -185,7 +186,7 @@ class VideoModel(ImageModel[VideoConfig]):
     def _imagine_frames(self, data: SequenceData, steps: Tensor, generator: torch.Generator) -> Tensor:
         """Return frames [n, 3, height, width, 3] before, at and after `steps`, as imagined, to train the readout.
 
-        The imagined chunk begins at random up to chunk - 1 steps earlier, so that every place in a chunk occurs.
+        The imagined chunk starts up to chunk - 1 steps earlier at random, so that every position in a chunk occurs.
         """
         span, length = self.config.history_span, self.config.chunk
         back = torch.randint(length, (len(steps),), generator=generator)
@@ -199,20 +200,20 @@ class VideoModel(ImageModel[VideoConfig]):
         return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the reward and success heads read of a step under actions [B, A], and its uncertainty [B]."""
+        """Return the reward and success heads' inputs for a step under actions [B, A], and its uncertainty [B]."""
         frames, _ = self._shown(latent, self._predict(latent, actions[:, None]))
         return self.reader.read(torch.cat([latent["frames"], frames], 1), latent["state"], actions)[1:]
 
     @torch.no_grad()
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
-        """Return the latent of episodes that begin in `context`; missing frames repeat the first one, and their actions
-        are zero.
+        """Return the latent of episodes that start in `context`; missing frames repeat the first one, with zero
+        actions.
 
-        History, up to where the present chunk began: latents [R, L, C, height, width], states [R, L, V] and the actions
-        that led to them [R, L, A], both in the world's units. The chunk so far: phase [R], how many of its frames have
-        been imagined, their states [R, F, V] (since) and actions [R, F, A] (moves). The present: state [R, V], frames
-        [R, 2, height, width, 3], the last two, and decoded [R, height, width, 3], what was decoded where pixels last
-        changed. Then the episode's seed and the number of the next step.
+        History, up to the start of the current chunk: latents [R, L, C, height, width], states [R, L, V] and the
+        actions that led to them [R, L, A], both in the world's units. The chunk so far: phase [R], the number of its
+        frames imagined, their states [R, F, V] (since) and actions [R, F, A] (moves). The current step: state [R, V],
+        frames [R, 2, height, width, 3], the last two, and decoded [R, height, width, 3], the image decoded where pixels
+        last changed. Then the episode's seed and the number of the next step.
         """
         frames, actions, known = self.reader.begin(context, self.context)
         stacked, states = self.reader.stack(frames), self.reader.vector(frames, slice(1, None))
@@ -229,8 +230,8 @@ class VideoModel(ImageModel[VideoConfig]):
     ) -> Latent:
         """Return the latent after frames [R, L + 1, height, width, 3], of which the last `known` differ (0: all).
 
-        states, actions: [R, L, ...], of the last L frames, and what led to them; brief: for one chunk only, which reads
-        some of the frames, so that the others are not encoded.
+        states, actions: [R, L, ...], of the last L frames, and the actions before them; brief: for one chunk only,
+        which reads some of the frames, so that the others are not encoded.
         """
         device = self.change_std.device
         length = self.config.history_span
@@ -263,17 +264,17 @@ class VideoModel(ImageModel[VideoConfig]):
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Imagine one step: sample the next frame of every row, each with its own noise seed.
 
-        Success is terminal where the spec says so.
+        Success terminates the episode when the spec says so.
 
-        actions: [B, A], in the world's units; the next latent has the shapes that `initial` says.
+        actions: [B, A], in the world's units; the next latent has the shapes of that from `initial`.
         """
         latent, imagined = self.generate(latent, actions[:, None])
         return latent, imagined[0]
 
     @torch.no_grad()
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance every row by T frames under actions [B, T, A] in the world's units: the frames that `imagine` gives
-        one by one, predicted together as far as a chunk reaches.
+        """Advance every row by T frames under actions [B, T, A] in the world's units: the same frames as `imagine` one
+        by one, predicted together up to the end of a chunk.
         """
         places = latent["phase"].unique()
         if len(places) > 1:  # rows at the same place of their chunks go together
@@ -294,10 +295,10 @@ class VideoModel(ImageModel[VideoConfig]):
         return latent, found
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
-        """Advance rows, all at the same place of their chunks and not beyond them, by T frames under actions [B, T, A].
+        """Advance rows that share a position in their chunks by T frames under actions [B, T, A], within the chunk.
 
-        The frames of a chunk see only those before them, so frames that are already known come out again as they were,
-        and errors do not accumulate within a chunk. Rows that reach the end of their chunks begin new ones.
+        Frames of a chunk attend only to earlier ones, so known frames are reproduced unchanged and errors do not
+        accumulate within a chunk. Rows that reach the end of their chunks start new ones.
         """
         count, begin = actions.shape[1], int(latent["phase"][0])
         moves = latent["moves"].clone()
@@ -337,7 +338,7 @@ class VideoModel(ImageModel[VideoConfig]):
         return present[:, None] + change * self.change_std[:, None, None]
 
     def _shown(self, latent: Latent, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode latents [B, T, C, height, width] to frames [B, T, height, width, 3] that follow the present frame.
+        """Decode latents [B, T, C, height, width] to frames [B, T, height, width, 3] that follow the current frame.
 
         A pixel keeps its value until its decoded colour has changed by more than `change_threshold`. Also returns the
         reference of that comparison [B, height, width, 3]: the colour decoded when each pixel last changed.

@@ -1,10 +1,10 @@
-"""What a latent video model is made of: an autoencoder of single views, and a transformer over frames of latents.
+"""Networks of the latent video model: an autoencoder of single views, and a transformer over frames of latents.
 
 After Ctrl-World (Guo et al. 2025, arXiv:2510.10125): all views of a frame are predicted jointly, every frame has its
-own action, and sparse history frames carry the robot's pose. The blocks are DiT's (Peebles and Xie 2023,
-arXiv:2212.09748) with one modulation per frame, as IRASim conditions them (Zhu et al. 2024, arXiv:2406.14540).
-Axes: N rows, K history frames, F future frames, S tokens a frame, W width, A action dimension, P pose elements. Views
-of one frame are stacked in height; latents are float [..., C, height, width], standardised.
+own action, and sparse history frames have the robot's pose as condition. The blocks are DiT's (Peebles and Xie 2023,
+arXiv:2212.09748) with one modulation per frame, as IRASim conditions them (Zhu et al. 2024, arXiv:2406.14540). Axes: N
+rows, K history frames, F future frames, S tokens per frame, W width, A action dimension, P pose elements. Views of one
+frame are stacked in height; latents are float [..., C, height, width], standardised.
 """
 
 from collections.abc import Sequence
@@ -26,21 +26,21 @@ from robopolicy.nn.precision import autocast
 from worldmodels.configuration import VideoSize
 
 VISIBLE = 0.2
-"""A pixel that is so far from the mean image (2 is from black to white) weighs fully."""
+"""Distance from the mean image (2 is from black to white) at which a pixel has full weight."""
 
 QUIET = -6.0
-"""Logarithm of the variance of encoded latents before training: little noise, so that images are soon sharp."""
+"""Log-variance of encoded latents before training: little noise, so that images become sharp early."""
 
 Past = list[tuple[Tensor, Tensor]]
 """Keys and values [N, heads, K * S, W / heads] of the history's tokens, block by block."""
 
 
 class ViewAutoencoder(nn.Module):
-    """diffusers' AutoencoderKL, which reads the views of a frame one by one, and latents in standard deviations.
+    """diffusers' AutoencoderKL applied to each view of a frame separately, with standardised latents.
 
-    Squares of 2 x 2 pixels become channels first: a CPU is fast on few pixels with many channels. What is encoded is
-    how a view differs from its camera's mean image, so that what never moves costs nothing. That image is a buffer,
-    and so are the means and deviations of latents, the scaling factor of the field. Axes: V views of a frame.
+    Squares of 2 x 2 pixels become channels first: a CPU is fast on few pixels with many channels. The input is the
+    difference of a view from its camera's mean image, so static content needs no capacity. The mean image is a buffer,
+    as are the means and deviations of latents (the usual scaling factor). Axes: V views of a frame.
     """
 
     background: Tensor
@@ -151,8 +151,8 @@ class FrameBlock(nn.Module):
     ) -> Tensor:
         """Return tokens [N, T, S, W].
 
-        condition: [N, T, W], one a frame; remembered: keys and values of other frames to attend to as well; mask:
-        [T * S, all keys], what each token may attend to (None: everything); place: number of its first branch of two.
+        condition: [N, T, W], one per frame; remembered: keys and values of other frames to attend to as well; mask: [T
+        * S, all keys], keys that each token may attend to (None: all); place: index of its first branch of two.
         """
         first, second = self._moves(condition)
         mixed = blocks(place, lambda: self._attend(tokens, first, remembered, mask)[0])
@@ -171,7 +171,7 @@ class FrameBlock(nn.Module):
         remembered: tuple[Tensor, Tensor] | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return what attention adds before its gate, [N, T, S, W], and the tokens' own keys and values."""
+        """Return the ungated attention output, [N, T, S, W], and the tokens' own keys and values."""
         hidden = torch.addcmul(moves[0], self.norm(tokens), 1 + moves[1])
         hidden = rearrange(hidden, "n t s w -> n (t s) w")
         query, key, value = rearrange(self.query_key_value(hidden), "n l (p h d) -> p n h l d", p=3, h=self.heads)
@@ -182,7 +182,7 @@ class FrameBlock(nn.Module):
         return self.mix(rearrange(mixed, "n h (t s) d -> n t s (h d)", t=tokens.shape[1])), own
 
     def _feed(self, tokens: Tensor, moves: Sequence[Tensor]) -> Tensor:
-        """Return what the feed-forward layer adds before its gate, [N, T, S, W]."""
+        """Return the ungated output of the feed-forward layer, [N, T, S, W]."""
         hidden = torch.addcmul(moves[0], self.norm(tokens), 1 + moves[1])
         return self.shrink(functional.silu(self.expand(hidden)))
 
@@ -199,7 +199,7 @@ class ViewBlock(nn.Module):
         nn.init.zeros_(self.modulation.bias)
 
     def forward(self, x: Tensor, condition: Tensor, blocks: Blocks = fresh, place: int = 0) -> Tensor:
-        """Return maps [M, channels, height, width] under conditions [M, W]; place: number of its branch."""
+        """Return maps [M, channels, height, width] under conditions [M, W]; place: index of its branch."""
         return x + blocks(place, lambda: self._convolve(x, condition))
 
     def _convolve(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -210,14 +210,14 @@ class ViewBlock(nn.Module):
 
 
 class VideoTransformer(nn.Module):
-    """Predicts how the latents of F future frames differ from the present one, given K history frames.
+    """Predicts the latent difference of F future frames from the current one, given K history frames.
 
-    History tokens attend to history alone, so `remember` computes them once for all denoising steps; a future frame
-    attends to the history, to itself and to the future frames before it, so a chunk of F frames trains every shorter
-    one, and frames can be imagined one by one. Each future frame is conditioned on the action that led to it and on
-    the sum of all since the present one, each history frame on its action, pose and noise, all by adaptive layer norm
-    and as a summand of its tokens. Around the transformer are convolutions at the latents' own resolution, as in a
-    U-Net: what moves a little is moved there, and learned sooner.
+    History tokens attend to history alone, so `remember` computes them once for all denoising steps. A future frame
+    attends to the history, to itself and to the future frames before it. A chunk of F frames thus trains every shorter
+    one, and frames can be imagined one by one. Each future frame is conditioned on the action before it and on the sum
+    of all since the current one; each history frame on its action, pose and noise. Conditions enter by adaptive layer
+    norm and as a summand of the tokens. Convolutions around the transformer work at the latents' own resolution, as in
+    a U-Net; small motions are handled there and learned sooner.
     """
 
     precision: Precision
@@ -264,10 +264,10 @@ class VideoTransformer(nn.Module):
         nn.init.zeros_(cast(Tensor, self.leave.bias))
 
     def remember(self, history: Tensor, actions: Tensor, poses: Tensor, noise: Tensor) -> Past:
-        """Return what future frames attend to.
+        """Return the keys and values that future frames attend to.
 
-        history: latents [N, K, C, height, width], oldest first, the present frame last; actions: [N, K, A], what led to
-        them; poses: [N, K, P]; noise: [N, K], the deviation of the noise that was added to them.
+        history: latents [N, K, C, height, width], oldest first, the current frame last; actions: [N, K, A], before each
+        frame; poses: [N, K, P]; noise: [N, K], standard deviation of the noise added to them.
         """
         slots = self.slots[: history.shape[1]]
         with autocast(self.precision, history.device):
@@ -283,7 +283,7 @@ class VideoTransformer(nn.Module):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """Names of the residual branches, in the order of their computation."""
+        """Names of the residual branches, in order of computation."""
         inner = [f"{place}.{name}" for place in range(len(self.blocks)) for name in ("attention", FEED_FORWARD)]
         before, *after = (f"fine.{place}.convolutions" for place in range(len(self.fine)))
         return (before, *inner, *after)
@@ -296,10 +296,10 @@ class VideoTransformer(nn.Module):
         known: Tensor | None = None,
         caching: Caching | None = None,
     ) -> Network:
-        """Return EDM's F over changes [N, F, C, height, width] from the present latents [N, C, height, width].
+        """Return EDM's F over changes [N, F, C, height, width] from the current latents [N, C, height, width].
 
-        actions: [N, F, A], standardised, what leads to each frame; known: [N, F] bool, False hides an action; caching:
-        who remembers blocks from call to call of F, which then belongs to one chain.
+        actions: [N, F, A], standardised, before each frame; known: [N, F] bool, False masks an action; caching: cache
+        of block outputs between calls of F, which then belongs to one chain.
         """
         predict = partial(self._predict, memory=memory, present=present, actions=actions, known=known)
         if caching is None:
@@ -353,7 +353,7 @@ class VideoTransformer(nn.Module):
         return rearrange(latents, "n t c (y p) (x q) -> n t (y x) (c p q)", p=self.patch, q=self.patch)
 
     def _causal(self, frames: int, past: int, device: torch.device) -> Tensor:
-        """Return what tokens may attend to, [F * S, past + F * S] bool: all of the past, no frame after their own."""
+        """Return the attention mask, [F * S, past + F * S] bool: all of the past, no frame after the token's own."""
         frame = torch.arange(frames, device=device).repeat_interleave(len(self.position))
         return functional.pad(frame[:, None] >= frame[None], (past, 0), value=True)
 

@@ -1,9 +1,9 @@
-"""How the dynamics of a latent video model are fitted: history with noise, future frames of one chunk, own predictions.
+"""Training of the latent video dynamics: noisy history, the future frames of one chunk, own predictions.
 
-Sources: Ctrl-World (Guo et al. 2025, arXiv:2510.10125) for noise on history frames, hidden actions and collapsed
-history; Sword's dynamic latent bootstrapping for the cache: the model's own predictions of training frames are kept,
-and a growing share of the rows has them as history instead of the truth. Axes: M rows, L frames of a subsequence, K
-history frames, F future frames, A action dimension, P pose elements.
+Sources: Ctrl-World (Guo et al. 2025, arXiv:2510.10125) for noise on history frames, masked actions and collapsed
+history. Sword's dynamic latent bootstrapping for the cache: the model's own predictions of training frames are stored,
+and a growing fraction of the rows uses them as history instead of the true frames. Axes: M rows, L frames of a
+subsequence, K history frames, F future frames, A action dimension, P pose elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +21,10 @@ from worldmodels.video.networks import VideoTransformer
 
 @dataclass(frozen=True)
 class LatentVideo:
-    """Episodes as a latent model sees them, frame by frame of all episodes, one after the other.
+    """Latents of all frames of all episodes, concatenated.
 
-    latents: [frames, C, height, width]; poses: [frames, P]; actions: [frames, A], standardised, what led to the frame
-    (nothing, zero in the world's units, where an episode begins); first, last: [frames], of its episode.
+    latents: [frames, C, height, width]; poses: [frames, P]; actions: [frames, A], standardised, the action before the
+    frame (zero in the world's units at an episode's start); first, last: [frames], frame indices of its episode's ends.
     """
 
     latents: Tensor
@@ -37,7 +37,7 @@ class LatentVideo:
     def of(episodes: Episodes, latents: Tensor, poses: Tensor, actions: Tensor) -> "LatentVideo":
         """Return the frames of `episodes`.
 
-        latents: [frames, C, height, width]; poses: [frames, P]; actions: [frames, A]; all as the class says.
+        latents: [frames, C, height, width]; poses: [frames, P]; actions: [frames, A]; see the class.
         """
         count = episodes.lengths + 1
         first = torch.repeat_interleave(episodes.frame_starts, count)
@@ -46,11 +46,11 @@ class LatentVideo:
 
 @dataclass(frozen=True)
 class Subsequence:
-    """What surrounds M present frames.
+    """History and future of M current frames.
 
-    history, history_poses, history_actions: [M, K, ...], the present frame last; before an episode its first frame
-    repeats, and nothing led to it; future, actions: [M, F, ...]; valid: [M, F] bool, inside of the episode; places:
-    index [M, K + F] of the frames.
+    history, history_poses, history_actions: [M, K, ...], the current frame last; before an episode its first frame
+    repeats, without an action; future, actions: [M, F, ...]; valid: [M, F] bool, inside of the episode; places: index
+    [M, K + F] of the frames.
     """
 
     history: Tensor
@@ -62,12 +62,12 @@ class Subsequence:
     places: Tensor
 
     def to(self, device: torch.device) -> "Subsequence":
-        """Move every tensor."""
+        """Move every tensor to a device."""
         return Subsequence(*(value.to(device) for value in self.__dict__.values()))
 
 
 def subsequence_at(video: LatentVideo, present: Tensor, config: VideoConfig) -> Subsequence:
-    """Return what surrounds the frames `present` [M]; history frames are spaced by `config.history_offsets`."""
+    """Return history and future of the frames `present` [M]; history frames are spaced by `config.history_offsets`."""
     ages = torch.tensor(config.history_offsets)
     history = (present[:, None] - ages).maximum(video.first[present][:, None])
     ahead = present[:, None] + torch.arange(1, 1 + config.chunk)
@@ -87,7 +87,7 @@ class DynamicsStage(nn.Module):
     """Fits the transformer of a latent video model; a `Regression`.
 
     encode: episodes -> `LatentVideo`, which sets the statistics of latents; change_std: [C], of one step's change. The
-    cache of own predictions and the count of updates are buffers, so that an interrupted run goes on exactly.
+    cache of own predictions and the update counter are buffers, so that an interrupted run resumes exactly.
     """
 
     cache: Tensor
@@ -109,7 +109,7 @@ class DynamicsStage(nn.Module):
         self.register_buffer("cache", torch.zeros(0))
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
-        """Return {"subsequence": Subsequence} for ever; `generator` is all the state."""
+        """Yield {"subsequence": Subsequence} indefinitely; the only state is `generator`."""
         video = self._encode(episodes)
         self._still = video.actions[:1].to(self._change_std.device)
         if self.config.bootstrap:
@@ -124,10 +124,11 @@ class DynamicsStage(nn.Module):
             yield {"subsequence": subsequence_at(video, present[draws.cpu()], self.config).to(self._change_std.device)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"latents": [M]}, EDM's weighted error of future frames; 1: what repeating a frame costs a step ahead.
+        """Return {"latents": [M]}, EDM's weighted error of future frames; repeating the frame has an error of 1 one
+        step ahead.
 
-        The history is degraded first, as it will be in imagination: own predictions, collapse, noise. The future is
-        predicted as a change from the present frame as it is given, so the network learns to correct errors in it.
+        The history is degraded first, as in imagination: own predictions, collapse, noise. The future is predicted as a
+        change from the degraded current frame, so the network learns to correct its errors.
         """
         subsequence, config = batch["subsequence"], self.config
         rows = len(subsequence.future)
@@ -158,7 +159,9 @@ class DynamicsStage(nn.Module):
         return {"latents": (error * subsequence.valid).sum(1) * rows / subsequence.valid.sum().clamp_min(1)}
 
     def _degraded(self, subsequence: Subsequence, draw: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return history, its actions and its poses, in some rows predicted or collapsed to the present frame."""
+        """Return history, its actions and its poses; in some rows they are replaced by predictions or collapsed to the
+        current frame.
+        """
         config, history = self.config, subsequence.history
         count = history.shape[1]
         own, collapsed = draw(len(history)), draw(len(history)) < config.collapse
@@ -174,7 +177,9 @@ class DynamicsStage(nn.Module):
 
     @torch.no_grad()
     def _keep(self, subsequence: Subsequence, predicted: Tensor, first: Tensor) -> None:
-        """Put predictions [M, F, ...] of rows that began as the sampler does into the cache, and count the update."""
+        """Store predictions [M, F, ...] of rows at the sampler's initial noise level in the cache, and count the
+        update.
+        """
         # Rows at other noise levels saw the truth through the noise: their predictions are better than imagined ones.
         places = subsequence.places[:, -predicted.shape[1] :]
         for row in first.nonzero()[:, 0].tolist():

@@ -1,1 +1,1 @@
-"""The sections of the configuration, by what they are for: fields are settings, docstrings below them their help."""
+"""The configuration sections by purpose: fields are settings, the docstrings below them their help."""

@@ -1,4 +1,4 @@
-"""Policies that act: how they are judged, on which engine they run, which is fastest, and how a new one is deployed."""
+"""Sections for policies that act: evaluation, inference engine, engine selection, and staged rollout."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,44 +16,46 @@ class EvaluateSection:
     """Success over paired episodes, deterministic and stochastic."""
 
     policy: Path | None = None
-    """Checkpoint."""
+    """Checkpoint of the policy."""
     base: Path | None = None
-    """Checkpoint of a second policy on the same seeds; the difference is tested. Beside one that plans, the default is
-    the same policy without planning.
+    """Checkpoint of a second policy, evaluated on the same seeds; the difference in success is tested. If the policy
+    plans, the default is the same policy without planning.
     """
     instruction: str = ""
-    """What the policy is told: empty for what the world asks for, wrong for another of its instructions, paraphrase for
-    the same in other words, or any text.
+    """Instruction given to the policy: empty for the world's own, `wrong` for another of its instructions, `paraphrase`
+    for the same in other words, or any text.
     """
     controls: tuple[str, ...] | None = None
-    """Judged besides, without noise: wrong_instruction (a policy that minds the language then fails), paraphrase; null
-    for those that a world with several instructions has.
+    """Additional evaluations without noise under another instruction: wrong_instruction (a policy that conditions on
+    language then fails), paraphrase; null for all that the world supports.
     """
     anchors: Path | None = None
-    """A dataset of graded quality (collect.quality) of the same world: returns are also scored between what uniform
-    actions earn there, 0, and the expert, 100.
+    """Dataset of the same world, recorded with collect.quality. It adds a normalised return: 0 for uniform random
+    actions, 100 for the expert.
     """
     episodes: Count = 200
-    """How many in each mode."""
+    """Number of episodes per mode (deterministic and stochastic)."""
     videos: Natural = 8
-    """How many are filmed, 0 for none."""
+    """Number of episodes recorded as video, 0 for none."""
     latency_steps: Natural = 0
-    """Control steps that a decision takes: what is seen at a step is acted on so many steps later."""
+    """Inference latency in control steps: an action chunk computed from an observation is executed this many steps
+    later.
+    """
     chunking: str = field(default="synchronous", metadata={REGISTRY: "robopolicy.inference.configuration:CHUNKINGS"})
-    """What the robot does meanwhile: hold still (synchronous), or go on with its last plan and switch to the next
-    (prefetch), average both (ensembling), choose the next one that is closest to it (bidirectional), or inpaint the
-    next one around it (rtc, lerobot_rtc without the network's derivative, trained_rtc by a policy that has learned it:
-    policy.prefix_steps). All but the first need a policy whose prediction_steps reach chunk + latency_steps. Or your
-    own, module:function.
+    """Robot behaviour during inference. synchronous holds still. prefetch continues the last chunk and then switches to
+    the next one; ensembling averages both; bidirectional chooses the next chunk that is closest to the last. rtc
+    inpaints the next chunk around it, lerobot_rtc does so without the network's derivative, trained_rtc with a policy
+    trained for it (policy.prefix_steps). All but synchronous need a policy whose prediction_steps reach chunk +
+    latency_steps. A custom one is given as module:function.
     """
     chunking_options: dict[str, Any] = field(default_factory=dict)
-    """Its own settings, such as evaluate.chunking_options.max_guidance_weight=10."""
+    """Options of the chunking method, such as evaluate.chunking_options.max_guidance_weight=10."""
     hold: Literal["zero", "last"] = "zero"
-    """How elements of the action hold still of which neither name nor unit says it: at zero (velocities, differences),
-    or at their last value (positions).
+    """Holding value of action elements whose name and unit do not imply one: zero (velocities, differences) or their
+    last value (positions).
     """
     positions: tuple[str, ...] = POSITIONS
-    """Elements of the action that keep their last value, by name, whatever they are."""
+    """Names of action elements that keep their last value while holding still, regardless of unit."""
 
     def __post_init__(self) -> None:
         if self.instruction and self.controls:
@@ -68,12 +70,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class InferenceSection(InferenceConfig):
-    """Who computes the decisions of a policy that acts."""
+    """Inference engine of a policy that acts."""
 
     engine: str = AUTO
-    """auto: what robopolicy optimize has stored beside the checkpoint, else reference. reference computes as training
-    does; lean the same (to 1e-5) without what acting does not need; compiled is lean in machine code (it needs a C++
-    compiler), on a GPU one CUDA graph a decision. Your own is named by its dotted path.
+    """Inference engine. auto: the choice that robopolicy optimize stored with the checkpoint, else reference. reference
+    computes as in training; lean computes the same (to 1e-5) without what only training needs; compiled is lean
+    compiled to machine code (it needs a C++ compiler), on a GPU one CUDA graph per policy call. A custom engine is
+    given by its import path.
     """
 
     def __post_init__(self) -> None:
@@ -86,36 +89,40 @@ class InferenceSection(InferenceConfig):
 
 @dataclass(frozen=True)
 class OptimizeSection:
-    """Ways of computing a policy's decisions, timed and compared with the reference; the fastest is kept beside it."""
+    """Inference methods, timed and compared with the reference; the fastest is stored beside the checkpoint."""
 
     policy: Path | None = None
-    """Checkpoint."""
+    """Checkpoint of the policy."""
     data: tuple[Path, ...] = ()
-    """Datasets at whose observations it decides, [] for episodes that it plays itself."""
+    """Datasets whose observations are used for policy calls; [] plays episodes instead."""
     episodes: Count = 20
-    """Of those that it plays."""
+    """Number of episodes to play when data=[]."""
     observations: Count = 256
-    """At which errors are measured and block caches calibrated."""
+    """Number of observations at which errors are measured and block caches are calibrated."""
     batch: Count = 1
-    """Rows that decide at once when the policy is used: 1 for a robot, more for a server or a simulation."""
+    """Batch size of policy calls in use: 1 for a robot, more for a server or a simulation."""
     rounds: Count = 30
-    """Decisions that are timed, of all ways in turns."""
+    """Number of timed policy calls per engine; the engines take turns."""
     engines: tuple[str, ...] = ("lean", "compiled")
-    """Those to try; one that cannot run here is left out, and said."""
+    """Engines to try; one that cannot run on this device is skipped and reported."""
     error: NonNegative = 0.0
-    """Largest error of actions that is allowed, the root mean square over the standard deviation of the policy's own
-    actions; 0 for exact engines alone. Above 0 fewer steps, block caches and bf16 are tried as well: .05 is a start.
+    """Maximum action error: root mean square divided by the standard deviation of the policy's own actions. 0 allows
+    exact engines only. Above 0, fewer steps, block caches and bf16 are also tried; .05 is a good start.
     """
     steps: tuple[Count, ...] = (1, 2, 3, 5, 10, 20)
-    """Numbers of steps to try, where the policy takes more."""
+    """Numbers of denoising steps to try, if the policy takes more."""
     schedulers: tuple[str, ...] = ("uniform", "shared", "bac")
-    """Block cache schedulers to try; [] for none."""
+    """Block cache schedulers to try, [] for none."""
     budgets: tuple[Count, ...] = (5, 10, 20)
-    """Evaluations of a block in a chain, where the policy takes more steps."""
+    """Numbers of evaluations of each block per denoising chain to try, if the policy takes more steps."""
     orders: tuple[Natural, ...] = (0, 1)
-    """What a block cache answers in between: 0 what was computed last, 1 or 2 an extrapolation (TaylorSeer)."""
+    """Output of a cached block between evaluations: 0 reuses the last one, 1 or 2 extrapolates it (order of
+    TaylorSeer).
+    """
     evaluate_episodes: Natural = 0
-    """Episodes that judge reference and choice on the same starts, 0 for none."""
+    """Number of episodes, with the same initial states, that evaluate the reference and the chosen engine; 0 for
+    none.
+    """
 
     def __post_init__(self) -> None:
         if min(self.episodes, self.observations - 1, self.batch, self.rounds, *self.steps, *self.budgets) < 1:
@@ -130,24 +137,24 @@ class OptimizeSection:
 
 @dataclass(frozen=True)
 class DeploySection:
-    """A deployment in which success must not fall below a floor."""
+    """A staged rollout of a new policy in which success must not fall below a lower bound."""
 
     policy: Path | None = None
-    """Checkpoint of the new policy (default: what finetune wrote under the same name and seed)."""
+    """Checkpoint of the new policy (default: the output of finetune with the same name and seed)."""
     base: Path | None = None
-    """Checkpoint of the known one (default: what train wrote under the same name and seed)."""
+    """Checkpoint of the current policy (default: the output of train with the same name and seed)."""
     coin: Literal["step", "episode"] = "step"
-    """Who acts is drawn at every decision (StepMix), or once an episode (EpsMix)."""
+    """Draw the acting policy at every policy call (step, StepMix) or once per episode (episode, EpsMix)."""
     drop: Share = 0.2
-    """Share of the base's success that may be lost: the floor is (1 - drop) times it."""
+    """Fraction of the base policy's success that may be lost: the minimum success is (1 - drop) times it."""
     known: Count = 200
-    """Episodes of the base that are played first, so that its success is known."""
+    """Number of base policy episodes played first, to estimate its success."""
     episodes: Count = 500
-    """Length of the deployment."""
+    """Number of episodes of the deployment."""
     wave: Count = 20
-    """Episodes after which the share of the new policy is chosen anew."""
+    """Number of episodes between updates of the new policy's share."""
     confidence: Share = 0.95
-    """Of the one-sided bound that has to exceed the floor."""
+    """Confidence level of the one-sided bound that must exceed the minimum success."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1 or not 0.5 <= self.confidence < 1:

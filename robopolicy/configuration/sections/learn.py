@@ -1,4 +1,4 @@
-"""Policies that learn: which is built, pre-training, fine-tuning, teaching, distilling, and learning online."""
+"""Sections for policies that learn: architecture, pre-training, fine-tuning, DAgger, distillation, online learning."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from robopolicy.training.configuration import DistillConfig, FinetuneConfig, Onl
 
 @dataclass(frozen=True)
 class PolicySection(Tagged):
-    """What `train` builds."""
+    """The policy that `train` builds."""
 
     kinds: ClassVar = POLICIES
     beside: ClassVar = True
 
     kind: str = "diffusion"
-    """diffusion, flow, token (a language model over action tokens), joint (it plans with itself), lerobot (a checkpoint
-    of LeRobot's), or your own.
+    """Policy class: diffusion, flow, token (a language model over action tokens), joint (it also predicts futures and
+    values for planning), lerobot (a LeRobot checkpoint), or a custom one.
     """
     config: Any = field(default_factory=DenoisingPolicyConfig)
 
@@ -33,25 +33,26 @@ class TrainSection(PretrainConfig):
     """Pre-training by regression on demonstrations."""
 
     data: Path | None = None
-    """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
+    """LeRobotDataset (default: the output of collect with the same name and seed)."""
     more: tuple[Path, ...] = ()
-    """Further datasets of the same robot, such as corrections."""
+    """Additional datasets of the same robot, such as corrections."""
     policy: Path | None = None
-    """Checkpoint of a policy of ours to go on from, with more steps or other data, as a run of another name; it keeps
-    its network and normalisers, and policy.* is not read. One of LeRobot's: policy.kind=lerobot policy.path=FOLDER.
+    """Checkpoint of a robopolicy policy to continue training, with more steps or other data, as a run with another
+    name. Its network and normalisers are kept, and policy.* is not read. For a LeRobot policy use policy.kind=lerobot
+    policy.path=FOLDER.
     """
     encoder: Path | None = None
-    """World model whose latent the policy shall read (for imagine)."""
+    """World model whose latent the policy reads (for imagine)."""
     rename: dict[str, str] = field(default_factory=dict)
-    """Other names for columns and elements of the data, its own -> those to read it by: {image:
-    observation.images.image, state: observation.state, actions: action, motor_0: x}. The checkpoint remembers them.
+    """Mapping from names of dataset columns and elements to the names under which they are read: {image:
+    observation.images.image, state: observation.state, actions: action, motor_0: x}. It is saved in the checkpoint.
     """
     episodes: Natural | tuple[Natural, ...] = 0
-    """Use these of `data`, [0,2,5], or the first so many, 0 for all."""
+    """Episodes of `data` to use: a list such as [0,2,5], or the number of first episodes; 0 for all."""
     without: tuple[Natural, ...] = ()
-    """Episodes of `data` to leave out, by number, such as broken ones."""
+    """Indices of episodes of `data` to exclude, such as broken ones."""
     evaluate_episodes: Natural = 200
-    """Episodes of the judgement at the end, 0 for none."""
+    """Number of episodes of the final evaluation, 0 for none."""
 
 
 CRITIC_DEPTH = 2
@@ -65,49 +66,53 @@ class FinetuneSection(FinetuneConfig):
     FIXED: ClassVar[Mapping[str, Any]] = {"critic_depth": CRITIC_DEPTH}
 
     policy: Path | None = None
-    """Its checkpoint (default: what train wrote under the same name and seed)."""
+    """Checkpoint of the policy to fine-tune (default: the output of train with the same name and seed)."""
     teacher: Path | None = None
-    """Checkpoint of the policy that distillation learns from."""
+    """Checkpoint of the teacher policy for distillation."""
     expert: str = ""
-    """Dotted path of the controller whose states hints begin in, empty for the task's."""
+    """Import path of the controller whose states `hint` starts episodes from; empty for the task's expert."""
     experts: tuple[Path, ...] = ()
-    """Datasets for auxiliaries=[experts], else `collect`'s."""
+    """Datasets for auxiliaries=[experts]; default: the output of collect."""
     pairs: Path | None = None
-    """Stored preferences (algorithm=grape writes them to preferences/) to learn from instead of playing."""
+    """Folder of stored preference pairs (algorithm=grape writes them to preferences/) to learn from instead of playing
+    episodes.
+    """
     finetuned_steps: Count | None = None
-    """How many of the last denoising steps are tuned, null for policy.finetuned_steps, else half of them (of LeRobot's
-    policies all).
+    """Number of final denoising steps to fine-tune; null for policy.finetuned_steps, else half of them (LeRobot
+    policies: all).
     """
     train_encoder: bool = True
-    """Whether the encoders of its observations learn as well."""
+    """Whether to train the observation encoders as well."""
     lora_rank: Natural = 0
-    """Tune adapters of this rank instead of the weights (token policies, LeRobot's), 0 for none."""
+    """Rank of LoRA adapters to train instead of the weights (token and LeRobot policies), 0 for none."""
     num_envs: Count = 256
-    """Rows collected in parallel."""
+    """Number of parallel environments for collection."""
     critic_width: Count = 256
-    """Width of the critic's layers."""
+    """Width of the critic's hidden layers."""
     evaluate_episodes: Count = 200
-    """Episodes of every evaluation and of the judgement at the end."""
+    """Number of episodes of each evaluation and of the final one."""
     dry_run: bool = False
-    """Only print what it will take of memory and computation. Of LeRobot's policies no weights are read for that, nor
-    needed: config.json and the processors are enough, however large the policy.
+    """Only print the estimated memory and computation. LeRobot policies of any size need only config.json and the
+    processors for this; their weights are not read.
     """
     videos: Natural = 8
-    """Episodes in the film of base and tuned policy, 0 for none."""
+    """Number of episodes in the video of base and fine-tuned policy, 0 for none."""
 
 
 @dataclass(frozen=True)
 class TeachSection(TeachConfig):
-    """A student that is taught where it leads itself."""
+    """A student trained with teacher labels in the states that it visits itself (DAgger)."""
 
     teacher: str = ""
-    """Checkpoint (default: what finetune wrote under the same name and seed), or expert: the world's."""
+    """Checkpoint of the teacher (default: the output of finetune with the same name and seed), or `expert` for the
+    world's expert.
+    """
     noise: str = "0.2"
-    """Of the expert, as in collect.noise. A policy explores."""
+    """Action noise of an expert teacher, as in collect.noise; a policy uses its own exploration noise."""
     evaluate_episodes: Natural = 200
-    """Episodes that judge both at the end, 0 for none."""
+    """Number of episodes of the final evaluation of teacher and student, 0 for none."""
     videos: Natural = 8
-    """Of them in the student's film, 0 for none."""
+    """Number of evaluation episodes in the student's video, 0 for none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,16 +122,18 @@ class TeachSection(TeachConfig):
 
 @dataclass(frozen=True)
 class DistillSection(DistillConfig):
-    """A policy of few denoising steps that does what one of many does."""
+    """Distillation of a denoising policy into one with few denoising steps."""
 
     policy: Path | None = None
-    """Checkpoint of the teacher (default: what finetune wrote under the same name and seed)."""
+    """Checkpoint of the teacher (default: the output of finetune with the same name and seed)."""
     data: tuple[Path, ...] = ()
-    """Datasets at whose observations it is asked, [] for episodes that it plays itself."""
+    """Datasets whose observations the teacher is evaluated on; [] plays episodes instead."""
     episodes: Count = 200
-    """Of those that it plays, with exploration noise, so that the student also sees where it may stray."""
+    """Number of episodes to play when data=[], with exploration noise so that the student also learns from states off
+    the teacher's path.
+    """
     evaluate_episodes: Natural = 200
-    """Episodes that judge teacher and student at the end, 0 where there is no world."""
+    """Number of episodes of the final evaluation of teacher and student, 0 if there is no world."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,41 +143,43 @@ class DistillSection(DistillConfig):
 
 @dataclass(frozen=True)
 class OnlineAgentSection(Tagged):
-    """What learns: critics and an actor."""
+    """The online agent: critics and an actor."""
 
     kinds: ClassVar = AGENTS
     beside: ClassVar = True
 
     kind: str = "rlpd"
-    """rlpd (SAC with ten normalised critics), cal_ql (for WSRL), any other of offline.agent, or your own."""
+    """Agent: rlpd (SAC with ten layer-normalised critics), cal_ql (for WSRL), any other of offline.agent, or a custom
+    one.
+    """
     config: Any = field(default_factory=RlpdConfig)
 
 
 @dataclass(frozen=True)
 class OnlineSection(OnlineConfig):
-    """An agent that learns from its own decisions in the world, after recorded data or without any."""
+    """Online learning of an agent in the world, with or without recorded data before."""
 
     policy: Path | None = None
-    """Checkpoint of the policy that is steered, or that plays the warm-up (default: what train wrote under the same
-    name and seed); an agent's or a steered one goes on learning.
+    """Checkpoint of the policy to steer, or to play the warm-up (default: the output of train with the same name and
+    seed). An agent or a steered policy continues learning.
     """
     method: Literal["dsrl", "actions"] = "dsrl"
-    """dsrl: the agent chooses the noise that the frozen policy denoises; actions: it acts itself."""
+    """dsrl: the agent chooses the initial noise of the frozen policy; actions: the agent chooses the actions itself."""
     dataset: Path | None = None
-    """LeRobotDataset that an agent of actions learns from first, and draws `retain` from."""
+    """LeRobotDataset on which an agent of method=actions is pre-trained, and from which `retain` draws."""
     more: tuple[Path, ...] = ()
-    """Further datasets of the same world."""
+    """Additional datasets of the same world."""
     pretrain: Natural = 4000
-    """Updates on that data before the first step in the world, after which the agent itself plays the warm-up."""
+    """Number of updates on recorded data before the first environment step; the agent itself then plays the warm-up."""
     agent: OnlineAgentSection = field(default_factory=OnlineAgentSection)
     bound: Positive = 1.5
-    """Of dsrl: largest noise that may be chosen, in standard deviations."""
+    """dsrl: largest noise that the agent may choose, in standard deviations."""
     chunk: Count = 4
-    """Of actions: control steps of a decision where there is no policy to say it."""
+    """actions: control steps per action chunk if there is no policy to define it."""
     num_envs: Count = 32
-    """Rows that play in parallel; all begin a wave of episodes together."""
+    """Number of parallel environments; all start a batch of episodes together."""
     evaluate_episodes: Count = 200
-    """Episodes of every evaluation and of the judgement at the end."""
+    """Number of episodes of each evaluation and of the final one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

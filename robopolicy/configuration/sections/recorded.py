@@ -1,4 +1,4 @@
-"""Recorded data: collecting it, learning from it, judging policies on it, examining it."""
+"""Sections for recorded data: collection, offline learning, offline evaluation, diagnosis."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,48 +15,48 @@ from robopolicy.training.offline.configuration import IMPROVERS, BestOfConfig, C
 
 @dataclass(frozen=True)
 class CollectSection:
-    """Demonstrations, by the scripted expert, a controller of yours or a policy."""
+    """Demonstrations by the scripted expert, a custom controller or a policy."""
 
     episodes: Count = 200
-    """How many, over all levels of noise."""
+    """Number of episodes, over all noise levels."""
     quality: Literal["", "random", "expert", "medium", "replay", "mixed", "play"] = ""
-    """Of graded quality, with noise that is found for this task (`noise` is not read); "" for none. random: uniform
-    actions; expert: success of 95 % or more; medium: 30 to 50 %; replay: from random on to medium; mixed: expert and
-    medium in turn; play: no goal in mind.
+    """Dataset quality level, with the noise found for this task (`noise` is then not read); "" for none. random:
+    uniform actions; expert: success of at least 95 %; medium: 30 to 50 %; replay: from random to medium; mixed: expert
+    and medium alternating; play: no particular goal.
     """
     trial_episodes: Count = 128
-    """Of graded quality: episodes at every level of noise that is tried."""
+    """collect.quality: number of episodes per noise level that is tried."""
     anchor_episodes: Count = 128
-    """Of graded quality: episodes of uniform actions, and of the expert, between which scores are normalised; figures
-    to be shown want 100 or more.
+    """collect.quality: number of episodes with uniform actions, and with the expert, that set the scale of normalised
+    scores; use at least 100 for published results.
     """
     noise: Annotated[tuple[NoiseLevel, ...], Filled()] = ("low",)
-    """Levels of disturbance, each for an equal share of the episodes: none, low, medium, high, random, or the standard
-    deviation of noise on every action as a share of half its range.
+    """Action noise levels, each for an equal fraction of the episodes: none, low, medium, high, random, or a standard
+    deviation as a fraction of half the action range.
     """
     controller: str = ""
-    """Dotted path package.module:factory of your own controller, empty for the expert."""
+    """Import path (package.module:factory) of a custom controller; empty for the expert."""
     policy: Path | None = None
-    """Checkpoint of a policy that plays instead."""
+    """Checkpoint of a policy that plays instead of a controller."""
     deterministic: bool = False
-    """Of a policy: without exploration noise."""
+    """With collect.policy: play without exploration noise."""
     label_policy: str = ""
-    """Who says in every step what it would have done there, which `train` then learns in the place of what was done:
-    expert (or collect.controller), without the noise with which it acts, or the checkpoint of a policy. "" for nobody.
+    """Source of action labels at every visited state, which `train` then learns instead of the executed actions: expert
+    (or collect.controller) without its action noise, or the checkpoint of a policy. "" for no labels.
     """
     label_steps: Count = 8
-    """Of the expert: control steps that it says ahead, by playing on in a copy of the world; as many as the policy's
-    prediction_steps, or more. 1 where the world has no snapshots.
+    """Expert labels: number of control steps labelled ahead, by continuing in a copy of the world. Use at least the
+    policy's prediction_steps; 1 if the world has no snapshots.
     """
     successes_only: bool = False
-    """Drop failures; world models need them."""
+    """Drop failed episodes. Keep them for world models, which need failures."""
     chains: bool = False
-    """Record with every decision of a denoising policy (collect.policy) its chain and log-densities, which
-    gate.judges=[importance] weighs.
+    """Record the denoising chain and its log-densities at every call of a denoising policy (collect.policy);
+    gate.judges=[importance] needs them.
     """
     correct: CorrectConfig = field(default_factory=CorrectConfig)
     images: Literal["png", "video"] = "png"
-    """How images are stored: png, exact, or video, small."""
+    """Image storage format: png (exact) or video (small)."""
 
     def __post_init__(self):
         if min(self.trial_episodes, self.anchor_episodes) < 2:
@@ -89,82 +89,88 @@ class ConvertSection(ConvertConfig):
     """A dataset of another format, and the LeRobotDataset that is made of it."""
 
     source: Path | None = None
-    """What is converted: a file, a dataset's folder, or a folder of such files."""
+    """Source: a file, a dataset folder, or a folder of such files."""
     target: Path | None = None
-    """Folder of the new dataset; without one, the map of columns is printed and nothing is written."""
+    """Folder of the new dataset; if unset, the column mapping is printed and nothing is written."""
     merge: tuple[Path, ...] = ()
-    """Further sources of the same columns, whose episodes follow."""
+    """Additional sources with the same columns, whose episodes are appended."""
     format: str = ""
-    """Name of the format, or the dotted path package.module:Class of yours (default: recognised by the files)."""
+    """Format name, or the import path package.module:Class of a custom one (default: detected from the files)."""
 
 
 @dataclass(frozen=True)
 class AgentSection(Tagged):
-    """Whose critic is fitted to the recorded decisions."""
+    """Critic that is fitted to the recorded decisions."""
 
     kinds: ClassVar = AGENTS
     beside: ClassVar = True
 
     kind: str = "iql"
-    """iql, td3_bc, rebrac, cql, cal_ql, edac, prdc, or your own."""
+    """Offline RL agent: iql, td3_bc, rebrac, cql, cal_ql, edac, prdc, or a custom one."""
     config: Any = field(default_factory=IqlConfig)
 
 
 @dataclass(frozen=True)
 class ImproveSection(Tagged):
-    """How a candidate is made of the incumbent and that critic."""
+    """How a candidate is trained from the incumbent and the critic."""
 
     kinds: ClassVar = IMPROVERS
     beside: ClassVar = True
 
     kind: str = "best_of"
-    """best_of (imitate the best of several decisions), idql (do it, and imitate nothing), weighted_imitation (AWR),
-    chain_ppo (RL-100), diffusion_ql (go up Q through the chain, or its last step: DPG), adjoint_matching (tilt a flow:
-    QAM), recap (told what is better), filtered_imitation (of that alone), dsrl (steer by the initial noise),
-    imagined_ppo (PPO in offline.model, by the settings of finetune), or your own.
+    """Policy improvement method: best_of (imitate the best of several sampled action chunks), idql (select it at
+    inference, without imitation), weighted_imitation (AWR), chain_ppo (RL-100), diffusion_ql (ascend Q through the
+    denoising chain or its last step: DPG), adjoint_matching (tilt a flow: QAM), recap (condition on the advantage),
+    filtered_imitation (imitate high-advantage chunks only), dsrl (steer by the initial noise), imagined_ppo (PPO in
+    offline.model, with the settings of finetune), or a custom one.
     """
     config: Any = field(default_factory=BestOfConfig)
 
 
 @dataclass(frozen=True)
 class OfflineSection:
-    """A policy that learns from recorded data alone, through a gate."""
+    """Offline learning from recorded data, through a gate."""
 
     dataset: Path | None = None
-    """Folder of a LeRobotDataset (default: what collect wrote under the same name and seed)."""
+    """Folder of a LeRobotDataset (default: the output of collect with the same name and seed)."""
     more: tuple[Path, ...] = ()
-    """Further datasets of the same world, such as recorded episodes of the policy itself."""
+    """Additional datasets of the same world, such as recorded episodes of the policy itself."""
     data: tuple[Literal["recorded", "imagined", "guided"], ...] = ("recorded",)
-    """What critics learn from: recorded decisions; such as the policy makes in the imagination of offline.model (with
-    offline.agent=edac RAVL); such as a diffusion model of the recorded ones draws, guided towards the policy.
+    """Training data of the critics. recorded: recorded action chunks; imagined: rollouts of the policy in the world
+    model offline.model (with offline.agent=edac: RAVL); guided: samples of a diffusion model of the recorded data,
+    guided towards the policy.
     """
     model: Path | None = None
-    """Checkpoint of the world model that imagines."""
+    """Checkpoint of the world model for data=imagined."""
     imagined: Natural = 512
-    """Imagined episodes."""
+    """Number of imagined episodes."""
     imagined_steps: Natural = 0
-    """Cut them after so many control steps, and begin in recorded steps; 0 plays whole ones on the simulator's starts.
+    """Truncate imagined episodes after this many control steps and start them from recorded states; 0 plays complete
+    episodes from the simulator's initial states.
     """
     guided: GuidedConfig = field(default_factory=GuidedConfig)
     reward: str = ""
-    """For data that records none: success (1 where the episode succeeds, else 0), head:CHECKPOINT (the same, by the
-    success head of a world model), or the dotted path of a function (episodes) -> reward [N]; empty for the recorded.
+    """Reward of data that has none: success (1 if the episode succeeds, else 0), head:CHECKPOINT (the same, predicted
+    by the success head of a world model), or the import path of a function (episodes) -> reward [N]; empty for the
+    recorded reward.
     """
     without: tuple[Natural, ...] = ()
-    """Episodes of `dataset` to leave out, by number, such as broken ones."""
+    """Indices of episodes of `dataset` to exclude, such as broken ones."""
     rename: dict[str, str] = field(default_factory=dict)
-    """Other names for columns and elements of the data, as train.rename (default: the policy's own)."""
+    """Mapping of names of dataset columns and elements, as in train.rename (default: the policy's own)."""
     policy: Path | None = None
-    """Checkpoint of the policy to improve (default: what train wrote under the same name and seed)."""
+    """Checkpoint of the policy to improve (default: the output of train with the same name and seed)."""
     agent: AgentSection = field(default_factory=AgentSection)
     critic: CriticFitConfig = field(default_factory=CriticFitConfig)
     improve: ImproveSection = field(default_factory=ImproveSection)
     rounds: Count = 3
-    """Candidates, each made of the incumbent and put before the gate."""
+    """Number of candidates; each is trained from the incumbent and submitted to the gate."""
     gated: bool = True
-    """False accepts every candidate, which is what the gate is compared with."""
+    """Whether the gate decides about candidates; false accepts all of them, as a baseline for the gate."""
     evaluate_episodes: Natural = 200
-    """Episodes in the world that judge base and result at the end, and choose nothing; 0 where there is no world."""
+    """Number of world episodes for the final evaluation of base and result; they select nothing. 0 if there is no
+    world.
+    """
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.imagined < 1 or min(self.evaluate_episodes, self.imagined_steps) < 0:
@@ -179,48 +185,50 @@ class OfflineSection:
 
 @dataclass(frozen=True)
 class GateSection:
-    """Judges who all must be sure that a candidate is better."""
+    """Evaluators that must all confirm that a candidate is better."""
 
     FIXED: ClassVar[Mapping[str, Any]] = {"largest_weight": 100.0}
 
     candidate: Path | None = None
-    """Checkpoint of the policy that wants to replace another one."""
+    """Checkpoint of the candidate policy."""
     incumbent: Path | None = None
-    """Checkpoint of the one that it would replace."""
+    """Checkpoint of the incumbent policy that the candidate would replace."""
     data: tuple[Path, ...] = ()
-    """Datasets that judges look at (default: what collect wrote under the same name and seed); give what training has
-    not seen.
+    """Datasets for the evaluators (default: the output of collect with the same name and seed); use data held out from
+    training.
     """
     judges: tuple[Literal["model", "fqe", "critic", "importance", "world"], ...] = ("model",)
-    """model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data; critic: mean values of a
-    critic of the recorded actions (AM-Q). The latter two are fooled where a policy does what the data has not.
-    importance: logged episodes (collect.chains=true), weighed by how likely each policy was to decide so. world: trials
-    in the world itself, whose steps are counted, for a short online phase.
+    """Off-policy evaluators. model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data;
+    critic: mean values of a critic of the recorded actions (AM-Q); both are unreliable where a policy leaves the data.
+    importance: logged episodes (collect.chains=true), weighted by their probability under each policy. world: trials in
+    the real world, whose steps are counted, for a short online phase.
     """
     models: tuple[Path, ...] = ()
-    """Checkpoints of world models, one judge each (default: what worldmodel wrote under the same name and seed)."""
+    """Checkpoints of world models, each one an evaluator (default: the output of worldmodel with the same name and
+    seed).
+    """
     by: Literal["success", "return"] = "success"
-    """What models and importance judge by."""
+    """Metric of the evaluators model and importance."""
     starts: Count = 256
-    """Recorded observations (or imagined episodes, or trials) that both policies are scored from."""
+    """Number of recorded observations (or imagined episodes, or trials) from which both policies are evaluated."""
     margin: float = 0.0
-    """By how much the lower bound of the improvement must exceed zero, in the judge's units."""
+    """Margin above zero that the lower bound of the improvement must exceed, in the evaluator's units."""
     relative: float = 0.0
-    """The same as a share of the incumbent's value (RL-100: 0.05)."""
+    """The same margin as a fraction of the incumbent's value (RL-100: 0.05)."""
     confidence: Share = 0.95
-    """Of the bounds."""
+    """Confidence level of the bounds."""
     holdout: Share = 0.3
-    """In offline: share of the recorded episodes that are kept for the judges, which training never sees."""
+    """offline: fraction of the recorded episodes held out from training for the evaluators."""
     discount: Share = 0.99
-    """Of fqe and critic, per control step."""
+    """fqe and critic: discount factor per control step."""
     steps: Count = 2000
-    """Of fqe and critic: updates of a fit."""
+    """fqe and critic: number of updates per fit."""
     width: Count = 128
-    """Of fqe and critic: units of every layer."""
+    """fqe and critic: number of units per layer."""
     per_decision: bool = True
-    """Of importance: a reward is weighed by the decisions before it, not by those of the whole episode."""
+    """importance: weight each reward only by the policy calls before it, not by those of the complete episode."""
     effective: NonNegative = 30.0
-    """Of importance: effective number of episodes below which it refuses."""
+    """importance: effective number of episodes below which no estimate is returned."""
 
     def __post_init__(self) -> None:
         if not self.judges:
@@ -233,14 +241,14 @@ class GateSection:
 
 @dataclass(frozen=True)
 class BakeoffSection:
-    """Judges (those that gate.judges names) scored on policies whose true value the world tells."""
+    """Comparison of evaluators (those of gate.judges) on policies whose true performance is measured in the world."""
 
     policies: tuple[Path, ...] = ()
-    """Checkpoints, at least three: of independent trainings and steps, good ones and bad ones."""
+    """Checkpoints of at least three policies, from independent trainings and training steps, both good and bad."""
     episodes: Count = 200
-    """Episodes in the world that say what each is truly worth."""
+    """Number of world episodes that measure the true value of each policy."""
     threshold: float = 0.0
-    """A policy is truly better than another one where it is so by more than this."""
+    """Difference in true value above which one policy counts as better than another."""
 
     def __post_init__(self) -> None:
         if self.episodes < 1 or self.threshold < 0:
@@ -249,15 +257,15 @@ class BakeoffSection:
 
 @dataclass(frozen=True)
 class DoctorSection:
-    """What to examine."""
+    """What to diagnose."""
 
     data: Path | None = None
-    """A LeRobotDataset (default: what collect wrote under the same name and seed)."""
+    """LeRobotDataset (default: the output of collect with the same name and seed)."""
     policy: Path | None = None
-    """Checkpoint (default: what train wrote under the same name and seed)."""
+    """Checkpoint of the policy (default: the output of train with the same name and seed)."""
     rename: dict[str, str] = field(default_factory=dict)
-    """Other names for columns and elements of the data, as train.rename (default: the policy's own)."""
+    """Mapping of names of dataset columns and elements, as in train.rename (default: the policy's own)."""
     episodes: Count | tuple[Natural, ...] = 20
-    """How many demonstrations are replayed; a list, such as [0,2,5], examines these alone."""
+    """Number of demonstrations to replay; a list, such as [0,2,5], examines only these."""
     without: tuple[Natural, ...] = ()
-    """Episodes of `data` to leave out, by number."""
+    """Indices of episodes of `data` to exclude."""

@@ -1,4 +1,4 @@
-"""Where results go, and the world that a policy acts in: real, imagined or recorded."""
+"""Sections for the location of results and for the world: simulator, world model or recording."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,29 +10,29 @@ from robopolicy.core.structured import REGISTRY
 
 @dataclass(frozen=True)
 class RunSection:
-    """Where results go (root/<verb>/<name>/<seed>), the random seed, and the device."""
+    """Location of results (root/<verb>/<name>/<seed>), random seed, and device."""
 
     root: Path = Path("runs")
-    """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>, its verb a command such as train or finetune."""
+    """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>, where the verb is a command such as train or finetune."""
     name: str = ""
     """Name of the run; empty for the name of the world (environment)."""
     seed: Seed = 0
-    """Seed of every random number generator: on a CPU of the same kind, with as many threads and the same versions
-    (versions.json), it repeats a run exactly; elsewhere sums round otherwise, and single seeds differ by points.
+    """Seed of all random number generators. Runs repeat exactly on the same kind of CPU with the same number of threads
+    and versions (versions.json). Elsewhere rounding differs, and results of single seeds vary by percentage points.
     """
     device: str = "auto"
-    """cpu, cuda, cuda:1 and so on; auto takes CUDA where there is one."""
+    """Device: cpu, cuda, cuda:1 and so on; auto uses CUDA if available."""
     threads: Natural = 2
-    """CPU threads of torch, of simulators and of encoders of video; on every machine the same because results depend on
-    torch's. 0 for one a core, which is faster for policies that see images. world.options.threads bounds a simulator of
-    ours alone.
+    """Number of CPU threads of torch, simulators and video encoders. The default is the same on every host because
+    torch's results depend on it; 0 uses one per core, which is faster for policies with images. world.options.threads
+    limits robopolicy's own simulators only.
     """
     overwrite: bool = False
-    """Start over, after removing the run's folder and all that lies in it; otherwise the same command resumes the run
-    that is there.
+    """Start over after deleting the run's folder and everything in it; otherwise the same command resumes an existing
+    run.
     """
     plugins: tuple[str, ...] = ()
-    """Modules of your own, or dotted paths, imported because checkpoints may need them: [my_package.my_module]."""
+    """Custom modules or import paths to import because checkpoints may need them: [my_package.my_module]."""
     tracker: str = field(default="", metadata={REGISTRY: "robopolicy.evaluation.trackers:TRACKERS"})
     """Experiment tracker that also receives the metrics and videos: tensorboard, wandb (offline unless logged in),
     trackio, or an import path, package.module:name. Empty for none.
@@ -45,53 +45,54 @@ DEMONSTRATIONS = "demonstrations"
 
 @dataclass(frozen=True)
 class ImaginationSection:
-    """When imagination is cut (the value beyond still counts), and what uncertainty costs."""
+    """When imagined rollouts are truncated (the value beyond is bootstrapped), and the penalty on uncertainty."""
 
     steps: Count | None = None
-    """Cut after so many imagined steps, null for never."""
+    """Truncate imagined episodes after this many steps, null for never."""
     uncertainty: NonNegative | None = None
-    """Cut where a step's uncertainty exceeds this, in the model's units, null for never."""
+    """Truncate where a step's uncertainty exceeds this value, in the model's units; null for never."""
     quantile: Share | None = None
-    """Cut where it exceeds this quantile of the uncertainty on held-out data, so that the limit adapts to the model."""
+    """Truncate where uncertainty exceeds this quantile of that on held-out data, so that the limit adapts to the model;
+    null for never.
+    """
     penalty: NonNegative = 0.0
-    """Reward lost per unit of uncertainty (MOPO)."""
+    """Reward penalty per unit of uncertainty (MOPO)."""
     debounce: Count = 1
-    """Consecutive steps that must look successful before success is believed."""
+    """Number of consecutive steps that must be predicted successful before success counts."""
     starts: Literal["simulator", "data", "keyframes"] = "simulator"
-    """Where episodes begin: as the simulator would start them (paired with real episodes), in any step of the dataset
-    world.data (default: the model's own), or in keyframes, those of its successes where progress is made.
+    """Initial states of imagined episodes: simulator (its initial states, paired with real episodes), any step of the
+    dataset world.data (default: the model's own), or keyframes, the steps of its successful episodes at which progress
+    is made.
     """
 
 
 @dataclass(frozen=True)
 class WorldSection:
-    """Where a policy acts."""
+    """The world (environment) in which a policy acts."""
 
     name: str = "push_cube"
-    """One of those above, metaworld/<task>, gymnasium:<id>, worldmodel (set model), demonstrations (set data; followed
-    as far as the policy agrees with them), or your own by its dotted path, package.module:Name. Where none is named,
-    it is the world that the given policy or dataset comes from, with its options.
+    """Environment: one of those above, metaworld/<task>, gymnasium:<id>, worldmodel (set model), demonstrations (set
+    data; it replays them as long as the policy agrees), or a custom one by its import path, package.module:Name.
+    Default: the world of the given policy or dataset, with its options.
     """
     batch_size: Count = 128
-    """Rows that are simulated side by side: how fast episodes are played, not how they end; every draw belongs to its
-    episode.
-    """
+    """Number of parallel environments. It affects speed, not results: random draws belong to episodes."""
     cameras: tuple[str, ...] = ()
-    """Names of the cameras that observations show; policies that see bring their own."""
+    """Names of the cameras in observations; policies that read images set their own."""
     image_size: Any = None
-    """Pixels of the cameras' images: 64 for height and width, [48,64], or by camera, {top: [48,64], wrist: 32}; null
-    for the environment's own pictures as they are, and 64 where they are drawn. Policies that see bring their own.
+    """Camera image size in pixels: 64 for height and width, [48,64], or per camera, {top: [48,64], wrist: 32}. null
+    uses the environment's own images unchanged, or 64 if they are rendered. Policies that read images set their own.
     """
     model: Path | None = None
     """Checkpoint of a world model, for name=worldmodel."""
     data: Path | None = None
-    """A LeRobotDataset: what name=demonstrations follows, or what imagination starts in."""
+    """LeRobotDataset that name=demonstrations replays, or that imagined episodes start from."""
     simulator: str = ""
-    """Task whose starts imagined episodes have, empty for the one that the model was trained on."""
+    """Task that provides the initial states of imagined episodes; empty for the one that the model was trained on."""
     imagination: ImaginationSection = field(default_factory=ImaginationSection)
     options: dict[str, Any] = field(default_factory=dict)
-    """What else the world takes, such as world.options.style=3; latency_steps=d, in any world, lets every decision be
-    executed d control steps late, and shows what is decided and not yet done.
+    """Additional options of the world, such as world.options.style=3. In any world, latency_steps=d executes every
+    action chunk d control steps late and adds the chosen but not yet executed actions to the observation.
     """
 
     def __post_init__(self):
@@ -102,7 +103,7 @@ class WorldSection:
             image_sizes(by_camera, self.image_size)  # raises ConfigError where it is no size
 
     def imagined_by(self, model: Path) -> "WorldSection":
-        """Return the section of this world in the imagination of the world model at `model`, on the same starts; what a
-        model shows is its own.
+        """Return this section with the imagination of the world model at `model` as its world, from the same initial
+        states; the observations are the model's.
         """
         return replace(self, name=WORLD_MODEL, model=model, simulator=self.name, cameras=(), image_size=None)

@@ -1,4 +1,4 @@
-"""A policy server, and a robot, simulated or one of LeRobot's, that asks it."""
+"""Sections for a policy server and for a robot, simulated or LeRobot's, that uses it."""
 
 import math
 from dataclasses import dataclass, fields
@@ -14,22 +14,22 @@ class ServeSection(ServerConfig):
     """A policy server."""
 
     policy: Path | None = None
-    """Checkpoint."""
+    """Checkpoint of the policy."""
 
 
 @dataclass(frozen=True)
 class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
-    """A robot in its own process, driven by a policy server: a simulated one, or one of LeRobot's."""
+    """A robot in its own process, driven by a policy server: simulated, or a LeRobot robot."""
 
     episodes: Count = 10
-    """How many are driven."""
+    """Number of episodes to run."""
     rate: float = 0.0
-    """Control steps a second, 0 for the world's own (a LeRobot robot's: the policy's), -1 for as fast as the server
-    answers (a simulated robot).
+    """Control frequency in Hz; 0 for the world's own (LeRobot robot: the policy's), -1 for as fast as the server
+    answers (simulated robot).
     """
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for what no robot can be driven by, and for settings of one that is not attached."""
+        """Raise ConfigError for settings that cannot drive a robot, and LeRobot-only settings without drive.robot."""
         super().__post_init__()
         if self.episodes < 1:
             raise ConfigError(f"drive.episodes is {self.episodes}: at least 1.")

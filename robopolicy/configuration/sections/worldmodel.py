@@ -1,4 +1,4 @@
-"""World models: training one, fine-tuning in it, planning with it, ranking policies in it."""
+"""Sections for world models: training one, fine-tuning in it, planning with it, ranking policies in it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,44 +20,44 @@ class WorldModelSection(Tagged):
     kinds: ClassVar = WORLD_MODELS
 
     kind: str = "ensemble"
-    """ensemble and rssm (states, minutes), latent_ensemble (images, of which policies read features: train.encoder),
-    pixel_diffusion (a camera's next frame), video (all cameras, far ahead), or your own.
+    """World model: ensemble and rssm (states, train in minutes), latent_ensemble (images, with features for policies:
+    train.encoder), pixel_diffusion (next frame of one camera), video (all cameras, long horizon), or a custom one.
     """
     config: Any = field(default_factory=EnsembleConfig)
     data: tuple[Path, ...] = ()
-    """Folders of LeRobotDatasets (default: what collect wrote under the same name and seed)."""
+    """Folders of LeRobotDatasets (default: the output of collect with the same name and seed)."""
     rename: dict[str, str] = field(default_factory=dict)
-    """Other names for columns and elements of the data, as train.rename."""
+    """Mapping of names of dataset columns and elements, as in train.rename."""
     episodes: Natural | tuple[Natural, ...] = 0
-    """Use these of the first of `data`, [0,2,5], or the first so many, 0 for all."""
+    """Episodes of the first of `data` to use: a list such as [0,2,5], or the number of first episodes; 0 for all."""
     without: tuple[Natural, ...] = ()
-    """Episodes of the first of `data` to leave out, by number, such as broken ones."""
+    """Indices of episodes of the first of `data` to exclude, such as broken ones."""
     policies: tuple[Path, ...] = ()
-    """Checkpoints of policies that collect further rollouts."""
+    """Checkpoints of policies that collect additional rollouts."""
     include_base: bool = False
-    """Lets the policy that train wrote under the same name and seed be one of them: fine-tuning in imagination begins
-    where it goes.
+    """Whether the output of train with the same name and seed also collects rollouts; fine-tuning in imagination starts
+    from the states it visits.
     """
     transitions: Count = 100_000
-    """Control steps of training data: what the datasets lack is collected in equal shares by the expert, at every level
-    of noise, and by the policies.
+    """Number of control steps of training data. Steps missing from the datasets are collected in equal parts by the
+    expert, at every noise level, and by the policies.
     """
     visual_styles: Natural = 0
-    """Number of other visual styles in which the training episodes are rendered as well (Sword), for image models."""
+    """Number of additional visual styles in which the training episodes are also rendered (Sword), for image models."""
     fit: FitConfig = field(
         default_factory=lambda: FitConfig(steps=1500, learning_rate=3e-3, weight_decay=1e-5, checkpoint_every=500)
     )
     noise: tuple[NoiseLevel, ...] = ("low", "medium", "high", "random")
-    """Levels of action noise at which the expert collects rollouts, so that failures are among them."""
+    """Action noise levels at which the expert collects rollouts, so that the data includes failures."""
     validation_episodes: Count = 512
-    """Held-out episodes that the evaluation of the trained model replays in imagination."""
+    """Number of held-out episodes that the evaluation of the trained model replays in imagination."""
     validation_steps: Count = 20_000
-    """Single steps on which the evaluation compares predicted reward and success with the recorded ones (an image
+    """Number of single steps on which predicted reward and success are compared with the recorded ones (an image
     diffusion model takes minutes for the default).
     """
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for an empty validation, or a success head that is not there, before data is collected."""
+        """Raise ConfigError, before data is collected, for an empty validation set or a missing success head."""
         if self.validation_episodes < 1 or self.validation_steps < 2:
             raise ConfigError("validation_episodes must be at least 1, and validation_steps 2.")
         head = str(getattr(self.config, SETTING, ""))
@@ -69,55 +69,56 @@ class WorldModelSection(Tagged):
 
 @dataclass(frozen=True)
 class ImagineSection:
-    """Fine-tuning inside a world model, watched in both worlds."""
+    """Fine-tuning inside a world model, evaluated in imagination and in the real world."""
 
     model: Path | None = None
-    """Its checkpoint (default: what worldmodel wrote under the same name and seed)."""
+    """Checkpoint of the world model (default: the output of worldmodel with the same name and seed)."""
     method: Literal["rl", "sft"] = "rl"
-    """rl, the algorithm of the section finetune, or sft: synthesise rollouts, keep those that the model believes to
-    succeed, imitate them.
+    """rl: the algorithm of the section finetune; sft: generate imagined rollouts, keep those predicted to succeed, and
+    imitate them.
     """
     watch: Natural = 200
-    """Real episodes of every evaluation, 0 for none: nothing is learned from them."""
+    """Number of real episodes per evaluation, 0 for none; they are not used for training."""
     keep: Literal["real", "imagined"] = "real"
-    """By which success the best policy is chosen and finetune.target_success is judged: real (the lower bound of its
-    interval; imagined where imagine.watch is 0), or imagined, as if nobody had watched.
+    """Success rate that selects the best policy and is compared with finetune.target_success: real (lower bound of its
+    interval; imagined if imagine.watch is 0), or imagined, which ignores the real evaluations.
     """
     patience: Natural = 4
-    """Evaluations in a row in which real success has risen neither above its best nor above the one before (beyond
-    chance) that end the run, 0 for never.
+    """Consecutive evaluations without a significant gain in real success over the best and over the previous one after
+    which the run ends, 0 for never.
     """
     gap: NonNegative | None = 0.2
-    """The two worlds have parted once imagined success exceeds the real one by so much and their intervals do not
-    touch: then the policy is held nearer to its base, and the run ends if real success falls or patience does. Null for
-    never.
+    """Divergence threshold: imagined success exceeds real success by this much, with disjoint intervals. The policy is
+    then pulled closer to its base, and the run ends if real success falls or patience runs out. null for never.
     """
     near_base: NonNegative = 0.0
-    """Weight of staying near the base policy from the start (bc, DiWA: 0.05), 0 for none until the two worlds part."""
+    """Initial weight of the loss toward the base policy (bc; DiWA: 0.05); 0 for none until imagined and real success
+    diverge.
+    """
     tighten: NonNegative = 2.0
-    """Factor of that weight at every evaluation at which they have parted and come no nearer (from 0 it becomes 0.05),
-    1 for none.
+    """Factor on that weight at every evaluation with divergence that has not narrowed (from 0 it becomes 0.05), 1 for
+    none.
     """
     refresh_every: Natural = 0
-    """Iterations after which the model is trained on with new real episodes of the policy, 0 for never."""
+    """Iterations between updates of the world model on new real episodes of the policy, 0 for never."""
     refresh_episodes: Natural = 128
-    """How many of them join the data."""
+    """Number of new real episodes added to the data per model update."""
     refresh_steps: Natural = 500
-    """How many training steps follow."""
+    """Number of training steps per model update."""
     refresh_uncertainty: NonNegative | None = None
-    """With plan.model: what a unit of the model's uncertainty adds to a plan while those episodes are recorded, above 0
-    to go where the model does not know yet (COPlanner's optimistic exploration). Null for the policy without plans.
+    """With plan.model: bonus per unit of model uncertainty in the plans that record those episodes; above 0 it explores
+    where the model is uncertain (COPlanner's optimistic exploration). null for the policy without planning.
     """
     rounds: Count = 5
-    """Of sft: how often it synthesises and imitates."""
+    """sft: number of rounds of generation and imitation."""
     synthetic: Natural = 512
-    """Of sft: rollouts a round."""
+    """sft: number of imagined rollouts per round."""
     imitate_steps: Count = 500
-    """Of sft: training steps a round."""
+    """sft: number of training steps per round."""
     imitate_batch_size: Count = 256
-    """Of sft: samples a training step."""
+    """sft: samples per training step."""
     imitate_learning_rate: Positive = 1e-3
-    """Of sft: the learning rate."""
+    """sft: learning rate."""
 
     def __post_init__(self):
         if self.near_base < 0 or self.tighten < 1 or self.patience < 0:
@@ -133,28 +134,29 @@ class ImagineSection:
 
 @dataclass(frozen=True)
 class PlanSection(PlanConfig):
-    """Planning in a world model: of several action chunks of the policy, execute the one with the best imagined return.
+    """Planning in a world model: sample several action chunks from the policy and execute the one with the best
+    imagined return.
 
-    The other settings, such as discount and uncertainty penalty, are inherited. finetune and imagine collect by it too:
-    with plan.uncertainty below 0 imagined rollouts stay where the model knows (COPlanner). Which of the chunks was
-    taken is not part of the policy's probabilities.
+    Other settings, such as discount and uncertainty penalty, are inherited. finetune and imagine also collect with it:
+    with plan.uncertainty below 0 imagined rollouts stay where the model is certain (COPlanner). The choice among chunks
+    is not part of the policy's probabilities.
     """
 
     model: Path | None = None
-    """Checkpoint of the world model, null for no planning."""
+    """Checkpoint of the world model used for planning, null for no planning."""
     candidates: Count = 8
     horizon: Count = 20
 
 
 @dataclass(frozen=True)
 class RankSection:
-    """Policies scored in world models and in the simulator, on the same starts."""
+    """Ranking of policies in world models and in the simulator, from the same initial states."""
 
     policies: tuple[Path, ...] = ()
     """Checkpoints of independently trained policies."""
     models: tuple[Path, ...] = ()
-    """Checkpoints of world models of any kind (default: what worldmodel wrote under the same name and seed)."""
+    """Checkpoints of world models of any kind (default: the output of worldmodel with the same name and seed)."""
     noise: tuple[NoiseLevel, ...] = ("none", "low", "medium", "high", "random")
-    """Levels at which the expert is ranked beside them, [] for none."""
+    """Noise levels at which the expert is ranked together with the policies, [] for none."""
     episodes: Count = 200
-    """Episodes of every policy in every world."""
+    """Number of episodes per policy and world."""

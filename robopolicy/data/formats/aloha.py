@@ -29,7 +29,7 @@ _IMAGES = "observations/images/"
 
 
 class Aloha(DatasetFormat):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     title = "ALOHA's HDF5"
 

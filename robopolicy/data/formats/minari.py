@@ -25,7 +25,7 @@ _TARGETS = {"rewards": ("next.reward",), "terminations": ("next.terminated",), "
 
 
 class Minari(DatasetFormat):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     title = "Minari's HDF5"
 

@@ -26,7 +26,7 @@ _AT_ONCE = 2**20
 
 
 class Npz(DatasetFormat):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     title = "arrays in an .npz file"
 
@@ -108,7 +108,7 @@ class _Member:
 
 
 class _NpzSource(Source):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     def __init__(self, path: Path, members: Mapping[str, _Member]):
         self.path = path

@@ -26,7 +26,7 @@ _OUTCOMES = {"next.reward": "next.reward", "next.success": "next.success", "next
 
 
 class OlderLeRobot(DatasetFormat):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     title = "LeRobotDataset v2"
 
@@ -54,7 +54,7 @@ def _version(path: Path) -> str:
 
 
 class _OlderSource(Source):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     def __init__(self, path: Path, version: str):
         self.path = path

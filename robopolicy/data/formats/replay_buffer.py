@@ -30,7 +30,7 @@ MOST_EPISODES = 2**24
 
 
 class ReplayBuffer(DatasetFormat):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     title = "diffusion_policy's zarr"
 
@@ -57,7 +57,7 @@ class ReplayBuffer(DatasetFormat):
 
 
 class _ReplayBufferSource(Source):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     usual_fps = USUAL_FPS
 

@@ -38,7 +38,7 @@ _STATES = (
 
 
 class Robomimic(DatasetFormat):
-    """See the module."""
+    """Protocol of replay mechanisms; see the module."""
 
     title = "robomimic's HDF5"
 

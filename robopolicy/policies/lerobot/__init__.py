@@ -1,1 +1,1 @@
-"""Policies that LeRobot saved: they act here, most learn, and what has learned is a checkpoint of LeRobot's again."""
+"""LeRobot policies: they act, most can be trained, and trained ones are saved as LeRobot checkpoints."""

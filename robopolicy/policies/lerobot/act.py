@@ -1,9 +1,9 @@
-"""LeRobot's ACT as a policy that learns: a Gaussian around the chunk that it predicts.
+"""Trainable LeRobot ACT: a Gaussian policy around its predicted chunk.
 
-ACT (arXiv:2304.13705) is a conditional VAE whose decoder decides on a whole chunk at once, from a latent of zeros: it
-has no noise to explore by. Here every element of an executed step gets its own, N(chunk, std), with a standard
-deviation of each action element that depends on nothing and learns. So the log-probability of a decision is exact; it
-is the mean over the executed C x A elements, as in our denoising policies, so that a clip range fits chunks of any
+ACT (arXiv:2304.13705) is a conditional VAE whose decoder predicts a whole chunk at once from a zero latent, without
+exploration noise. Here every element of an executed step gets independent noise, N(chunk, std), with a learned,
+state-independent standard deviation per action element. The log-probability of a decision is therefore exact; it is the
+mean over the executed C x A elements, as in the built-in denoising policies, so that one clip range fits chunks of any
 length. Axes: N row, B row of an observation, P predicted step, C executed step, A action dimension.
 """
 
@@ -39,8 +39,8 @@ ACTION, PADDING = "action", "action_is_pad"
 class GaussianACT(LeRobotModule):
     """A `core.policy.Trainable` over the weights of a LeRobot policy of type act.
 
-    Its settings' `tuning` says which weights learn (expert: all but the image backbone) and how wide the noise is that
-    a fresh policy explores with. record_means: whether decisions hold their means.
+    The setting `tuning` selects the trainable weights (expert: all but the image backbone) and the initial exploration
+    noise. record_means: whether decisions store their means.
     """
 
     action_low: Tensor
@@ -67,18 +67,18 @@ class GaussianACT(LeRobotModule):
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; a decision is one scored step."""
+        """Inputs and outputs; a decision has one step with a log-probability."""
         inner: Any = self.policy
         return replace(self.reader.spec, prediction=inner.config.chunk_size, scored_steps=1)
 
     @property
     def std(self) -> Tensor:
-        """The standard deviations [A] of normalised actions."""
+        """Standard deviations [A] of normalised actions."""
         return self.log_std.clamp_min(math.log(LEAST_STD)).exp()
 
     @property
     def caches_condition(self) -> bool:
-        """Whether decisions keep what the image backbone made of their observation: it is there and does not learn."""
+        """Whether decisions cache the features of the image backbone: it exists and is frozen."""
         inner: Any = self.policy
         backbone = getattr(inner.model, "backbone", None)
         return self.tuning.keep_prefix and backbone is not None and not _learns(backbone)
@@ -87,11 +87,11 @@ class GaussianACT(LeRobotModule):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; latents: "actions" [B, C, A], the normalised actions that were drawn.
+        """Return a decision for every row; latents: "actions" [B, C, A], the sampled normalised actions.
 
-        deterministic: LeRobot's own chunk, which is no choice: mask is False and logp zero. With cameras and a frozen
-        backbone latents also has what that made of the images; with `record_means`, "mean" [B, 1, C, A]. Raises
-        SpecError or NonFiniteError on a bad observation, NonFiniteError rather than returning a non-finite action.
+        deterministic: LeRobot's own chunk, without log-probability: mask is False and logp zero. With cameras and a
+        frozen backbone, latents also contain the image features; with `record_means`, "mean" [B, 1, C, A]. Raises
+        SpecError or NonFiniteError on an invalid observation, NonFiniteError rather than returning a non-finite action.
         """
         condition = self.encode(observation)
         normal = self._normal(condition)
@@ -107,9 +107,9 @@ class GaussianACT(LeRobotModule):
     def predict(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Tensor:
-        """Return all P steps that a decision predicts, [B, P, A] in the world's units and bounds; `act` executes C.
+        """Return all P predicted steps of a decision, [B, P, A] in world units and within bounds; `act` executes C.
 
-        Those beyond have no noise; the draws are those of `act`, and it raises as that does.
+        Steps beyond C have no noise; random draws and errors are those of `act`.
         """
         chunk = self._chunk(self.encode(observation))
         if not deterministic:
@@ -118,11 +118,12 @@ class GaussianACT(LeRobotModule):
         return self._in_world(chunk)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score recorded decisions, "actions" [N, C, A]: logp and entropy [N, 1], means over the executed elements.
+        """Compute log-probabilities of recorded actions [N, C, A]: logp and entropy [N, 1], means over the executed
+        elements.
 
-        Optional latents: "executed" [N, C] bool counts the executed steps only; "chosen" [N, k] int64, all 0; what the
-        backbone made of images replaces these while it is frozen. extras: mean [N, 1, C, A] and std [1, 1, A]. Raises
-        SpecError where actions or observation do not fit.
+        Optional latents: "executed" [N, C] bool restricts to the executed steps; "chosen" [N, k] int64, all 0; cached
+        image features replace the images while the backbone is frozen. extras: mean [N, 1, C, A] and std [1, 1, A].
+        Raises SpecError if actions or observation have wrong shapes.
         """
         drawn, expected = latents["actions"], (self.spec.chunk, self.spec.action.size)
         if tuple(drawn.shape[1:]) != expected:
@@ -138,22 +139,22 @@ class GaussianACT(LeRobotModule):
         return Scores(logp, entropy, {"mean": normal.mean[:, None], "std": normal.std[None, None]})
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`; how widely each explores is no part of it."""
+        """See `core.steps.DescribesSteps`; the exploration std is not included."""
         action = self.spec.action.size
         said = {"kind": "one Gaussian around a chunk", "executed steps": self.spec.chunk}
         return said | stood_for(self.executed, action, self.action_low.device)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the latents [N, ...] with which `act` would have decided on chunks [N, C, A], in the world's units."""
+        """Return the latents [N, ...] with which `act` would have produced chunks [N, C, A] in world units."""
         del generator
         return {"actions": self.normalised(actions.float())}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
-        """Return ACT's own loss, {"l1": [N]} and with its VAE {"kl": [N]}, weighted; its dropout is at work.
+        """Return ACT's own loss, {"l1": [N]} and with its VAE {"kl": [N]}, weighted; dropout is active.
 
-        batch: "observation" (key -> [N, 1, ...]), "actions" [N, P, A] in the world's units, "action_valid" [N, P] bool
-        (padding is not learned). Samples count alike, where LeRobot's mean counts steps that are no padding alike.
-        Raises SpecError on wrong shapes, NonFiniteError on NaN or infinity.
+        batch: "observation" (key -> [N, 1, ...]), "actions" [N, P, A] in world units, "action_valid" [N, P] bool
+        (padding is ignored). Samples are weighted equally, whereas LeRobot's mean weights valid steps equally. Raises
+        SpecError on wrong shapes, NonFiniteError on NaN or infinity.
         """
         inner: Any = self.policy
         actions, valid = check_chunks(batch, self.spec.prediction, self.spec.action.size)
@@ -177,7 +178,7 @@ class GaussianACT(LeRobotModule):
         return terms
 
     def encode(self, observation: TensorObservation) -> Condition:
-        """Return what is read of observations [N, 1, ...]: vectors, and what the backbone makes of images.
+        """Encode observations [N, 1, ...]: normalised vectors, and features of the image backbone.
 
         Raises SpecError or NonFiniteError as `validate_observation`.
         """
@@ -192,9 +193,9 @@ class GaussianACT(LeRobotModule):
         }
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
-        """Get ready for policy gradients; train_encoder False freezes the image backbone.
+        """Prepare for policy gradients; train_encoder False freezes the image backbone.
 
-        Raises ConfigError for another number of steps than one.
+        Raises ConfigError when `steps` is not one.
         """
         if steps not in (None, 1):
             raise ConfigError(f"act decides in one step, so {steps} cannot be fine-tuned: leave finetuned_steps=null.")
@@ -202,14 +203,14 @@ class GaussianACT(LeRobotModule):
             freeze(self.encoder_parameters())
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The weights that an optimiser may change, `log_std` [A] among them where it learns."""
+        """Weights that an optimiser may change, including `log_std` [A] if it is trainable."""
         return [weight for weight in self.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions, of whatever rows [R]."""
+        """Do nothing; no row [R] has state between policy calls."""
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of LeRobot's, atomically, with the standard deviations in robopolicy.json beside it."""
+        """Write a LeRobot checkpoint atomically, with the standard deviations in robopolicy.json next to it."""
         settings, found = self.reader.settings, self.log_std.detach().cpu()
         # Where nothing was learned nothing is said, so that another std can be chosen still.
         learned = settings.log_std is not None or not torch.equal(found, _begins_at(settings.tuning, len(found)))
@@ -235,14 +236,14 @@ class GaussianACT(LeRobotModule):
 
 
 class _Seen(nn.Module):
-    """Stands for an image backbone that has been run already."""
+    """Stands in for an image backbone whose features are already computed."""
 
     def forward(self, features: Tensor) -> dict[str, Tensor]:
         return {"feature_map": features}
 
 
 def _begins_at(tuning: LeRobotTuning, size: int) -> Tensor:
-    """Return the logarithms of the standard deviations [size] that exploring begins with."""
+    """Return the logarithms of the initial exploration standard deviations [size]."""
     return torch.full((size,), math.log(tuning.std))
 
 
@@ -255,7 +256,7 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _mean_over_elements(logp: Tensor, executed: Tensor | None) -> Tensor:
-    """Return the mean [N, 1] of log-densities [N, C, A], over the steps of executed [N, C] alone."""
+    """Return the mean [N, 1] of log-densities [N, C, A] over the steps in executed [N, C]."""
     if executed is None:
         return logp.mean((1, 2))[:, None]
     counted = executed[..., None].to(logp.dtype)

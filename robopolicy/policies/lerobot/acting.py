@@ -1,10 +1,10 @@
-"""LeRobot's policies as ours: a checkpoint folder that LeRobot saved acts in our worlds as a `core.policy.Policy`.
+"""LeRobot policies as `core.policy.Policy`: load a LeRobot checkpoint folder and act in robopolicy worlds.
 
-The folder holds config.json (with LeRobot's `type`), model.safetensors, and policy_preprocessor.json and
-policy_postprocessor.json with their tensors. One decision is what LeRobot would execute between two predictions:
-`n_action_steps` of `predict_action_chunk`, seen from the last `n_obs_steps` control steps. LeRobot's `select_action`
-keeps its queues per policy object, for one robot; here the world's history takes their place, for any number of rows.
-Nothing is ever downloaded. Axes: B row, H history frame, C chunk step, A action dimension.
+The folder contains config.json (with LeRobot's `type`), model.safetensors, and policy_preprocessor.json and
+policy_postprocessor.json with their tensors. One decision is what LeRobot executes between two predictions:
+`n_action_steps` of `predict_action_chunk`, computed from the last `n_obs_steps` control steps. LeRobot's
+`select_action` keeps its queues per policy object, for one robot; here the world's history replaces them, for any
+number of rows. Nothing is ever downloaded. Axes: B row, H history frame, C chunk step, A action dimension.
 """
 
 import warnings
@@ -77,13 +77,13 @@ def load_lerobot_policy(
     *,
     weights: bool = True,
 ) -> "LeRobotPolicy":
-    """Load a policy that LeRobot saved; settings: instead of those in the folder's `robopolicy.json`.
+    """Load a policy saved by LeRobot; settings: override those in the folder's `robopolicy.json`.
 
-    weights: whether they are read; if not, they are what the policy's constructor makes, and no file is needed.
+    weights: whether to read them; if not, the constructor's initial weights are used, and no file is needed.
 
     Raises CheckpointError when a file is missing or damaged, or the type is not one of `CHUNK_KEYS`; ConfigError when a
-    package that the policy needs is not installed or of a version that was not tried, the weights do not fit into
-    memory, or `settings` name a feature that the policy does not have.
+    required package is missing or has an untested version, the weights do not fit into memory, or `settings` name a
+    feature that the policy does not have.
     """
     folder = recover_folder(Path(folder))
     kind = _checked_type(folder, weights)
@@ -106,7 +106,7 @@ def load_lerobot_policy(
 
 
 class LeRobotPolicy(LeRobotReader):
-    """A `core.policy.Policy` around a LeRobot policy and its processors; make one with `load_lerobot_policy`."""
+    """A `core.policy.Policy` around a LeRobot policy and its processors; create it with `load_lerobot_policy`."""
 
     def __init__(
         self,
@@ -123,13 +123,13 @@ class LeRobotPolicy(LeRobotReader):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row: the [B, C, A] actions that LeRobot would execute before it predicts again.
+        """Return the [B, C, A] actions that LeRobot would execute before its next prediction.
 
         Random numbers come from `generator`: a diffusion policy's initial noise directly, all others from torch's
-        global generator, seeded from it for this call and put back. deterministic: changes nothing, because LeRobot's
-        policies have no exploration noise to leave out. Raises SpecError or NonFiniteError as `validate_observation`,
-        ConfigError where statistics are missing that its processors ask for, CheckpointError where a pi0_fast says what
-        is no action.
+        global generator, which is seeded from it for this call and then restored. deterministic: no effect, because
+        LeRobot policies have no exploration noise. Raises SpecError or NonFiniteError as `validate_observation`,
+        ConfigError when statistics required by its processors are missing, CheckpointError when pi0_fast generates
+        tokens that do not decode to an action.
         """
         if self.settings.base is not None:
             return Decision(self._with_base().act(observation, generator, deterministic=True).actions)
@@ -138,9 +138,9 @@ class LeRobotPolicy(LeRobotReader):
     def predict(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Tensor:
-        """Return all steps [B, P, A] that LeRobot's policy predicts, of which `act` executes C; draws and errors as it.
+        """Return all predicted steps [B, P, A], of which `act` executes C; random draws and errors as in `act`.
 
-        LeRobot's own policies drop what diffusions predict beyond n_action_steps; here it is kept.
+        LeRobot's own policies drop predictions of diffusion beyond n_action_steps; here they are returned.
         """
         if self.settings.base is not None:
             return self._with_base().predict(observation, generator, deterministic=True)
@@ -155,14 +155,16 @@ class LeRobotPolicy(LeRobotReader):
                 inner.config.n_action_steps = executed
 
     def _with_base(self) -> Any:
-        """Return this policy as it was fine-tuned, its first steps a frozen base's, of which LeRobot knows nothing."""
+        """Return this policy as fine-tuned, with its first steps run by a frozen base, which LeRobot does not
+        support.
+        """
         if self._over_base is None:
             self._over_base = self.to_trainable()
         return self._over_base
 
     @torch.no_grad()
     def _decided(self, observation: TensorObservation, generator: torch.Generator, steps: int) -> Tensor:
-        """Return the first `steps` steps of a prediction, [B, steps, A]."""
+        """Return the first `steps` predicted steps, [B, steps, A]."""
         if not self._checked:
             check_acting(self)
             self._checked = True
@@ -191,7 +193,7 @@ class LeRobotPolicy(LeRobotReader):
 
     @property
     def module(self) -> nn.Module:
-        """LeRobot's own policy, with all weights; see `abilities.HoldsModule`."""
+        """The LeRobot policy, with all weights; see `abilities.HoldsModule`."""
         return self.policy
 
     @property
@@ -201,29 +203,29 @@ class LeRobotPolicy(LeRobotReader):
 
     @property
     def own_schedule(self) -> None:
-        """None: the chain is LeRobot's, see `abilities.Denoises`."""
+        """None: the chain is run by LeRobot, see `abilities.Denoises`."""
         return None
 
     def opened(self) -> DenoisingPolicy | None:
-        """Return a policy over the same weights whose denoising can be looked into, None where it does not denoise."""
+        """Return a policy over the same weights with an accessible denoising chain, None if it does not denoise."""
         config: Any = self.policy.config
         learner = self.to_trainable() if config.type in FAMILIES else None
         return learner if isinstance(learner, DenoisingPolicy) else None
 
     def to_trainable(self) -> Trainable:
-        """Return a policy over the same weights that learns; raises ConfigError where there is none of its type."""
+        """Return a trainable policy over the same weights; raises ConfigError when its type is not supported."""
         return trainable_lerobot(self)
 
     def to_trainable_by(self, tuning: LeRobotTuning) -> Trainable:
-        """Return a policy over the same weights that explores and learns as `tuning` says.
+        """Return a policy over the same weights with the exploration and training settings `tuning`.
 
-        Raises ConfigError as `to_trainable`, and where `tuning` chooses what policies of its type do not read.
+        Raises ConfigError as `to_trainable`, and when `tuning` sets options that do not apply to its type.
         """
         require_read(self, tuning)
         return self.tuned_by(tuning).to_trainable()
 
     def reset(self, rows: Rows = None) -> None:
-        """Do nothing: what it remembers of an episode is the history that the world shows, whatever the rows [R]."""
+        """No memory to clear for any rows [R]: its history is part of the world's observation."""
 
     def _noise(self, rows: int, generator: torch.Generator) -> dict[str, Tensor]:
         config: Any = self.policy.config
@@ -234,13 +236,13 @@ class LeRobotPolicy(LeRobotReader):
 
 
 class FromLeRobot:
-    """Makes policies of kind lerobot; see `POLICIES`."""
+    """Builds policies of kind lerobot; see `POLICIES`."""
 
     @staticmethod
     def build(config: LeRobotStart, spec: WorldSpec, episodes: Episodes, seed: int) -> Trainable:
-        """Return the policy in config.path, which shall learn from data of `spec`; nothing is drawn.
+        """Load the policy in config.path for training on data of `spec`; no random initialisation.
 
-        Nothing is fitted either, but statistics that its processors lack.
+        Nothing is fitted except statistics that its processors lack.
 
         Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
         """
@@ -301,7 +303,7 @@ def _checked_type(folder: Path, weights: bool) -> str:
 
 
 def _require_transformers(kind: str) -> None:
-    """Raise ConfigError where a policy of `NEED_TRANSFORMERS` meets a version of it that was not tried."""
+    """Raise ConfigError if a policy in `NEED_TRANSFORMERS` is used with an untested version of transformers."""
     if kind not in NEED_TRANSFORMERS:
         return
     require_extra("transformers", "vla")

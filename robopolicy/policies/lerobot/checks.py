@@ -1,5 +1,5 @@
-"""What of LeRobot's processors a checkpoint may ask for, which chooses neither what is imported nor what is read; and
-whether they do what its config.json says.
+"""Security and consistency checks of LeRobot processors: no arbitrary imports or files, and agreement with
+config.json.
 """
 
 import warnings
@@ -23,7 +23,7 @@ ASKED: Mapping[str, tuple[str, ...]] = {
     "QUANTILES": ("q01", "q99"),
     "QUANTILE10": ("q10", "q90"),
 }
-"""LeRobot's way of normalising -> the statistics that it needs; data sets recorded long ago have no quantiles."""
+"""LeRobot normalisation mode -> required statistics; older datasets have no quantiles."""
 STEPS = (
     "absolute_actions_processor",
     "device_processor",
@@ -44,11 +44,11 @@ STEPS = (
     "xvla_image_to_float",
     "xvla_imagenet_normalize",
 )
-"""LeRobot's processing steps that a checkpoint may ask for. Others of LeRobot's load further models, may run code that
-lies beside those, or open devices.
+"""LeRobot processing steps that a checkpoint may use. Other LeRobot steps load further models, may run code stored with
+them, or open devices.
 """
 ACTION_TOKENIZER = "action_tokenizer_processor"
-"""A step of pi0_fast alone: it is given the policy's own tokenizer, which was read as data."""
+"""Step allowed for pi0_fast only: it receives the policy's own tokenizer, which is read as data."""
 
 
 LARGEST_NUMBERS = {
@@ -62,15 +62,15 @@ LARGEST_NUMBERS = {
     "resolution": 4096,
     "max_length": 65_536,
 }
-"""Parts of the names of sizes -> the largest that is built or processed: LeRobot counts up to some in Python."""
+"""Substring of a size's name -> its maximum; LeRobot loops over some sizes in Python."""
 LARGEST_NUMBER = 2**20
-"""Of other whole numbers there, such as the words of a tokenizer."""
+"""Maximum of other integers, such as vocabulary sizes."""
 OF_TRAINING = ("optimizer_", "scheduler_", "n_vqvae_training_steps")
-"""What the names of numbers begin with that no policy is built with."""
+"""Prefixes of training-only numbers, which do not affect construction."""
 
 
 def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the JSON file `path`, as read, asks for a size that no policy has."""
+    """Raise CheckpointError if the JSON file `path`, already parsed, contains an unrealistic size."""
     for key, value in described.items():
         inside = value if is_sequence(value) else (value,)
         for each in inside:
@@ -97,12 +97,12 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
 
 
 LARGEST_VOCABULARY = 2**27
-"""Bytes of a tokenizer's files and of other descriptions: the largest, Gemma's, has 34 MB."""
+"""Maximum bytes of tokenizer and similar files; the largest, Gemma's, has 34 MB."""
 
 
 def _check_model(path: Path, key: str, name: str) -> None:
-    """Raise CheckpointError where a model or tokenizer in the folder `name`, which the file `path` asks for, is more
-    than is read into memory as text, or would be waited for without end.
+    """Raise CheckpointError if a model or tokenizer folder `name`, referenced by `path`, contains oversized text files,
+    pipes or devices.
     """
     folder = Path(name)
     if len(name) > 1000 or not folder.is_dir():  # a name on the hub
@@ -119,9 +119,9 @@ def _check_model(path: Path, key: str, name: str) -> None:
 
 
 def check_processor(folder: Path, name: str, kind: str) -> None:
-    """Raise CheckpointError unless a processor and its tensors are there and import nothing but LeRobot.
+    """Raise CheckpointError unless a processor and its tensors exist and import nothing but LeRobot.
 
-    kind: LeRobot's type of the policy that it belongs to.
+    kind: LeRobot type of its policy.
     """
     path = folder / name
     if not path.is_file():
@@ -144,7 +144,7 @@ def check_processor(folder: Path, name: str, kind: str) -> None:
 
 
 def _check_step(path: Path, step: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise CheckpointError unless a processor's step is a known one, or the user has imported or named it."""
+    """Raise CheckpointError unless a processor step is a known one, or was imported or named by the user."""
     if "registry_name" in step:  # LeRobot then ignores "class"
         name = str(step["registry_name"])
         if name not in known and not _registered_elsewhere(name):
@@ -163,17 +163,17 @@ def _check_step(path: Path, step: Mapping[str, Any], known: tuple[str, ...]) -> 
 
 
 AS_IT_IS = "IDENTITY"
-"""LeRobot's way of normalising that changes nothing."""
+"""LeRobot normalisation mode without effect."""
 PICTURES_OTHERWISE = "xvla_imagenet_normalize"
-"""A step that normalises pictures without a normaliser."""
+"""Step that normalises images without a normaliser."""
 
 
 def check_normalisation(folder: Path) -> None:
-    """Hold the processors of a checkpoint against what its config.json says they do (normalization_mapping).
+    """Check the processors of a checkpoint against the normalisation declared in its config.json
+    (normalization_mapping).
 
-    Raises CheckpointError where something that is to be normalised is not, twice, or on one side of the policy alone.
-    Where only the way differs a warning says so: processors are saved with what they did in training, and LeRobot goes
-    by them.
+    Raises CheckpointError when a feature is not normalised, normalised twice, or only on one side of the policy. Warns
+    if only the method differs: processors are saved with the method used in training, and LeRobot follows them.
     """
     config = read_object(folder / "config.json")
     mapping = config.get("normalization_mapping")
@@ -219,7 +219,7 @@ def _type_of(feature: Any) -> str:
 
 
 def _way(steps: list[Mapping[str, Any]], name: str) -> str:
-    """Return how the first of `steps` normalises the feature `name`."""
+    """Return the normalisation method of the first of `steps` that normalises feature `name`."""
     told = steps[0].get("config") if steps else None
     if not is_mapping(told):
         return AS_IT_IS
@@ -235,9 +235,9 @@ def _way(steps: list[Mapping[str, Any]], name: str) -> str:
 def _compared(
     folder: Path, name: str, feature: Any, mapping: Mapping[str, Any], steps: list[Mapping[str, Any]], file: str
 ) -> str:
-    """Return a note where a processor normalises a feature in another way than config.json says, "" where it does not.
+    """Return a note if a processor normalises a feature with another method than config.json declares, "" otherwise.
 
-    Raises CheckpointError where it does not normalise it at all.
+    Raises CheckpointError when it does not normalise the feature at all.
     """
     wanted, done = str(mapping.get(_type_of(feature), AS_IT_IS)), _way(steps, name)
     if done == AS_IT_IS and wanted != AS_IT_IS:
@@ -254,7 +254,7 @@ def _compared(
 def _require_inverse(
     folder: Path, name: str, normalisers: list[Mapping[str, Any]], inverses: list[Mapping[str, Any]]
 ) -> None:
-    """Raise CheckpointError where an output is brought back in another way than it was normalised in training."""
+    """Raise CheckpointError if an output is unnormalised with another method than used in training."""
     there, back = _way(normalisers, name), _way(inverses, name)
     both = is_mapping(told := normalisers[0].get("config") if normalisers else None) and name in told.get(
         "features", {}
@@ -277,10 +277,10 @@ def _require_inverse(
 
 
 def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Path) -> list[str]:
-    """Return a note for each name that a step gives, and the policy does not read.
+    """Return a note for each feature name that a step produces but the policy does not read.
 
-    Raises CheckpointError where a step of the processor at `path` renames what the policy reads, without giving it that
-    name again, or gives one name to two.
+    Raises CheckpointError when a step of the processor at `path` renames an input of the policy without replacement, or
+    maps two features to one name.
     """
     told = [step.get("config") for step in before if _name(step) == "rename_observations_processor"]
     notes: list[str] = []
@@ -306,7 +306,7 @@ def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Pa
 
 
 def _registered_elsewhere(name: str) -> bool:
-    """Whether a step of this name is known to LeRobot from a module of somebody else, imported already."""
+    """Whether this step is registered in LeRobot by an already imported external module."""
     from lerobot.processor import ProcessorStepRegistry
 
     return name in ProcessorStepRegistry.list() and not ProcessorStepRegistry.get(name).__module__.startswith(

@@ -1,4 +1,6 @@
-"""What can be chosen about fine-tuning a policy of LeRobot's, and what lies beside its checkpoint; nothing heavy."""
+"""Settings for fine-tuning LeRobot policies, and the contents of robopolicy.json next to their checkpoints; no heavy
+imports.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +15,12 @@ from robopolicy.nn.configuration import FlowNoise
 from robopolicy.policies.configuration import Reach
 
 LEAST_STD = 1e-3
-"""However much an act learns, exploration keeps this standard deviation, in normalised actions."""
+"""Lower bound of act's learned exploration std, in normalised actions."""
 
 
 class Tuned(Enum):
-    """Which weights learn: expert, those that denoise, with everything that reads the observation frozen; all of them;
-    or lerobot, those that the checkpoint's own config leaves free.
+    """Trainable weights: expert, the denoising modules with all observation encoders frozen; all; or lerobot, as in the
+    checkpoint's config.
     """
 
     EXPERT = "expert"
@@ -28,32 +30,38 @@ class Tuned(Enum):
 
 @dataclass(frozen=True)
 class LeRobotTuning:
-    """How a policy of LeRobot's explores and learns; the numbers are in its normalised actions."""
+    """Exploration and training settings of a LeRobot policy; values are in its normalised actions."""
 
     tuned: Tuned = Tuned.EXPERT
-    """expert (what reads the observation is frozen and computed once a decision), all, or lerobot (what the
-    checkpoint's own config leaves free).
+    """Weights to train: expert (the observation encoder is frozen and runs once per policy call), all, or lerobot
+    (those that the checkpoint's config leaves trainable).
     """
     flow_noise: FlowNoise = FlowNoise.CONSTANT
-    """Noise of a flow's steps while exploring: constant, or sde (Flow-GRPO's: steps stay as noisy as learned)."""
+    """Exploration noise of a flow's steps: constant, or sde (Flow-GRPO's; it keeps the learned noise level of each
+    step).
+    """
     flow_noise_level: NonNegative = 0.1
-    """Its scale."""
+    """Scale of the flow noise."""
     eta: NonNegative = 1.0
-    """Of a diffusion's steps while exploring: 1 is DDPM's noise, 0 none but the least one."""
+    """Exploration noise of a diffusion's steps: 1 for DDPM's noise, 0 for only the minimum (least_noise)."""
     least_noise: NonNegative = 0.1
-    """Floor of each step's standard deviation, in exploring and in log-probabilities; of a constant noise no floor."""
+    """Minimum standard deviation of each step, in exploration and log-probabilities; not applied to constant noise."""
     noisy_steps: Count | None = None
-    """So many random steps of each decision are noisy and scored, null for all."""
+    """Number of random steps per action chunk that are noisy and scored, null for all."""
     std: Positive = 0.1
-    """Of act, which has no noise of its own: the standard deviation that each action element begins to explore with."""
+    """act, which has no noise of its own: initial standard deviation of exploration for each action element."""
     learn_std: bool = True
-    """Whether it learns; what it has come to is kept beside the checkpoint, and goes on from there."""
+    """Whether that standard deviation is trained; the trained value is saved with the checkpoint and used on
+    resuming.
+    """
     temperature: Positive = 1.0
-    """Of pi0_fast, which says tokens: what its logits are divided by while exploring."""
+    """pi0_fast, which generates tokens: sampling temperature of exploration, by which logits are divided."""
     keep_prefix: bool = True
-    """Whether decisions keep what a frozen encoder made of their observation; otherwise it is read again for scores."""
+    """Whether rollouts store the frozen encoder's output; otherwise observations are encoded again for
+    log-probabilities.
+    """
     checkpointing: bool = False
-    """Whether scores keep no activations but compute them again: less memory, a third more time."""
+    """Whether log-probabilities use activation checkpointing: less memory, a third more time."""
 
     def __post_init__(self) -> None:
         if self.flow_noise is FlowNoise.LEARNED:
@@ -71,28 +79,28 @@ class LeRobotTuning:
 
 @dataclass(frozen=True)
 class LeRobotStart:
-    """A policy that LeRobot trained or made, to be trained further: its network, processors and statistics stay."""
+    """A LeRobot policy to train further; its network, processors and statistics are kept."""
 
     builds: ClassVar[str] = "robopolicy.policies.lerobot.acting:FromLeRobot"
 
     path: Path | None = None
-    """Its folder, with config.json, model.safetensors and processors."""
+    """Folder of the LeRobot checkpoint, with config.json, model.safetensors and processors."""
     tuned: Tuned = Tuned.LEROBOT
-    """What learns: lerobot (what its own config leaves free), expert, or all."""
+    """Weights to train: lerobot (those that the checkpoint's config leaves trainable), expert, or all."""
     levels_per_sample: Count = 1
-    """Noise levels at which each sample is denoised, with its observation read once."""
+    """Number of noise levels at which each sample is denoised; its observation is encoded once."""
 
     began_elsewhere: ClassVar[bool] = True
 
     def reach(self) -> Reach:
-        """See `SaysReach`; raises ConfigError without a folder, CheckpointError where that is none of LeRobot's."""
+        """See `SaysReach`; raises ConfigError without a folder, CheckpointError when it is not a LeRobot checkpoint."""
         path = recover_folder(folder_of(self)) / "config.json"
         with reading(path, failure=CheckpointError):
             return _reach_in(read_object(path))
 
 
 def folder_of(start: LeRobotStart) -> Path:
-    """Return the folder of the policy to be trained further; raises ConfigError without one."""
+    """Return the folder of the policy to train further; raises ConfigError if it is not set."""
     if start.path is None:
         raise ConfigError("Which policy of LeRobot's? Set policy.path=FOLDER, one with a config.json.")
     return start.path
@@ -109,17 +117,16 @@ def _reach_in(found: Mapping[str, Any]) -> Reach:
 
 @dataclass(frozen=True)
 class LeRobotSettings:
-    """What a LeRobot checkpoint does not say about the world it acts in; read from `robopolicy.json`.
+    """World-related information that a LeRobot checkpoint lacks; read from `robopolicy.json`.
 
-    features: LeRobot's feature -> our observation key, where the two differ (`{"observation.images.top":
-    "observation.images.front"}`); image_sizes: LeRobot's feature -> [height, width] of the world's images, which are
-    then resized to what the policy was trained on; names: LeRobot's feature, or "action" -> what its elements are
-    called, in their order; units: likewise -> their unit, such as "rad"; fps: control rate it was trained at, 0 for
-    unknown; instructions: texts it was trained with; world: {name: push_t, options: {}}, the world that it is meant
-    for, where none is named; renamed: names of columns and elements in its data -> those by which it reads them;
-    tuning: how it explores and learns; base: {steps, train_encoder} where its first denoising steps are those of a
-    frozen base that lies beside it; log_std: logarithms of the standard deviations [A] that act explores with, where
-    they were learned.
+    features: LeRobot feature -> robopolicy observation key, if they differ (`{"observation.images.top":
+    "observation.images.front"}`); image_sizes: LeRobot feature -> [height, width] of the world's images, which are
+    resized to the policy's training size; names: LeRobot feature, or "action" -> names of its elements, in order;
+    units: likewise -> unit, such as "rad"; fps: control rate in training, 0 for unknown; instructions: texts used in
+    training; world: {name: push_t, options: {}}, the default world; renamed: names of columns and elements in its data
+    -> names that it reads; tuning: exploration and training settings; base: {steps, train_encoder} if its first
+    denoising steps are run by a frozen base stored next to it; log_std: logarithms of the standard deviations [A] that
+    act explores with, if learned.
     """
 
     features: Mapping[str, str] = field(default_factory=dict)

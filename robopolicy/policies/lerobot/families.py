@@ -1,9 +1,9 @@
-"""What differs between LeRobot's denoising policies: how one reads a batch, takes a step and draws training times.
+"""Adapters for LeRobot's denoising policies: batch encoding, denoising step and training-time sampling, by family.
 
-Every family calls LeRobot's own modules, in the order of LeRobot's own `sample_actions`: the observation is read once,
-and the keys and values that it leaves in every layer are the condition, so that steps are taken, and scored again,
-without it. Axes: N row, k denoising steps, P predicted step, L latent element, S prefix token, T suffix token, D size
-of a head.
+Every family calls LeRobot's own modules in the order of LeRobot's `sample_actions`. The observation is encoded once,
+and the resulting keys and values of every layer are the condition, so denoising steps and their log-probabilities do
+not need the observation again. Axes: N row, k denoising steps, P predicted step, L latent element, S prefix token, T
+suffix token, D size of a head.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 TOKENS, TOKEN_MASK = "observation.language.tokens", "observation.language.attention_mask"
 
 Batch = Mapping[str, Any]
-"""One frame of a history as LeRobot's preprocessor hands it over: key -> [N, ...]."""
+"""One history frame as output by LeRobot's preprocessor: key -> [N, ...]."""
 
 
 class Family(Protocol):
-    """A LeRobot policy taken apart.
+    """Adapter of one family of LeRobot policies.
 
-    latent_size: L; first_step: predicted steps before the one that is executed first; reads_instructions: whether the
-    condition depends on the instruction; steps_setting: what LeRobot's config calls the number of steps, "" where its
-    sampler cannot take a student's few.
+    latent_size: L; first_step: number of predicted steps before the first executed one; reads_instructions: whether the
+    condition depends on the instruction; steps_setting: LeRobot's setting for the number of steps, "" if its sampler
+    cannot run a few-step student.
     """
 
     latent_size: int
@@ -49,11 +49,11 @@ class Family(Protocol):
         ...
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """Return what a `DenoisingPolicyConfig` says of its chunks and its chain."""
+        """Return the `DenoisingPolicyConfig` entries for its chunks and its chain."""
         ...
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """Return what the history's frames, oldest first, come to."""
+        """Encode the history's frames, oldest first."""
         ...
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -61,41 +61,41 @@ class Family(Protocol):
         ...
 
     def denoising_modules(self) -> list[nn.Module]:
-        """Return the modules that `denoise` uses and `read` does not."""
+        """Return the modules used by `denoise` but not by `read`."""
         ...
 
     def draw_levels(self, count: int) -> Tensor:
-        """Draw the levels [count] of the schedule at which LeRobot trains, from torch's global generator."""
+        """Draw noise levels [count] from LeRobot's training distribution, with torch's global generator."""
         ...
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
-        """Return the schedule of LeRobot's sampler, with the exploration noise of config."""
+        """Return the schedule of LeRobot's sampler with the exploration noise of config."""
         ...
 
     def finished(self, latents: Tensor) -> Tensor:
-        """Return what LeRobot's policy returns of clean latents [N, S, L]: normalised actions, [N, S, A]."""
+        """Convert clean latents [N, S, L] to the output of LeRobot's policy: normalised actions, [N, S, A]."""
         ...
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return what LeRobot's training loss says of each step, [N, P], of predictions and targets [N, P, L]."""
+        """Return LeRobot's training loss per step, [N, P], for predictions and targets [N, P, L]."""
         ...
 
 
 @runtime_checkable
 class SeveralAtOnce(Protocol):
-    """Optional: a family that need not copy the condition for each of several steps."""
+    """Optional: a family that evaluates several steps without copying the condition for each."""
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        """Predict [N, k, P, L] of k latents of each row, x [N, k, P, L] at times [N, k], as `denoise` does of one."""
+        """Predict [N, k, P, L] for k latents of each row, x [N, k, P, L] at times [N, k], as `denoise` does for one."""
         ...
 
     def pays(self, x: Tensor, condition: Condition) -> bool:
-        """Whether that is cheaper than copies, of x [N, k, P, L]."""
+        """Whether that is faster than copying the condition, for x [N, k, P, L]."""
         ...
 
 
 class Squared:
-    """What families share whose latents are actions, padded at most, and learned by their squared error."""
+    """Base of families whose latents are (padded) actions trained with a squared error."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -111,7 +111,7 @@ class Squared:
 
 
 def flow_chain(config: Any, steps: int, tuning: LeRobotTuning) -> dict[str, Any]:
-    """Return what a `DenoisingPolicyConfig` says of a chain of `steps` whose noise is that of `tuning`."""
+    """Return the `DenoisingPolicyConfig` entries for a chain of `steps` with the noise of `tuning`."""
     level = tuning.flow_noise_level
     return {
         "kind": PolicyKind.FLOW,
@@ -129,14 +129,14 @@ def flow_chain(config: Any, steps: int, tuning: LeRobotTuning) -> dict[str, Any]
 
 KEYS, VALUES, MASK, STATE = (f"condition.{name}" for name in ("keys", "values", "mask", "state"))
 ACTION_MODES = ("auto", "ee6d", "joint", "agibot_ee6d", "franka_joint7", "so101_bimanual")
-"""LeRobot's own: each makes an action's element of the latent element in its place, and of nothing else."""
+"""LeRobot's action modes that map each latent element to the action element at the same index."""
 FEATURES, VIEWS, DOMAIN = (f"{CONDITION}.{name}" for name in ("features", "views", "domain"))
 BETAS = (0.0001, 0.02)
-"""beta_start and beta_end of diffusers' schedules and of LeRobot's, which a linear beta_schedule goes between."""
+"""beta_start and beta_end of diffusers' and LeRobot's schedules, the ends of a linear beta_schedule."""
 
 
 class Prefixed(Squared):
-    """What families share that read the observation into keys and values, and whose expert is a flow."""
+    """Base of families with a key-value prefix for the observation and a flow-matching expert."""
 
     reads_instructions = True
     first_step = 0
@@ -156,17 +156,19 @@ class Prefixed(Squared):
         return make_schedule(config)
 
     def pays(self, x: Tensor, condition: Condition) -> bool:
-        """Whether chunks side by side, k P of x [N, k, P, L], are no longer than the prefix: each sees all of them."""
+        """Whether the k concatenated chunks, k P of x [N, k, P, L], are no longer than the prefix; attention is
+        computed over all of them.
+        """
         return x.shape[1] * x.shape[2] <= condition[MASK].shape[1]
 
     def _predicted(self, after: Tensor, x: Tensor) -> Tensor:
-        """Return velocities [N, k, P, L] of what the expert made of suffixes side by side, [N, k T, width]."""
+        """Return velocities [N, k, P, L] from the expert's outputs of concatenated suffixes, [N, k T, width]."""
         steps = after.unflatten(1, (x.shape[1], -1))[:, :, -x.shape[2] :]
         return self.model.action_out_proj(steps.to(torch.float32))
 
 
 class SmolVLA(Prefixed):
-    """SmolVLA: the state is the last token of the prefix, and the expert sees the prefix in every layer."""
+    """SmolVLA: the state is the last token of the prefix, and the expert attends to the prefix in every layer."""
 
     steps_setting = "num_steps"
 
@@ -175,7 +177,7 @@ class SmolVLA(Prefixed):
         return flow_chain(self.config, self.config.num_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
-        """See `Family`. Texts are padded to one length, so that conditions of all decisions can be stacked."""
+        """See `Family`. Texts are padded to one length, so that the conditions of all decisions can be stacked."""
         from lerobot.policies.common.vla_utils import make_att_2d_masks
 
         batch = dict(frames[-1])
@@ -217,7 +219,7 @@ class SmolVLA(Prefixed):
 
 
 class Pi(Prefixed):
-    """pi0, whose state is the first token of the suffix, and pi05, whose state is part of the text."""
+    """pi0, with the state as first token of the suffix, and pi05, with the state as part of the text."""
 
     steps_setting = "num_inference_steps"
 
@@ -248,7 +250,7 @@ class Pi(Prefixed):
         return self.model.denoise_step(*state, condition[MASK], _cache(condition), x, time)
 
     def denoising_modules(self) -> list[nn.Module]:
-        """See `Family`. The expert's head of words is never used."""
+        """See `Family`. The expert's language head is not used."""
         model = self.model
         modules = [model.paligemma_with_expert.gemma_expert.model, model.action_in_proj, model.action_out_proj]
         if self.reads_state_apart:
@@ -257,7 +259,7 @@ class Pi(Prefixed):
 
 
 class Pi0(Pi):
-    """pi0 alone: times are part of its suffix's tokens. Those of pi05 scale whole suffixes, of one step each."""
+    """pi0 only: time is part of its suffix tokens. In pi05 time scales whole suffixes of a single step."""
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, k, P, L]; see `SeveralAtOnce`."""
@@ -279,7 +281,9 @@ class Pi0(Pi):
 
 
 class Diffusion(Squared):
-    """The U-Net of `diffusion`, under one vector of features of the whole history; chunks begin at its first frame."""
+    """The U-Net of `diffusion`, conditioned on one feature vector of the whole history; chunks start at its first
+    frame.
+    """
 
     reads_instructions = False
     steps_setting = ""
@@ -318,9 +322,9 @@ class Diffusion(Squared):
 
 
 class MultiTaskDiT(Squared):
-    """The transformer of `multi_task_dit`, under one vector of features of history and instruction.
+    """The transformer of `multi_task_dit`, conditioned on one feature vector of history and instruction.
 
-    Its flow counts time the other way, from noise at 0 to data at 1, and predicts data - noise.
+    Its flow uses reversed time, from noise at 0 to data at 1, and predicts data - noise.
     """
 
     reads_instructions = True
@@ -367,11 +371,11 @@ class MultiTaskDiT(Squared):
 class XVLA:
     """X-VLA (arXiv:2510.10274): a Florence-2 encoder and a transformer with soft prompts.
 
-    Its transformer estimates clean actions, and every step mixes the estimate with the noise of the beginning: see
-    `EstimateSchedule`. What an element of the action is depends on `action_mode`: some modes keep the grippers from the
-    transformer and let it say the logit of closing, which the sigmoid makes an action of. That is a map of each element
-    by itself, so the probability of a latent is that of its action up to a factor which no ratio of two policies sees.
-    Latents hold the estimate and the noise, 2L elements. A: action dimension; S: here steps of a chunk.
+    Its transformer estimates clean actions, and every step mixes the estimate with the initial noise: see
+    `EstimateSchedule`. The meaning of an action element depends on `action_mode`: some modes hide the grippers from the
+    transformer and predict the logit of closing, which a sigmoid converts to an action. This map is elementwise, so the
+    probability of a latent equals that of its action up to a factor that cancels in ratios of two policies. Latents
+    contain the estimate and the noise, 2L elements. A: action dimension; S: here steps of a chunk.
     """
 
     reads_instructions = True
@@ -386,7 +390,7 @@ class XVLA:
         self.latent_size: int = 2 * self.model.dim_action
 
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
-        """See `Family`. Raises ConfigError for noise that belongs to velocities."""
+        """See `Family`. Raises ConfigError for noise types that require velocities."""
         if tuning.flow_noise is FlowNoise.SDE:
             raise ConfigError("flow_noise=sde corrects a velocity, and X-VLA has none: leave flow_noise=constant.")
         return flow_chain(self.config, self.config.num_denoising_steps, tuning)
@@ -404,7 +408,7 @@ class XVLA:
         }
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        """Estimate clean actions, beside the noise: [N, P, 2L]; see `Family`."""
+        """Estimate clean actions and pass the noise on: [N, P, 2L]; see `Family`."""
         vectors = EstimateSchedule.mixed(x, time), time, condition[STATE], condition[FEATURES], condition[VIEWS]
         mixed, time, state, features, views = (vector.to(self._dtype) for vector in vectors)
         state, mixed = self.space.preprocess(state, mixed)
@@ -423,9 +427,9 @@ class XVLA:
         return [self.model.transformer]
 
     def draw_levels(self, count: int) -> Tensor:
-        """Draw times [count] that are evenly spread over [0, 1), all moved by one draw; see `Family`.
+        """Draw times [count] evenly spaced over [0, 1) with one random offset; see `Family`.
 
-        In random order: the levels of one sample, which lie beside each other, shall not be alike.
+        In random order, so that the adjacent levels of one sample are not correlated.
         """
         spread = (torch.rand(1) + torch.arange(count) / count) % (1 - 1e-5)
         return spread[torch.randperm(count)]
@@ -437,11 +441,11 @@ class XVLA:
         return EstimateSchedule(config.sampling_steps, level)
 
     def finished(self, latents: Tensor) -> Tensor:
-        """Return actions [N, S, A], whose grippers are probabilities where the mode says so; see `Family`."""
+        """Return actions [N, S, A], with grippers as probabilities if the mode requires it; see `Family`."""
         return self.space.postprocess(latents.chunk(2, -1)[0].clone())
 
     def errors(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return the action mode's own loss, a mean over steps and rows, of each step alone, [N, P]; see `Family`."""
+        """Return the action mode's own loss, there a mean over steps and rows, per step, [N, P]; see `Family`."""
 
         def of_step(estimate: Tensor, wanted: Tensor) -> Tensor:
             losses = self.space.compute_loss(estimate[None, None], wanted[None, None])
@@ -464,13 +468,13 @@ FAMILIES: Mapping[str, Callable[["PreTrainedPolicy"], Family]] = {
     "multi_task_dit": MultiTaskDiT,
     "diffusion": Diffusion,
 }
-"""LeRobot's `type` -> what takes its policy apart."""
+"""LeRobot `type` -> adapter of its denoising policy."""
 WITHOUT_STEPS = ("act", "pi0_fast")
-"""Those that learn too but take no denoising steps: see `act` and `pi0_fast`."""
+"""Trainable types without denoising steps: see `act` and `pi0_fast`."""
 
 
 def why_not_trainable(policy: "PreTrainedPolicy") -> str:
-    """Return why a LeRobot policy cannot be fine-tuned here, nothing where it can."""
+    """Return the reason why a LeRobot policy cannot be fine-tuned here, "" if it can."""
     config: Any = policy.config
     known = (*FAMILIES, *WITHOUT_STEPS)
     if config.type not in known:
@@ -505,7 +509,7 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
 
 
 def why_as_many_steps(policy: "PreTrainedPolicy", steps_setting: str) -> str:
-    """Return why LeRobot cannot decide as a student of few steps does, nothing where it can."""
+    """Return the reason why LeRobot cannot run a few-step student, "" if it can."""
     config: Any = policy.config
     if steps_setting:
         return ""
@@ -533,22 +537,22 @@ def _diffusion_chain(config: Any, steps: int) -> dict[str, Any]:
 
 
 def _diffusion_schedule(lerobots: Any, config: DenoisingPolicyConfig) -> Schedule:
-    """Return the schedule of diffusers' DDPM or DDIM, which differ in what follows from a clean estimate out of bounds.
+    """Return the schedule of diffusers' DDPM or DDIM, which differ in how they use an out-of-bounds clean estimate.
 
-    Without noise, DDPM's grid is walked by DDIM: LeRobot's own sampler has no such mode.
+    Noise-free sampling uses DDIM on DDPM's grid, because LeRobot's sampler has no noise-free mode.
     """
     rederived = lerobots.noise_scheduler_type == "DDPM"
     return make_schedule(config, beta_schedule=lerobots.beta_schedule, rederived=rederived)
 
 
 def _index(time: Tensor, config: Any) -> Tensor:
-    """Return the steps [N] of the training grid that times [N] in (0, 1] stand for."""
+    """Convert times [N] in (0, 1] to steps [N] of the training grid."""
     # Step i of the grid, from 0, lies at time (i + 1) / count: see `DiffusionSchedule`.
     return (time * config.num_train_timesteps).round().long() - 1
 
 
 def _history(frames: Sequence[Batch]) -> dict[str, Tensor]:
-    """Return the frames as one batch, [N, H, ...]; of a text the last frame's, [N, ...]."""
+    """Stack the frames into one batch, [N, H, ...]; for text only the last frame, [N, ...]."""
     last = frames[-1]
     return {
         key: value if key in (TOKENS, TOKEN_MASK) else torch.stack([frame[key] for frame in frames], 1)
@@ -557,9 +561,9 @@ def _history(frames: Sequence[Batch]) -> dict[str, Tensor]:
 
 
 def _read_prefix(joint: Any, embedded: Tensor, seen: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return keys and values of all layers, [N, layers, heads, S, D] each, and which tokens are seen [N, S].
+    """Return keys and values of all layers, [N, layers, heads, S, D] each, and the mask of valid prefix tokens [N, S].
 
-    joint: LeRobot's language model and expert; embedded: the prefix [N, S, width]; mask: who attends to whom.
+    joint: LeRobot's language model and expert; embedded: the prefix [N, S, width]; mask: attention mask.
     """
     # Padding takes no place: positions count the tokens that are seen.
     positions = seen.cumsum(1) - 1
@@ -573,12 +577,12 @@ def _read_prefix(joint: Any, embedded: Tensor, seen: Tensor, mask: Tensor) -> di
 
 
 def _side_by_side(suffixes: Tensor, seen: Tensor, order: Tensor, prefix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return k suffixes of each row as one, which see the row's prefix and nothing of each other.
+    """Concatenate k suffixes of each row into one sequence; each attends to the row's prefix and itself only.
 
-    suffixes: embedded, [N k, T, width]; seen, order: as LeRobot has them, [N k, T], the same for all; prefix: which of
-    its tokens are seen, [N, S]. Returns the tokens [N, k T, width], their positions [N, k T], each suffix's as if there
-    were no other, and who attends to whom [N, k T, S + k T]. So the prefix's keys and values are neither copied nor
-    projected for every step: what they cost is most of a step whose chunk is short beside what was read.
+    suffixes: embedded, [N k, T, width]; seen, order: masks in LeRobot's format, [N k, T], identical for all; prefix:
+    mask of valid prefix tokens, [N, S]. Returns the tokens [N, k T, width], their position ids [N, k T] as for a single
+    suffix, and the attention mask [N, k T, S + k T]. The prefix's keys and values are thus neither copied nor projected
+    per step, which dominates the cost if the chunk is short compared with the prefix.
     """
     from lerobot.policies.common.vla_utils import make_att_2d_masks
 
@@ -593,7 +597,7 @@ def _side_by_side(suffixes: Tensor, seen: Tensor, order: Tensor, prefix: Tensor)
 
 
 def _cache(condition: Condition) -> Any:
-    """Return a cache of transformers' that holds the condition's keys and values; to be written to, and thrown away."""
+    """Return a temporary transformers cache with the condition's keys and values, to be extended and discarded."""
     from transformers import DynamicCache
 
     cache = DynamicCache()

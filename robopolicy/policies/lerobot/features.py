@@ -1,8 +1,8 @@
-"""What a LeRobot policy reads and writes, by our names: its features, its processors, and what lies beside it.
+"""Features and processors of a LeRobot policy under robopolicy's names, and its settings file.
 
-A file `robopolicy.json` beside config.json says what LeRobot's format does not: `LeRobotSettings`, by name. What learns
-over a policy's weights (`training`) and what decides with them (`acting`) read observations alike, through here.
-Axes: B row, H history frame, C chunk step, A action dimension.
+A file `robopolicy.json` next to config.json stores information that LeRobot's format lacks: `LeRobotSettings`, by name.
+Trainable policies (`training`) and acting ones (`acting`) both read observations through this module. Axes: B row, H
+history frame, C chunk step, A action dimension.
 """
 
 import json
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 
 ACTING = ("act", "diffusion", "multi_task_dit", "smolvla", "pi0", "pi05", "pi0_fast", "xvla")
 CHUNK_KEYS = {**dict.fromkeys(ACTING, "n_action_steps"), "vqbet": "action_chunk_size"}
-"""LeRobot's `type` -> the setting that says how many steps are executed between two predictions."""
+"""LeRobot `type` -> setting of the number of steps executed between two predictions."""
 
 HORIZONS = ("diffusion", "multi_task_dit")
-"""Types whose prediction begins in the past: `horizon` steps, the first of them that of the oldest frame."""
+"""Types whose predictions start in the past: `horizon` steps, starting at the oldest frame."""
 
 PADS = ("smolvla", "pi0", "pi05")
-"""Types that know as many action and state elements as their config says, whatever the robot has."""
+"""Types with padded action and state sizes from their config, independent of the robot."""
 EMBODIMENT = "domain_id"
-"""What a processor says beside the observation: the robot or data set of a policy that was trained on many."""
+"""Processor entry in addition to the observation: robot or dataset id of a multi-embodiment policy."""
 EMPTY_CAMERA = ".empty_camera_"
-"""In the names of features that LeRobot adds for cameras that nobody has: it fills in what they would show."""
+"""Part of the names of placeholder features that LeRobot adds for missing cameras and fills itself."""
 
 
 def read_settings(folder: Path) -> LeRobotSettings:
-    """Return what robopolicy.json in `folder` says, the defaults without one; raises ConfigError for unknown keys."""
+    """Read robopolicy.json in `folder`, defaults if it is missing; raises ConfigError for unknown keys."""
     path = folder / SETTINGS_FILE
     return from_plain(LeRobotSettings, read_json(path) if os.path.lexists(path) else {}, SETTINGS_FILE)
 
 
 class LeRobotReader:
-    """A LeRobot policy with its processors: what it reads of a world and writes, by our names and in our types."""
+    """A LeRobot policy with its processors: inputs and outputs under robopolicy's names and types."""
 
     def __init__(
         self,
@@ -98,15 +98,16 @@ class LeRobotReader:
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads, by our keys, and writes; it scores nothing."""
+        """Inputs, by robopolicy key, and outputs; it has no log-probabilities."""
         return self._spec
 
     def key_of(self, feature: str) -> str:
-        """Return the observation key of a feature of LeRobot's, its own name where the policy does not read it."""
+        """Return the observation key of a LeRobot feature; its own name if the policy does not read it."""
         return self._keys.get(feature, feature)
 
     def known_ranges(self) -> Ranges:
-        """Return what the processors' statistics say: least and greatest [N], else quantiles, else mean and deviation.
+        """Return the ranges in the processors' statistics: minimum and maximum [N], else quantiles, else mean and
+        deviation.
 
         See `known.ShowsRanges`.
         """
@@ -126,11 +127,11 @@ class LeRobotReader:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of its weights."""
         return next(self.policy.parameters()).device
 
     def frames(self, observation: TensorObservation) -> list[dict[str, Any]]:
-        """Return the history as LeRobot's processors hand it to the policy: normalised, key -> [B, ...], oldest first.
+        """Return the history after LeRobot's preprocessor: normalised, key -> [B, ...], oldest first.
 
         Raises SpecError or NonFiniteError as `validate_observation`.
         """
@@ -138,7 +139,7 @@ class LeRobotReader:
         return [self._prepared(observation, index) for index in range(self.spec.history)]
 
     def tuned_by(self, tuning: LeRobotTuning) -> Self:
-        """Return this policy, with other choices of how it explores and learns; raises ConfigError as it is made."""
+        """Return this policy with other exploration and training settings; raises ConfigError as on construction."""
         return self._set(replace(self.settings, tuning=tuning))
 
     def _set(self, settings: LeRobotSettings) -> Self:
@@ -148,7 +149,7 @@ class LeRobotReader:
         return made
 
     def _check_settings(self) -> None:
-        """Raise ConfigError, naming file and key, where settings are of a feature that the policy does not have."""
+        """Raise ConfigError, naming file and key, if settings refer to a feature that the policy does not have."""
         file = SETTINGS_FILE if self.folder is None else self.folder / SETTINGS_FILE
         called = {theirs: ours for ours, theirs in self.settings.features.items()}
         for key in ("features", "image_sizes", "names", "units"):
@@ -161,7 +162,7 @@ class LeRobotReader:
                 raise ConfigError(f"{file}: {key} has '{name}', and the policy has no such feature.{nearest}")
 
     def _key(self, name: str, source: str) -> str:
-        """Return our key of a feature: what it sees is a camera, whatever LeRobot calls it (observation.image)."""
+        """Return robopolicy's key of a feature: an image is a camera, whatever LeRobot calls it (observation.image)."""
         key = self.settings.features.get(name, source)
         return camera_key(key) if self._features[name].type.value == "VISUAL" else key
 
@@ -185,7 +186,7 @@ class LeRobotReader:
         return Field(shape, unit=self.settings.units.get(name, ""), names=names)
 
     def named_as_in(self, world: WorldSpec) -> Self:
-        """Return this policy, where it says no names or units with those of `world`, whose data it learns from."""
+        """Return this policy with undeclared names and units taken from `world`, whose data it is trained on."""
         mine = {name: self.spec.observation[key] for name, key in self._keys.items()} | {"action": self.spec.action}
         theirs = {name: world.observation.get(key) for name, key in self._keys.items()} | {"action": world.action}
         vectors = {name: field for name, field in theirs.items() if field is not None and len(field.shape) == 1}
@@ -195,7 +196,7 @@ class LeRobotReader:
         return self._set(replace(self.settings, names=names, units=units))
 
     def mapping_for(self, world: WorldSpec) -> str:
-        """Return what to write where names or sizes of what it reads are others in `world`, "" where none are."""
+        """Return the mapping to write if names or sizes of its inputs differ in `world`, "" if none do."""
         visual = {name for name, feature in self._features.items() if feature.type.value == "VISUAL"}
         other = {
             name: f"{IMAGE_PREFIX}<camera of the world>" if name in visual else "<key of the world>"
@@ -223,7 +224,7 @@ class LeRobotReader:
         validate_observation(observation, self.spec.observation, rows_of(observation), self.spec.history)
 
     def _prepared(self, observation: TensorObservation, index: int) -> dict[str, Any]:
-        """Return history frame `index` as LeRobot's processors hand it to the policy."""
+        """Return history frame `index` after LeRobot's preprocessor."""
         known = self.spec.instructions  # data need not say the only one, which is what worlds say
         said = observation.get(TASK, [known[0] if len(known) == 1 else ""] * rows_of(observation))
         raw: dict[str, Any] = {TASK: list(said)}
@@ -244,7 +245,7 @@ class LeRobotReader:
         return batch
 
     def _image(self, name: str, value: Tensor) -> Tensor:
-        """Turn uint8 [B, height, width, 3] into float [B, 3, height, width] of 0..1, of the policy's size."""
+        """Convert uint8 [B, height, width, 3] to float [B, 3, height, width] in 0..1, resized for the policy."""
         image = value.permute(0, 3, 1, 2).contiguous().float() / 255
         if name in self.settings.image_sizes:
             image = interpolate(image, tuple(self._features[name].shape[1:]), mode="bilinear", antialias=True)
@@ -252,7 +253,7 @@ class LeRobotReader:
 
 
 def _predicted_steps(config: Any, chunk: int) -> int:
-    """Return how many steps a LeRobot policy predicts from the one on that is executed first, of `chunk` executed."""
+    """Return the number of predicted steps from the first executed one on, given `chunk` executed steps."""
     if config.type in HORIZONS:
         return config.horizon - config.n_obs_steps + 1
     # A pi0_fast says as many as it executes, and a vqbet's are those of its codes.
@@ -260,7 +261,7 @@ def _predicted_steps(config: Any, chunk: int) -> int:
 
 
 def _require_room(config: Any) -> None:
-    """Raise CheckpointError where actions or states have more elements than a policy pads them to."""
+    """Raise CheckpointError if actions or states have more elements than the policy's padded size."""
     sizes = {"max_action_dim": config.action_feature.shape[0]}
     if config.type != "pi05" and config.robot_state_feature is not None:  # its state is text
         sizes["max_state_dim"] = config.robot_state_feature.shape[0]
@@ -273,7 +274,7 @@ def _require_room(config: Any) -> None:
 
 
 def executed(postprocess: "PolicyProcessorPipeline", actions: Tensor) -> Tensor:
-    """Return what LeRobot's postprocessor makes of predicted actions [B, C, A], in the world's units."""
+    """Apply LeRobot's postprocessor to predicted actions [B, C, A]; returns world units."""
     from lerobot.processor import AbsoluteActionsProcessorStep
 
     steps: list[Any] = [step for step in postprocess.steps if isinstance(step, AbsoluteActionsProcessorStep)]

@@ -1,4 +1,4 @@
-"""How checkpoints that LeRobot saved are opened here, and what it says of it before anything heavy is imported."""
+"""Checkpoint format of LeRobot policies: detection and messages without heavy imports."""
 
 from pathlib import Path
 
@@ -10,29 +10,29 @@ from robopolicy.policies.foreign import ForeignFormat
 
 
 class LeRobotFormat(ForeignFormat):
-    """LeRobot's pretrained policies: config.json with a `type`, model.safetensors, and the processors' files."""
+    """Checkpoints of LeRobot policies: config.json with a `type`, model.safetensors, and the processors' files."""
 
     library = "LeRobot"
     from_shapes = True
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """See `ForeignFormat`; a type that cannot be loaded here is LeRobot's all the same."""
+        """See `ForeignFormat`; unsupported types also count as LeRobot's."""
         return "type" in checkpoint.description
 
     def load(self, folder: Path, device: torch.device | str = "cpu", *, weights: bool = True) -> Policy:
-        """See `ForeignFormat` and `load_lerobot_policy`, which raises."""
+        """See `ForeignFormat`; raises as `load_lerobot_policy`."""
         from robopolicy.policies.lerobot.acting import load_lerobot_policy  # with torch's networks, which takes seconds
 
         return load_lerobot_policy(folder, device, weights=weights)
 
     def weights_bytes(self, folder: Path) -> int:
-        """See `ForeignFormat`; raises CheckpointError where the weights' file is damaged."""
+        """See `ForeignFormat`; raises CheckpointError when the weights file is damaged."""
         from robopolicy.policies.lerobot.reading import weights_bytes
 
         return weights_bytes(folder)
 
     def require_memory(self, folder: Path, device: torch.device, copies: int = 1) -> None:
-        """See `ForeignFormat`; raises CheckpointError where the weights' file is damaged."""
+        """See `ForeignFormat`; raises CheckpointError when the weights file is damaged."""
         from robopolicy.policies.lerobot.reading import require_memory
 
         require_memory(folder, device, copies)

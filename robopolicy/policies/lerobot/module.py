@@ -1,4 +1,4 @@
-"""What LeRobot's policies share that learn here: whose weights they are, which of them learn, how they are saved.
+"""Base of trainable LeRobot policies: weights, trainable subset and saving.
 
 Axes: N row, S steps of a chunk, A action dimension.
 """
@@ -23,9 +23,9 @@ EXTRA = "vla"
 
 
 class LeRobotModule(nn.Module):
-    """A LeRobot policy's weights; those that its settings do not tune are frozen.
+    """Weights of a LeRobot policy; those that its settings do not tune are frozen.
 
-    acting: its modules that are behind what reads the observation, and not part of it.
+    acting: its modules after the observation encoder.
     """
 
     def __init__(self, policy: LeRobotReader, acting: Sequence[nn.Module]):
@@ -43,7 +43,7 @@ class LeRobotModule(nn.Module):
 
     @property
     def acting(self) -> tuple[nn.Module, ...]:
-        """Its modules that are behind what reads the observation, with their adapters."""
+        """Its modules after the observation encoder, with their adapters."""
         return tuple(map(self.policy.get_submodule, self._acting))
 
     @property
@@ -56,18 +56,18 @@ class LeRobotModule(nn.Module):
         return self.reader.mapping_for(world)
 
     def train(self, mode: bool = True) -> Self:
-        """Note the mode; what is inside stays in evaluation mode, so that scores are those of what acted."""
+        """Store the mode; inner modules stay in evaluation mode, so that log-probabilities match acting."""
         super().train(mode)
         self.policy.eval()
         return self
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """All weights but those of the modules that act."""
+        """All weights except those of the acting modules."""
         own = {id(weight) for module in self.acting for weight in module.parameters()}
         return [weight for weight in self.policy.parameters() if id(weight) not in own]
 
     def normalised(self, actions: Tensor) -> Tensor:
-        """Return actions [N, S, A] in the world's units as LeRobot's policy learns them."""
+        """Convert actions [N, S, A] in world units to the normalised actions used in LeRobot's training."""
         from lerobot.processor import NormalizerProcessorStep
         from lerobot.processor.converters import create_transition
 
@@ -78,13 +78,14 @@ class LeRobotModule(nn.Module):
         return actions
 
     def executed(self, actions: Tensor) -> Tensor:
-        """Return what LeRobot's postprocessor makes of normalised actions [N, S, A], in the world's units."""
+        """Apply LeRobot's postprocessor to normalised actions [N, S, A]; returns world units."""
         return executed(self.reader.postprocess, actions).to(actions.device, torch.float32)
 
     def add_lora(self, rank: int) -> None:
-        """Freeze the weights and put adapters beside every linear layer that is tuned (LoRA, arXiv:2106.09685).
+        """Freeze the weights and add LoRA adapters to every tuned linear layer (arXiv:2106.09685).
 
-        Nothing changes at first: the second factor is zero. Raises ConfigError where there are adapters already.
+        The output is initially unchanged, because the second factor is zero. Raises ConfigError if there are adapters
+        already.
         """
         if self.adapter_rank:
             raise ConfigError("The policy has adapters already: they go on learning, or saving takes them in.")
@@ -107,9 +108,9 @@ class LeRobotModule(nn.Module):
         self.train(self.training)
 
     def write(self, folder: Path, settings: LeRobotSettings, beside: Callable[[Path], None] | None = None) -> None:
-        """Write what LeRobot's `from_pretrained` reads, processors and robopolicy.json included, atomically.
+        """Write a checkpoint for LeRobot's `from_pretrained`, including processors and robopolicy.json, atomically.
 
-        Adapters are added to the weights beside them; beside: writes further files into the folder that it is given.
+        Adapters are merged into the weights; beside: called with the folder to write additional files.
         """
         inner: Any = self.policy
 
@@ -125,9 +126,9 @@ class LeRobotModule(nn.Module):
 
 
 def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
-    """Return what a policy with adapters is without them, name -> [...]: each is added to the weight beside it.
+    """Return the weights with LoRA adapters merged, name -> [...].
 
-    In fp32, and rounded once to what the weight is.
+    Computed in fp32 and rounded once to the weight's dtype.
     """
     layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
     adapted: dict[str, Any] = {name: module for name, module in policy.named_modules() if isinstance(module, layer)}
@@ -143,7 +144,7 @@ def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
 
 
 def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
-    """Return a weight [out, in] with what the adapter in `layer` adds to it."""
+    """Return a weight [out, in] with the adapter in `layer` merged."""
     if weight.dtype is torch.float32:
         return weight + layer.get_delta_weight("default").to(weight.dtype)
     first, second = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()

@@ -1,11 +1,11 @@
-"""LeRobot's pi0_fast as a policy that learns: every token that it says is a scored step.
+"""Trainable LeRobot pi0_fast: every generated token is a step with a log-probability.
 
-pi0_fast (FAST, arXiv:2501.09747) says an action chunk in words of its language model, "Action: ... |", one after the
-other. While it explores, LeRobot's own sampler draws them at a temperature; one pass over prompt and tokens then scores
-all of them, over the whole vocabulary, so that log-probabilities are exact. What comes after the first "|" is no part
-of a decision. LeRobot's sampler lets the prompt see the token that begins an answer, and its training does not: scores
-are the sampler's, the loss is the training's. Axes: N row, B row of an observation, K most tokens of an answer, V word
-of the vocabulary, C executed step, A action dimension, S token of the prompt, D width.
+pi0_fast (FAST, arXiv:2501.09747) generates an action chunk as tokens of its language model, "Action: ... |". During
+exploration LeRobot's own sampler draws them at a temperature; one pass over prompt and tokens then computes all
+log-probabilities over the whole vocabulary, so they are exact. Tokens after the first "|" are not part of a decision.
+In LeRobot's sampler the prompt attends to the first answer token, in its training it does not: log-probabilities follow
+the sampler, the loss follows the training. Axes: N row, B row of an observation, K maximum number of answer tokens, V
+word of the vocabulary, C executed step, A action dimension, S token of the prompt, D width.
 """
 
 import copy
@@ -37,7 +37,9 @@ IMAGES, SEEN, TEXT, TEXT_MASK = (f"{CONDITION}.{name}" for name in ("images", "s
 
 
 class Reading(NamedTuple):
-    """What is before the tokens: of every camera images, embedded [N, S', D], and which are there; a text's tokens."""
+    """Prompt inputs: embedded images of every camera [N, S', D] with a mask of present cameras, and the tokens of the
+    text.
+    """
 
     images: list[Tensor]
     seen: list[Tensor]
@@ -48,8 +50,8 @@ class Reading(NamedTuple):
 class FastTokens(LeRobotModule):
     """A `core.policy.Trainable` over the weights of a LeRobot policy of type pi0_fast.
 
-    Its settings' `tuning` says which weights learn (expert: the language model, but not what sees) and at which
-    temperature it explores.
+    The setting `tuning` selects the trainable weights (expert: the language model without the image encoder) and the
+    exploration temperature.
     """
 
     action_low: Tensor
@@ -72,24 +74,24 @@ class FastTokens(LeRobotModule):
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; the scored steps are the most tokens that it may say."""
+        """Inputs and outputs; the number of scored steps is the maximum number of tokens."""
         return replace(self.reader.spec, scored_steps=self.most, categorical=True)
 
     @property
     def caches_condition(self) -> bool:
-        """Whether decisions keep the embedded images: what sees them does not learn."""
+        """Whether decisions cache the embedded images: the image encoder is frozen."""
         return self.tuning.keep_prefix and not any(weight.requires_grad for weight in self.encoder_parameters())
 
     @torch.no_grad()
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; latents: "tokens" [B, K] int64, 0 behind the end.
+        """Return a decision for every row; latents: "tokens" [B, K] int64, 0 after the end.
 
-        deterministic: the likeliest token each time, as LeRobot decides at temperature 0; these are no choices, so mask
-        is False and logp zero. While what sees is frozen, latents also has the embedded images and the prompt. Raises
-        SpecError or NonFiniteError on a bad observation, NonFiniteError rather than returning a non-finite action, and
-        ConfigError where tensors have no numbers (a dry run): how much it says depends on them.
+        deterministic: greedy decoding, as in LeRobot at temperature 0, without log-probabilities: mask is False and
+        logp zero. While the image encoder is frozen, latents also contain the embedded images and the prompt. Raises
+        SpecError or NonFiniteError on an invalid observation, NonFiniteError rather than returning a non-finite action,
+        and ConfigError with meta tensors (a dry run), because the output length depends on values.
         """
         condition = self.encode(observation)
         if condition[IMAGES].is_meta:
@@ -108,11 +110,12 @@ class FastTokens(LeRobotModule):
         return Decision(self._actions(tokens), latents, logp, live & (not deterministic))
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score recorded tokens [N, K]: logp and entropy [N, K] at the temperature of exploration, 0 behind the end.
+        """Compute log-probabilities of recorded tokens [N, K]: logp and entropy [N, K] at the exploration temperature,
+        0 after the end.
 
-        Optional latents: "chosen" [N, k] int64 selects k of the K tokens per row; "executed" changes nothing, because
-        every token is part of every step; what was made of images replaces these while what sees is frozen. Raises
-        SpecError where tokens or observation do not fit.
+        Optional latents: "chosen" [N, k] int64 selects k of the K tokens per row; "executed" has no effect, because
+        every token affects every step; cached image embeddings replace the images while the image encoder is frozen.
+        Raises SpecError if tokens or observation have wrong shapes.
         """
         tokens = latents["tokens"]
         if tuple(tokens.shape[1:]) != (self.most,):
@@ -125,7 +128,7 @@ class FastTokens(LeRobotModule):
         return scores
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`; at which temperature each explores is no part of it."""
+        """See `core.steps.DescribesSteps`; the exploration temperature is not included."""
         chunk, action = self.spec.chunk, self.spec.action.size
         meant = stood_for(self.executed, action, self.action_low.device)
         # A wave that is the same one in every policy's normalised actions: how it is said is vocabulary and tokenizer.
@@ -134,9 +137,9 @@ class FastTokens(LeRobotModule):
         return {"kind": "words of a language model", "words": self.words, "a chunk in words": told, **meant}
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the latents [N, ...] with which `act` would have said chunks [N, C, A], in the world's units.
+        """Return the latents [N, ...] with which `act` would have generated chunks [N, C, A] in world units.
 
-        Raises SpecError where one takes more tokens than it may say.
+        Raises SpecError when a chunk needs more tokens than the maximum.
         """
         del generator
         # Without the first, which begins an answer and is not said.
@@ -149,9 +152,9 @@ class FastTokens(LeRobotModule):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"tokens": [N]}, LeRobot's cross entropy of each row's tokens.
 
-        batch: "observation" (key -> [N, H, ...]), "actions" [N, C, A] in the world's units, "action_valid" [N, C]:
-        padding is learned, for every token says something of every step. LeRobot's mean counts tokens alike, this one
-        samples. Raises SpecError on wrong shapes, NonFiniteError on NaN or infinity.
+        batch: "observation" (key -> [N, H, ...]), "actions" [N, C, A] in world units, "action_valid" [N, C]: padding is
+        learned, because every token affects every step. Samples are weighted equally, whereas LeRobot's mean weights
+        tokens equally. Raises SpecError on wrong shapes, NonFiniteError on NaN or infinity.
         """
         del generator
         actions, _ = check_chunks(batch, self.spec.chunk, self.spec.action.size)
@@ -165,7 +168,7 @@ class FastTokens(LeRobotModule):
         return {"tokens": (wrong * weight).sum(1) / weight.sum(1).clamp_min(1)}
 
     def encode(self, observation: TensorObservation) -> Condition:
-        """Return the embedded images [N, cameras, S', D], which cameras are there, and the prompt [N, S].
+        """Return the embedded images [N, cameras, S', D], the mask of present cameras, and the prompt [N, S].
 
         Raises SpecError or NonFiniteError as `validate_observation`.
         """
@@ -183,9 +186,9 @@ class FastTokens(LeRobotModule):
         return to_keep(made)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
-        """Get ready for policy gradients through all tokens; train_encoder False freezes what sees.
+        """Prepare for policy gradients through all tokens; train_encoder False freezes the image encoder.
 
-        Raises ConfigError for another number of steps.
+        Raises ConfigError for a different number of steps.
         """
         if steps not in (None, self.most):
             raise ConfigError(f"pi0_fast is fine-tuned in all its {self.most} tokens, not {steps}.")
@@ -193,14 +196,14 @@ class FastTokens(LeRobotModule):
             freeze(self.encoder_parameters())
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The weights that an optimiser may change."""
+        """Weights that an optimiser may change."""
         return [weight for weight in self.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions, of whatever rows [R]."""
+        """Do nothing; no row [R] has state between policy calls."""
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint of LeRobot's, atomically."""
+        """Write a LeRobot checkpoint atomically."""
         self.write(folder, replace(self.reader.settings, **described_origin(self)))
 
     def _scores(self, condition: Condition, tokens: Tensor) -> Scores:
@@ -232,7 +235,9 @@ class FastTokens(LeRobotModule):
         return Scores(torch.where(live, logp, 0.0), torch.where(live, entropy, 0.0))
 
     def _heard(self, embedded: Tensor, there: Tensor, sees: Tensor) -> Tensor:
-        """Return the last layer [N, S, D] of embedded tokens; there: no padding, [N, S]; sees: who whom, [N, S, S]."""
+        """Return the last hidden layer [N, S, D] of embedded tokens; there: padding mask, [N, S]; sees: attention mask,
+        [N, S, S].
+        """
         from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
 
         inner: Any = self.policy
@@ -254,12 +259,12 @@ class FastTokens(LeRobotModule):
         return head(heard.to(head.weight.dtype)).float()
 
     def _live(self, tokens: Tensor) -> Tensor:
-        """Return which of tokens [N, K] are part of the answer, [N, K] bool: all up to the first end, which is one."""
+        """Return the mask [N, K] bool of answer tokens [N, K]: all up to and including the first end token."""
         ended = (tokens == self.end).cumsum(1)
         return (ended == 0) | ((ended == 1) & (tokens == self.end))
 
     def _actions(self, tokens: Tensor) -> Tensor:
-        """Return what tokens [N, K] stand for, [N, C, A] in the world's units and bounds, whatever they begin with."""
+        """Decode tokens [N, K] to actions [N, C, A] in world units and within bounds, whatever their prefix."""
         inner: Any = self.policy
         # Whatever is said must become an action: a policy that explores also says what is none.
         lenient = copy.copy(inner)
@@ -271,7 +276,7 @@ class FastTokens(LeRobotModule):
         return in_range(self.executed(found), self.action_low, self.action_high)
 
     def _told(self, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens that LeRobot learns of chunks [N, C, A] in the world's units, and which count, [N, M]."""
+        """Return LeRobot's target tokens for chunks [N, C, A] in world units, and their mask, [N, M]."""
         from lerobot.processor import ActionTokenizerProcessorStep
 
         for step in self.reader.preprocess.steps:
@@ -281,7 +286,9 @@ class FastTokens(LeRobotModule):
         raise ConfigError("The policy's preprocessor has no action tokenizer: without it nothing can be imitated.")
 
     def _reader(self) -> Any:
-        """Return the model with images embedded already, a shallow copy: what sees is run once a decision."""
+        """Return a shallow copy of the model that uses embedded images, so that the image encoder runs once per
+        decision.
+        """
         inner: Any = self.policy
         model, joint = copy.copy(inner.model), copy.copy(inner.model.paligemma_with_expert)
         joint.embed_image = lambda embedded: embedded

@@ -1,7 +1,7 @@
-"""How a folder that LeRobot saved is read: its configuration, its weights, its processors.
+"""Read LeRobot checkpoint folders: configuration, weights, processors.
 
-Weights that other projects saved come under LeRobot's names, and tokenizers as data: code that lies beside one is never
-run. Nothing here checks what a folder may ask for: see `acting` and `checks`.
+Weights of other projects are converted to LeRobot's names, and tokenizers are read as data: code stored with them is
+never executed. This module does not check the folder's contents: see `acting` and `checks`.
 """
 
 import importlib
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from lerobot.processor import PolicyProcessorPipeline
 
 FAST_FILE = "processor_config.json"
-"""Beside FAST's action tokenizer."""
+"""File next to FAST's action tokenizer."""
 LONGEST_REASON = 400
-"""Characters of what another library says of an error: some list every weight of a model."""
+"""Maximum characters quoted from another library's error; some list every weight of a model."""
 
 
 def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
-    """Return config.json, for a policy on `device` whose weights all come from the checkpoint."""
+    """Read config.json for a policy on `device` whose weights all come from the checkpoint."""
     importlib.import_module("lerobot.policies")  # registers the types
     from lerobot.configs.policies import PreTrainedConfig
 
@@ -52,7 +52,9 @@ def read_config(folder: Path, device: torch.device) -> "PreTrainedConfig":
 
 
 def _allowance(folder: Path, weights: bool) -> Allowance:
-    """Return what a policy's constructor may allocate: about what its weights fill, or what the largest ones take."""
+    """Return the allocation limit of a policy's constructor: about the size of its weights, or of the largest
+    policies.
+    """
     if not weights:
         return Allowance(elements=2**36, tensors=2**17)
     size = (folder / WEIGHTS).stat().st_size  # of 2 or 4 bytes a number: room for what is made beside them
@@ -60,9 +62,9 @@ def _allowance(folder: Path, weights: bool) -> Allowance:
 
 
 def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
-    """Raise ConfigError where so many copies of the weights in `folder` do not fit into the free memory of `device`.
+    """Raise ConfigError if `copies` copies of the weights in `folder` exceed the free memory of `device`.
 
-    They are made on the CPU and moved, one copy after the other. Raises CheckpointError where their file is damaged.
+    Copies are created on the CPU and moved one after the other. Raises CheckpointError when their file is damaged.
     """
     needed, bits = weights_bytes(folder), 8 * bytes_a_weight(folder)
     for where, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
@@ -76,31 +78,31 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 
 
 def bytes_a_weight(folder: Path) -> int:
-    """Return in how many bytes each weight of the policy in `folder` is held: 2 where its config.json asks for that."""
+    """Return the bytes per weight of the policy in `folder`: 2 if its config.json requests it."""
     return 2 if read_object(folder / "config.json").get("dtype") == "bfloat16" else 4
 
 
 def weights_bytes(folder: Path) -> int:
-    """Return how much memory the weights of the policy in `folder` take; raises CheckpointError where damaged."""
+    """Return the memory of the weights of the policy in `folder` in bytes; raises CheckpointError when damaged."""
     return bytes_a_weight(folder) * tensor_elements(folder / WEIGHTS)
 
 
 DRAWS = {"normal_", "uniform_", "trunc_normal_", "orthogonal_"} | {
     f"{law}_{shape}_" for law in ("kaiming", "xavier") for shape in ("normal", "uniform")
 }
-"""Names of what draws weights: of tensors, and of torch.nn.init, where transformers puts functions of its own."""
+"""Names of functions that initialise weights: tensor methods, and torch.nn.init, which transformers partly replaces."""
 
 
 class Undrawn(TorchFunctionMode):
-    """Let modules that are made within leave their weights as the memory was, for each is read from a file afterwards.
+    """Context that skips weight initialisation of new modules, because every weight is then read from a file.
 
-    Drawing them is nine tenths of loading a SmolVLA.
+    Initialisation is nine tenths of the loading time of a SmolVLA.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, unless it draws numbers into a tensor [...] that is there, which is returned as it is."""
+        """Call `func`, unless it initialises an existing tensor [...], which is returned unchanged."""
         given = kwargs or {}
         if getattr(func, "__name__", "") in DRAWS:
             return args[0] if args else given["tensor"]
@@ -108,9 +110,9 @@ class Undrawn(TorchFunctionMode):
 
 
 def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
-    """Return the policy of a configuration, with the weights of `folder` or those of its constructor.
+    """Build the policy of a configuration, with the weights of `folder` or of its constructor.
 
-    Raises CheckpointError where weights are missing, or where what the policy decides would be of no use.
+    Raises CheckpointError when weights are missing, or the policy's output would be unusable.
     """
     from lerobot.policies.factory import get_policy_class
     from safetensors.torch import load_model
@@ -135,7 +137,7 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
 
 
 def _check_action_mode(policy: Any, folder: Path) -> None:
-    """Raise CheckpointError where an X-VLA's action mode makes another number of elements than its action has."""
+    """Raise CheckpointError if an X-VLA's action mode produces a different number of elements than its action."""
     space, size = policy.model.action_space, policy.config.action_feature.shape[0]
     made = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
     if made != size:
@@ -146,9 +148,9 @@ def _check_action_mode(policy: Any, folder: Path) -> None:
 
 
 def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
-    """Load weights, those too that other projects saved under names which LeRobot brings into its own.
+    """Load weights, including those of other projects with names that LeRobot converts.
 
-    Raises CheckpointError unless every weight is there, but for those that are another one under a second name.
+    Raises CheckpointError unless every weight is present, except for aliases of another weight.
     """
     inner: Any = policy
     tensors = RENAMED[inner.config.type](inner, load_tensors(path))
@@ -182,13 +184,13 @@ RENAMED: Mapping[str, Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]] = {
     "pi0_fast": _from_openpi,
     "xvla": _from_florence,
 }
-"""LeRobot's `type` -> (policy, weights by name) -> weights by LeRobot's names."""
+"""LeRobot `type` -> function (policy, weights by name) -> weights by LeRobot's names."""
 
 
 def read_processors(
     folder: Path, config: "PreTrainedConfig", policy: "PreTrainedPolicy"
 ) -> tuple["PolicyProcessorPipeline", "PolicyProcessorPipeline"]:
-    """Return what comes before the policy and after it; raises CheckpointError where its words are not the policy's."""
+    """Return pre- and postprocessor; raises CheckpointError if their vocabulary does not match the policy."""
     from lerobot.policies.factory import make_pre_post_processors
 
     steps = {step.get("registry_name"): step.get("config", {}) for step in read_object(folder / PROCESSORS[0])["steps"]}
@@ -214,9 +216,9 @@ def read_processors(
 
 
 def _check_words(folder: Path, policy: "PreTrainedPolicy", tokenizer: Any) -> None:
-    """Raise CheckpointError where a tokenizer has words that no embedding of the policy's has a row for.
+    """Raise CheckpointError if a tokenizer has tokens without a row in the policy's embedding.
 
-    What was added to its vocabulary does not count: PaliGemma's tokenizer has a word for images, which is never said.
+    Added tokens do not count: PaliGemma's tokenizer has an image token that is never generated.
     """
     rows = [each.num_embeddings for each in policy.modules() if isinstance(each, nn.Embedding)]
     if tokenizer is not None and rows and tokenizer.vocab_size > max(rows):
@@ -228,7 +230,9 @@ def _check_words(folder: Path, policy: "PreTrainedPolicy", tokenizer: Any) -> No
 
 @contextmanager
 def nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
-    """Keep the Hugging Face hub offline and quiet, and turn what LeRobot raises into one line."""
+    """Keep the Hugging Face hub offline and quiet, and raise LeRobot's errors as CheckpointError or ConfigError of one
+    line.
+    """
     try:
         with quiet(), offline(), redirect_stdout(io.StringIO()):
             yield
@@ -245,7 +249,7 @@ def nothing_downloaded(folder: Path, kind: str) -> Iterator[None]:
 
 
 def _needed_models(folder: Path, error: Exception) -> str:
-    """Return which models of others the checkpoint names, when one of them could not be read."""
+    """Return the external models that the checkpoint names, if one of them could not be read."""
     from huggingface_hub.errors import HFValidationError  # what looks like a path is no name on the hub
 
     if not isinstance(error.__cause__ or error, OSError | HFValidationError):
@@ -271,18 +275,18 @@ def _needed_models(folder: Path, error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, with the one behind it where it ends in a colon."""
+    """Return the first line of an error's text, and the second if the first ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return shorten(" ".join(lines[: 2 if lines[0].endswith(":") else 1]), LONGEST_REASON)
 
 
 @dataclass(frozen=True)
 class FastTokenizer:
-    """FAST (arXiv:2501.09747): what moves slowly needs few tokens.
+    """FAST action tokenizer (arXiv:2501.09747): slow motions need few tokens.
 
-    The discrete cosine transform of every action dimension, times `scale` and rounded, is one whole number for each
-    frequency; these, less `min_token`, are the characters of a text, slowest frequency first, all dimensions of it,
-    which byte pair encoding makes tokens of. It has the members that LeRobot's pi0_fast calls, which decodes by itself.
+    The discrete cosine transform of every action dimension, times `scale` and rounded, gives one integer per frequency.
+    These, minus `min_token`, are the characters of a text (lowest frequency first, all dimensions of it), which byte
+    pair encoding converts to tokens. It has the members used by LeRobot's pi0_fast, which decodes itself.
     """
 
     bpe_tokenizer: Any
@@ -291,9 +295,9 @@ class FastTokenizer:
 
     @classmethod
     def from_pretrained(cls, name: str, **options: Any) -> Self:
-        """Read a folder, or a name on the hub that was fetched before; raises OSError where there is none.
+        """Read a folder, or a previously downloaded hub name; raises OSError if it does not exist.
 
-        options: as LeRobot gives them to transformers; code that the folder brings is not run.
+        options: as passed by LeRobot to transformers; code in the folder is not executed.
         """
         from transformers import PreTrainedTokenizerFast
         from transformers.utils.hub import cached_file
@@ -317,7 +321,7 @@ class FastTokenizer:
 
 
 class _PlainTokenizer:
-    """In the place of transformers' AutoTokenizer: the same, but for code that a tokenizer brings."""
+    """Replacement of transformers' AutoTokenizer that does not execute a tokenizer's code."""
 
     @staticmethod
     def from_pretrained(name: str, **options: Any) -> Any:
@@ -328,7 +332,7 @@ class _PlainTokenizer:
 
 @contextmanager
 def tokenizers_as_data(config: Any) -> Iterator[None]:
-    """Let LeRobot make a policy of `config` without running code that its tokenizers bring: that of pi0_fast would."""
+    """Context in which LeRobot builds a policy of `config` without executing tokenizer code, as pi0_fast would."""
     if config.type != "pi0_fast":
         yield
         return

@@ -1,7 +1,7 @@
-"""The statistics by which LeRobot's processors normalise: which of them are missing, and how data fills them in.
+"""Normalisation statistics of LeRobot processors: find missing ones and fill them from data.
 
-A checkpoint that nobody has trained on data of its own may hold none, and LeRobot then leaves values as they are:
-actions in radians or pixels would be taken for normalised ones. Axes: N value.
+A checkpoint that was not trained on own data may have no statistics, and LeRobot then leaves values unnormalised:
+radians or pixels would be treated as normalised actions. Axes: N value.
 """
 
 import math
@@ -19,7 +19,7 @@ from robopolicy.policies.lerobot.checks import ASKED
 from robopolicy.policies.lerobot.features import LeRobotReader
 
 FRAMES = 500
-"""Images whose statistics are taken, at most."""
+"""Maximum number of images used for statistics."""
 
 REMEDY = (
     "Imitate data first, which fills them in: robopolicy train DATASET policy.kind=lerobot policy.path=FOLDER. Or save "
@@ -28,14 +28,14 @@ REMEDY = (
 
 
 def lacking(policy: LeRobotReader) -> tuple[str, ...]:
-    """Return LeRobot's features that the policy's processors shall normalise and have not all statistics for."""
+    """Return the LeRobot features whose normalisation statistics are incomplete."""
     return tuple(dict.fromkeys(name for step in _normalisers(policy) for name in _lacking_in(step)))
 
 
 def require_statistics(policy: LeRobotReader) -> None:
-    """Raise ConfigError where a policy that shall learn has no statistics of what its processors normalise.
+    """Raise ConfigError if a policy to be trained lacks normalisation statistics.
 
-    CheckpointError where they are of other sizes than what is normalised, or as `check_acting`.
+    Raises CheckpointError when their sizes do not match the features, or as `check_acting`.
     """
     _require_sizes(policy)
     _require_types(policy)
@@ -44,10 +44,10 @@ def require_statistics(policy: LeRobotReader) -> None:
 
 
 def check_acting(policy: LeRobotReader) -> None:
-    """Warn where a policy that shall act has no statistics, as LeRobot then normalises nothing.
+    """Warn if a policy lacks normalisation statistics for acting, because LeRobot then skips normalisation.
 
-    Raises ConfigError where it has others than its way of normalising needs, which LeRobot refuses, CheckpointError
-    where they are of other sizes than what is normalised, or processors hand over numbers that no weight takes.
+    Raises ConfigError when its statistics do not suit its normalisation mode, which LeRobot rejects; CheckpointError
+    when their sizes do not match the features, or processors output a dtype that no weight has.
     """
     _require_sizes(policy)
     _require_types(policy)
@@ -64,7 +64,7 @@ def check_acting(policy: LeRobotReader) -> None:
 
 
 def _require_types(policy: LeRobotReader) -> None:
-    """Raise CheckpointError where what is observed is cast to a type that no weight has; warn of actions cast likewise.
+    """Raise CheckpointError if observations are cast to a dtype that no weight has; warn if actions are.
 
     LeRobot would fail inside its network: "mat1 and mat2 must have the same dtype".
     """
@@ -89,7 +89,7 @@ def _require_types(policy: LeRobotReader) -> None:
 
 
 def _require_sizes(policy: LeRobotReader) -> None:
-    """Raise CheckpointError where the statistics of a vector have another number of elements than the policy reads."""
+    """Raise CheckpointError if the statistics of a vector have a different number of elements than the policy reads."""
     config: Any = policy.policy.config
     features = {**config.input_features, **config.output_features}
     sizes = {name: int(each.shape[0]) for name, each in features.items() if len(each.shape) == 1}
@@ -111,7 +111,7 @@ _TAKE = "Take the processors that were saved with these weights."
 
 
 def _require_sense(name: str, asked: dict[str, Tensor]) -> None:
-    """Raise CheckpointError where statistics [N] of one feature, by their names, cannot be those of any data."""
+    """Raise CheckpointError if statistics [N] of one feature, by name, are impossible for any data."""
     values = list(asked.values())
     spread = values[1] if "std" in asked else values[1] - values[0] if len(values) == 2 else torch.zeros(())
     wrong = "NaN or infinite" if not all(bool(each.isfinite().all()) for each in values) else ""
@@ -131,9 +131,9 @@ def _said(policy: LeRobotReader, missing: tuple[str, ...]) -> str:
 
 
 def fill_in(policy: LeRobotReader, episodes: Episodes) -> None:
-    """Take from `episodes` the statistics that the policy's processors lack, with a warning that names them.
+    """Compute missing statistics of the policy's processors from `episodes`, with a warning that names them.
 
-    Raises ConfigError where the episodes do not have such a field.
+    Raises ConfigError when the episodes lack such a field.
     """
     missing = lacking(policy)
     if not missing:
@@ -163,14 +163,14 @@ def _lacking_in(step: Any) -> list[str]:
 
 
 def _asked(step: Any, name: str) -> tuple[str, ...]:
-    """Return the statistics of feature `name` by which a step normalises it."""
+    """Return the statistics with which a step normalises feature `name`."""
     feature = step.features.get(name)
     mode = None if feature is None else step.norm_map.get(feature.type)
     return () if mode is None else ASKED.get(mode.value, ())
 
 
 def _values(policy: LeRobotReader, episodes: Episodes, name: str) -> Tensor:
-    """Return what the episodes hold of LeRobot's feature `name`, [N, *shape], images as it sees them."""
+    """Return the episodes' values of LeRobot feature `name`, [N, *shape], with images preprocessed."""
     if name == "action":
         return episodes.actions
     key = policy.key_of(name)
@@ -184,7 +184,7 @@ def _values(policy: LeRobotReader, episodes: Episodes, name: str) -> Tensor:
 
 
 def _statistics(values: Tensor) -> dict[str, Any]:
-    """Return those of values [N, *shape] that any of LeRobot's modes asks for, [*shape]."""
+    """Return all statistics of values [N, *shape] that a LeRobot normalisation mode requires, [*shape]."""
     values = values.float().cpu()
     # torch.quantile takes 16 million elements at most: quantiles are of rows evenly spaced over the data.
     rows = values[:: max(1, len(values) // 100_000)]

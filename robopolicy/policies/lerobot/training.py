@@ -1,9 +1,9 @@
-"""LeRobot's policies as `Trainable`: the networks of those that denoise in our chain, the others by themselves.
+"""Trainable LeRobot policies: denoising ones as networks of `DenoisingPolicy`, others by their own classes.
 
-A `DenoisingPolicy` has schedules, scores, fine-tuning; here is the network that it needs, made of a LeRobot policy and
-its processors. Nothing of LeRobot's is written anew: what `FAMILIES` names are its own modules. All K steps are tuned
-unless fewer are asked for, because LeRobot runs one network in all of them. What is frozen is never copied.
-Axes: N row, P predicted step, L latent element, A action dimension.
+A `DenoisingPolicy` provides schedules, log-probabilities and fine-tuning; this module provides its network from a
+LeRobot policy and its processors. LeRobot's code is not reimplemented: `FAMILIES` use its own modules. All K steps are
+fine-tuned by default, because LeRobot runs one network in all of them. Frozen weights are never copied. Axes: N row, P
+predicted step, L latent element, A action dimension.
 """
 
 import math
@@ -58,19 +58,19 @@ READ_BY: Mapping[str, tuple[str, ...]] = {
     "learn_std": ("act",),
     "temperature": ("pi0_fast",),
 }
-"""What of a `LeRobotTuning` is not for all -> the kinds of policies that it is for."""
+"""`LeRobotTuning` option -> kinds of policies that it applies to; others apply to all."""
 
 BASE_FILE = "robopolicy_base.safetensors"
-"""Beside the weights, where the first denoising steps are those of a frozen base."""
+"""File next to the weights, with the frozen base of the first denoising steps."""
 
 
 def trainable_lerobot(policy: LeRobotReader, levels_per_sample: int = 1) -> Trainable:
-    """Return a policy that learns over the weights of `policy`, explored and tuned as its settings' `tuning` says.
+    """Return a trainable policy over the weights of `policy`, with the exploration and training settings `tuning`.
 
-    levels_per_sample: noise levels of a sample in its loss, see `DenoisingPolicyConfig`.
+    levels_per_sample: noise levels per sample in its loss, see `DenoisingPolicyConfig`.
 
-    Its noise-free decisions are LeRobot's own from the same noise, to rounding. Raises ConfigError where policies of
-    its type, or with its configuration, cannot be trained here, CheckpointError where its frozen base is missing.
+    Noise-free decisions equal LeRobot's own from the same noise, up to rounding. Raises ConfigError when its type or
+    configuration cannot be trained here, CheckpointError when its frozen base is missing.
     """
     inner: Any = policy.policy
     reason = why_not_trainable(inner)
@@ -110,7 +110,7 @@ def trainable_lerobot(policy: LeRobotReader, levels_per_sample: int = 1) -> Trai
 
 
 def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
-    """Raise ConfigError where `tuning` chooses what policies like `policy` do not read, so that it would do nothing."""
+    """Raise ConfigError if `tuning` sets options that have no effect on policies like `policy`."""
     inner: Any = policy.policy
     if why_not_trainable(inner):
         return  # which is what has to be said
@@ -132,7 +132,7 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
 
 
 def _least_noise(tuning: LeRobotTuning, chain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the floors of noise, and bounds of an element's log-probability that leave room for one of so little."""
+    """Return the lower bounds of noise, and bounds of an element's log-probability suitable for such small noise."""
     least = tuning.least_noise
     if chain.get("flow_noise") is FlowNoise.CONSTANT:  # a smaller constant is no accident
         least = min(least, tuning.flow_noise_level)
@@ -164,17 +164,19 @@ class LeRobotNetwork(LeRobotModule):
 
     @property
     def denoises_actions(self) -> bool:
-        """Whether its latents are normalised actions, padded at most, and not what actions are made of."""
+        """Whether its latents are (padded) normalised actions rather than a representation from which actions are
+        computed.
+        """
         return isinstance(self.family, Squared)
 
     def forward(self, method: str, *arguments: Any) -> Any:
-        """Call a method by its name, so that `functional_call` can call it under other weights."""
+        """Call a method by name, so that `functional_call` can call it with other weights."""
         return getattr(self, method)(*arguments)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
-        """Return what LeRobot's processors and encoders make of an observation; a generator crops images at random.
+        """Encode an observation with LeRobot's processors and encoders; a generator enables random image crops.
 
-        That is in training mode, and where LeRobot's training does so, with one crop for all.
+        Only in training mode and if LeRobot's training crops, with one crop for all images.
         """
         frames = self.reader.frames(observation)
         with lowering(self.reader.device), self._at_random(self.cropping, generator):
@@ -185,13 +187,15 @@ class LeRobotNetwork(LeRobotModule):
         return self.family.denoise(x, time, condition)
 
     def denoise_in_loss(self, x: Tensor, time: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
-        """Predict [N, P, L], in training mode with the dropout of LeRobot's; see `LearnsAtRandom`."""
+        """Predict [N, P, L] in training mode with LeRobot's dropout; see `LearnsAtRandom`."""
         with self._at_random(self.dropping, generator):
             return self.denoise(x, time, condition)
 
     @contextmanager
     def _at_random(self, modules: Sequence[nn.Module], generator: torch.Generator | None) -> Iterator[None]:
-        """Let modules by themselves be in training mode where this one is, with draws from `generator`, if there is."""
+        """Context that sets the given modules to training mode if this one is, with random draws from `generator`, if
+        given.
+        """
         if generator is None or not modules or not self.training:
             yield
             return
@@ -205,7 +209,7 @@ class LeRobotNetwork(LeRobotModule):
                 module.training = False
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
-        """Get ready for steps at times [K]; see `SharesSteps`."""
+        """Prepare steps at times [K]; see `SharesSteps`."""
         every = EveryStep(self, times, condition)
         if self.tuning.checkpointing:
             return Recomputed(every)
@@ -215,11 +219,11 @@ class LeRobotNetwork(LeRobotModule):
         return AtOnce(every, self.family) if exact and isinstance(self.family, SeveralAtOnce) else every
 
     def to_latents(self, actions: Tensor) -> Tensor:
-        """Return normalised actions [N, P, L] of actions [N, P, A], padded at the end."""
+        """Convert actions [N, P, A] to normalised actions [N, P, L], padded at the end."""
         return pad(self.normalised(actions), (0, self.latent_size - actions.shape[-1]))
 
     def to_actions(self, latents: Tensor) -> Tensor:
-        """Return what LeRobot's postprocessor makes of latents [N, S, L], [N, S, A] in the world's units."""
+        """Apply LeRobot's postprocessor to latents [N, S, L]; returns [N, S, A] in world units."""
         return self.executed(self.family.finished(latents))
 
     def schedule(self, config: DenoisingPolicyConfig) -> Schedule:
@@ -231,7 +235,7 @@ class LeRobotNetwork(LeRobotModule):
         return self.family.errors(prediction, target)
 
     def levels(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draw levels [count] as LeRobot does in training, from its own law under a seed drawn from `generator`."""
+        """Draw noise levels [count] from LeRobot's training distribution, seeded from `generator`."""
         with drawing_from(generator, torch.device("cpu")):
             return self.family.draw_levels(count)
 
@@ -243,7 +247,7 @@ class LeRobotNetwork(LeRobotModule):
     def of_steps(self, steps: int) -> Self:
         """Return a copy whose config says `steps`, so that LeRobot takes as many; see `OwnLatents`.
 
-        Raises ConfigError where its sampler cannot decide as the copy does.
+        Raises ConfigError when LeRobot's sampler cannot reproduce the copy's decisions.
         """
         if reason := self.why_always_as_many():
             raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
@@ -255,7 +259,9 @@ class LeRobotNetwork(LeRobotModule):
         return made
 
     def frozen_twin(self) -> "FrozenTwin":
-        """Return what goes on predicting as this network does; see `MakesBase`. Raises ConfigError with adapters."""
+        """Return a frozen copy of this network's current function; see `MakesBase`. Raises ConfigError with
+        adapters.
+        """
         if self.adapter_rank:
             raise ConfigError("Adapters learn in all denoising steps: leave finetuned_steps=null.")
         warnings.warn(
@@ -267,9 +273,9 @@ class LeRobotNetwork(LeRobotModule):
         return FrozenTwin(self)
 
     def write_checkpoint(self, policy: DenoisingPolicy, folder: Path) -> None:
-        """Write what LeRobot's `from_pretrained` reads, processors and robopolicy.json included, atomically.
+        """Write a checkpoint for LeRobot's `from_pretrained`, including processors and robopolicy.json, atomically.
 
-        Adapters are added to the weights beside them.
+        Adapters are merged into the weights.
         """
         base = policy.finetuning if policy.base is not None else None
 
@@ -281,9 +287,9 @@ class LeRobotNetwork(LeRobotModule):
 
 
 class FrozenTwin(nn.Module):
-    """A network as it was: copies of the weights that are tuned, over all the others, which it shares.
+    """Frozen copy of a network: copies of the trainable weights, sharing all others.
 
-    weights: by name, as `named_weights` gave them, None for those of the network that learn, as they are.
+    weights: by name, as from `named_weights`; None: the network's current trainable weights.
     """
 
     def __init__(self, network: LeRobotNetwork, weights: Mapping[str, Tensor] | None = None):
@@ -305,16 +311,16 @@ class FrozenTwin(nn.Module):
         return functional_call(self._shared[0], self.named_weights(), ("denoise", x, time, condition))
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
-        """None: nothing here learns."""
+        """Empty: no weight here is trainable."""
         return ()
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Return the copies by the network's names, [*shape] each."""
+        """Return the copied weights by the network's names, [*shape] each."""
         return {name: self.get_buffer(f"weight_{index}") for index, name in enumerate(self.names)}
 
 
 class AtOnce:
-    """`Steps` of a family that takes several without a copy of the condition for each."""
+    """`Steps` of a family that evaluates several steps without copying the condition for each."""
 
     def __init__(self, every: EveryStep, family: SeveralAtOnce):
         self.every, self.family = every, family
@@ -332,7 +338,7 @@ class AtOnce:
 
 
 class Recomputed:
-    """`Steps` that keep no activations for the gradient: each is computed again on the way back."""
+    """`Steps` with activation checkpointing: each step is recomputed in the backward pass."""
 
     def __init__(self, every: EveryStep):
         self.every = every
@@ -342,7 +348,7 @@ class Recomputed:
         return self.every.one(x, step)
 
     def several(self, x: Tensor, chosen: Tensor | None) -> Tensor:
-        """Predict [N, k, P, L], a step at a time; see `Steps`."""
+        """Predict [N, k, P, L], one step at a time; see `Steps`."""
         rows, count = x.shape[:2]
         times = (self.every.times if chosen is None else self.every.times[chosen]).expand(rows, count)
         network, condition = self.every.network, self.every.condition
@@ -351,7 +357,7 @@ class Recomputed:
 
 
 def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
-    """Let the policy's base be the one beside its checkpoint, whichever weights learned there."""
+    """Load the policy's frozen base from the file next to its checkpoint, whichever weights were trained there."""
     network, path = policy.network, (folder or Path()) / BASE_FILE
     if not isinstance(policy.base, FrozenTwin) or not isinstance(network, LeRobotNetwork):
         return

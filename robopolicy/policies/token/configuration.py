@@ -1,4 +1,4 @@
-"""Every choice that makes a token policy, with its default."""
+"""Settings of a token policy with defaults."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,12 +9,12 @@ from robopolicy.core.ranges import Count, Natural, Positive
 from robopolicy.nn.configuration import ActionTokens, ImageEncoderConfig, NormalizationMode
 
 LONGEST = 10_000
-"""Steps of a chunk, and frames of a history."""
+"""Maximum steps of a chunk, and frames of a history."""
 
 
 class TokenDecoding(Enum):
-    """causal: token by token from left to right; masked: discrete diffusion, several tokens at a time in any order;
-    parallel: all at once, none knowing of the others (OpenVLA-OFT).
+    """causal: autoregressive, left to right; masked: discrete diffusion, several tokens per pass in any order;
+    parallel: all tokens in one pass, independent of each other (OpenVLA-OFT).
     """
 
     CAUSAL = "causal"
@@ -23,8 +23,8 @@ class TokenDecoding(Enum):
 
 
 class TokenVision(Enum):
-    """Who reads images. checkpoint: the image processor, vision tower and connector of a vision-language checkpoint;
-    patches: layers of our own, learned from nothing; auto: the checkpoint, where it sees.
+    """Image encoder. checkpoint: image processor, vision tower and connector of a vision-language checkpoint; patches:
+    built-in layers trained from scratch; auto: the checkpoint's if it has one.
     """
 
     AUTO = "auto"
@@ -33,7 +33,7 @@ class TokenVision(Enum):
 
 
 class DecodeSchedule(Enum):
-    """even: as many tokens in every pass; ascending: 1, 2, 4, ... tokens until all are said."""
+    """even: equally many tokens in every pass; ascending: 1, 2, 4, ... tokens until all are decoded."""
 
     EVEN = "even"
     ASCENDING = "ascending"
@@ -41,49 +41,53 @@ class DecodeSchedule(Enum):
 
 @dataclass(frozen=True)
 class TokenConfig:
-    """The language model and its action tokens."""
+    """Settings of the language model and its action tokens."""
 
     actions: ActionTokens = ActionTokens.BINS
-    """bins: a token for every action element; frequencies: one for every kept frequency of a chunk (FAST without
-    merges).
+    """Action tokens: bins (one token per action element) or frequencies (one per kept frequency of a chunk; FAST
+    without merges).
     """
     bins: Count = 33
-    """Values an element can have; an odd number includes 0."""
+    """Number of bins per action element; an odd number includes 0."""
     resolution: Positive = 10.0
-    """Frequencies are rounded to one part in this."""
+    """Frequencies are rounded to multiples of 1 / resolution."""
     frequencies: Natural = 0
-    """How many are kept, 0 for all."""
+    """Number of frequencies to keep, 0 for all."""
     temperature: Positive = 1.0
-    """Of sampling, and of log-probabilities."""
+    """Temperature of sampling and of log-probabilities."""
     decoding: TokenDecoding = TokenDecoding.CAUSAL
-    """causal: token by token; masked: discrete diffusion, several at a time in any order; parallel: all at once."""
+    """Decoding: causal (token by token), masked (discrete diffusion, several tokens at a time in any order) or parallel
+    (all at once).
+    """
     decode_steps: Count = 4
-    """Passes in which masked decoding says a chunk evenly."""
+    """Number of passes in which masked decoding generates a chunk."""
     decode_schedule: DecodeSchedule = DecodeSchedule.EVEN
-    """even: as many tokens in every pass; ascending: 1, 2, 4 and so on until all are said."""
+    """Tokens per pass of masked decoding: even (equal numbers) or ascending (1, 2, 4 and so on until all are
+    generated).
+    """
     model: str = ""
     """Folder or hub name of a Hugging Face causal or vision-language checkpoint, empty for a small Llama from scratch.
     """
     width: Count = 128
-    """Of the Llama from scratch."""
+    """Width of the Llama trained from scratch."""
     depth: Count = 4
-    """Its layers."""
+    """Number of layers of the transformer."""
     heads: Count = 4
-    """Its attention heads."""
+    """Number of attention heads of the transformer."""
     feed_forward: Count = 384
-    """Width of its feed-forward layers."""
+    """Width of the feed-forward layers of the Llama trained from scratch."""
     vision: TokenVision = TokenVision.AUTO
-    """Who reads images: checkpoint (its own image processor and vision tower), patches of our own, or auto."""
+    """Image encoder: checkpoint (its own image processor and vision tower), patches (built in), or auto."""
     prompt: str = "What action should the robot take to {instruction}?"
-    """What a checkpoint that sees is asked, in its own chat format and after the images."""
+    """Prompt for a vision-language checkpoint, in its own chat format and after the images."""
     split_images: bool = False
-    """Whether its image processor may cut an image into tiles, with many more tokens (SmolVLM)."""
+    """Whether the checkpoint's image processor may split an image into tiles, with many more tokens (SmolVLM)."""
     patch: Count = 16
-    """Pixels of an image patch's side, with vision=patches."""
+    """Side of an image patch in pixels, for vision=patches."""
     lora_rank: Natural = 0
-    """A checkpoint's weights stay frozen and adapters of this rank learn instead, 0 trains all."""
+    """Rank of LoRA adapters trained on a frozen checkpoint; 0 trains all weights."""
     lora_alpha: Positive = 16.0
-    """Scale of the adapters times their rank."""
+    """LoRA alpha: scale of the adapters times their rank."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -105,29 +109,29 @@ class TokenConfig:
 
 @dataclass(frozen=True)
 class TokenPolicyConfig:
-    """A language-conditioned policy over action tokens.
+    """Settings of a language-conditioned policy over action tokens.
 
-    Images are read as token.vision says; of `image` only random_shift is used.
+    Images are encoded as set by token.vision; of `image` only random_shift is used.
     """
 
     builds: ClassVar[str] = "robopolicy.policies.token.policy:TokenPolicy"
 
     observation_keys: tuple[str, ...] = ()
-    """What it reads beside the instruction, [] for everything the world shows."""
+    """Observation keys that the policy reads in addition to the instruction, [] for all of the world's."""
     history: Count = 1
-    """Frames H that it reads."""
+    """Number H of observation frames that the policy reads."""
     chunk: Count = 4
-    """Steps C that it executes of a decision, all that it predicts."""
+    """Number C of control steps per action chunk, all of which are executed."""
     image: ImageEncoderConfig = field(default_factory=ImageEncoderConfig)
     state_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
+    """State normalisation: mean_std, min_max (the data's range becomes [-1, 1]) or identity."""
     action_normalization: NormalizationMode = NormalizationMode.MIN_MAX
-    """The same of actions."""
+    """Action normalisation, with the same choices as for states."""
     token: TokenConfig = field(default_factory=TokenConfig)
 
     @property
     def began_elsewhere(self) -> bool:
-        """Whether it begins with a checkpoint of a language model; see `abilities.BeganElsewhere`."""
+        """Whether it starts from a pretrained language model; see `abilities.BeganElsewhere`."""
         return bool(self.token.model)
 
     def __post_init__(self) -> None:

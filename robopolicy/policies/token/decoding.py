@@ -1,8 +1,7 @@
-"""Three ways of saying the K action tokens of a chunk: one after the other, several at a time out of masks, or all at
-once.
+"""Decoding methods for the K action tokens of a chunk: autoregressive, masked diffusion, or parallel.
 
-Each has `sample`, `score` and `loss`, and each scores exactly what it samples: the log-probability of a token is that
-of the state in which it was drawn.
+Each has `sample`, `score` and `loss`, with exactly matching sampling and log-probabilities: a token's log-probability
+is computed in the state in which it was drawn.
 """
 
 from collections.abc import Mapping
@@ -31,35 +30,37 @@ class ActionLanguage:
     temperature: float
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Return those of the action vocabulary [..., V] at the sampling temperature, of hidden states [..., width]."""
+        """Return the log-probabilities of the action vocabulary [..., V] at the sampling temperature, from hidden
+        states [..., width].
+        """
         return (self.head(hidden).float() / self.temperature).log_softmax(-1)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What comes before the action tokens: the instruction as read, and the embedded observation [N, O, width]."""
+    """Context of the action tokens: the cached instruction, and the embedded observation [N, O, width]."""
 
     reading: Reading
     observation: Tensor
 
 
 Kept = tuple[Tensor, Tensor]
-"""Tokens [N, K] and how many of them, the first ones, each row goes on from [N] int64."""
+"""(tokens [N, K], number of leading tokens that each row keeps [N] int64)."""
 
 
 class Decoding(Protocol):
-    """How action tokens are said; a `Prompt` serves for one call."""
+    """Decoding method for action tokens; a `Prompt` is valid for one call."""
 
     def sample(
         self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the latents, "tokens" [N, K] int64 among them, and logp [N, K]; deterministic: the likeliest
+        """Return the latents, including "tokens" [N, K] int64, and logp [N, K]; deterministic: the most likely
         tokens.
         """
         ...
 
     def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return latents with which `sample` could have said the tokens [N, K]."""
+        """Return latents with which `sample` could have produced the tokens [N, K]."""
         ...
 
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
@@ -69,12 +70,12 @@ class Decoding(Protocol):
     def loss(
         self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the mean cross entropy [N] of demonstrated tokens [N, K] at temperature 1, where valid [N, K] bool."""
+        """Return the mean cross entropy [N] of demonstrated tokens [N, K] at temperature 1, over valid [N, K] bool."""
         ...
 
 
 class CausalDecoding(nn.Module):
-    """From left to right, each token given those before it; scored in one teacher-forced pass."""
+    """Autoregressive decoding from left to right; log-probabilities are computed in one teacher-forced pass."""
 
     def __init__(self, length: int):
         super().__init__()
@@ -89,7 +90,7 @@ class CausalDecoding(nn.Module):
         deterministic: bool,
         kept: Kept | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say tokens [N, K] with cached keys and values; see `Decoding`."""
+        """Sample tokens [N, K] with cached keys and values; see `Decoding`."""
         hidden = language.model.extend(prompt.reading, prompt.observation)
         # All at once: the draw of place k is the same whatever was said before it.
         draws = uniform((len(hidden), self.length), generator, hidden.device)
@@ -108,7 +109,7 @@ class CausalDecoding(nn.Module):
         return {"tokens": torch.stack(tokens, 1)}, torch.stack(scores, 1)
 
     def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the tokens [N, K], which have one order."""
+        """Return the tokens [N, K], whose order is fixed."""
         return {"tokens": tokens}
 
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
@@ -122,21 +123,22 @@ class CausalDecoding(nn.Module):
         return _mean_error(language.head(self._teacher_forced(language, prompt, tokens)), tokens, valid)
 
     def _teacher_forced(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor) -> Tensor:
-        """Return the hidden states [N, K, width] from which the tokens [N, K] are said."""
+        """Return the hidden states [N, K, width] that predict the tokens [N, K]."""
         # The state before a token says it: the last of the observation the first token, token k - 1 token k.
         said = language.embedding(tokens[:, :-1])
         return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.length :]
 
 
 class ParallelDecoding(nn.Module):
-    """All at once, in one pass over K learned empty embeddings (OpenVLA-OFT, Kim et al. 2025, arXiv:2502.19645).
+    """Parallel decoding in one pass over K learned placeholder embeddings (OpenVLA-OFT, Kim et al. 2025,
+    arXiv:2502.19645).
 
-    Each position starts from an embedding that says nothing but its place; positions see the prompt and one another in
-    both directions. Given the observation the tokens are independent, so their log-probabilities add up to that of the
-    chunk; what depends on each other is only what all can work out of the observation. Deviations from the paper: the
-    prompt keeps the attention that its checkpoint learned with (there all of the sequence becomes bidirectional), and
-    the empty embeddings are learned, one a position (there they are zeros and positions are told apart by the rotary
-    embedding alone).
+    Each position starts from an embedding that encodes only its index; positions attend to the prompt and to each other
+    bidirectionally. Given the observation the tokens are independent, so their log-probabilities add up to that of the
+    chunk. Dependencies between tokens are limited to what each position can infer from the observation. Differences
+    from the paper: the prompt keeps the attention pattern of its checkpoint (there the whole sequence becomes
+    bidirectional), and the placeholder embeddings are learned per position (there they are zeros and only the rotary
+    embedding distinguishes positions).
     """
 
     def __init__(self, length: int, width: int):
@@ -152,7 +154,7 @@ class ParallelDecoding(nn.Module):
         deterministic: bool,
         kept: Kept | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say tokens [N, K] in one pass; see `Decoding`."""
+        """Sample tokens [N, K] in one pass; see `Decoding`."""
         every = self.score(language, prompt, {})
         check_finite("log-probabilities of action tokens", every)
         draws = uniform(every.shape[:2], generator, every.device)
@@ -167,7 +169,7 @@ class ParallelDecoding(nn.Module):
         return {"tokens": tokens}
 
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probabilities [N, K, V], which depend on no token [N, K]."""
+        """Return the log-probabilities [N, K, V], which do not depend on the tokens [N, K]."""
         return language.log_probabilities(self._hidden(language, prompt))
 
     def loss(
@@ -184,22 +186,22 @@ class ParallelDecoding(nn.Module):
 
 
 class MaskedDecoding(nn.Module):
-    """Discrete diffusion with an absorbing mask: S passes, each of which replaces some of the masks by tokens.
+    """Masked discrete diffusion with an absorbing mask: S passes, each of which replaces some masks by tokens.
 
-    All K positions are there from the start. A position holds a learned mask embedding or that of its token, plus a
-    learned embedding of its place; positions see instruction, observation and one another in both directions (that
-    prefix stays causal, and is read once). A pass draws a token for every masked position and commits the most
-    confident ones, those with the largest probability of what was drawn (MaskGIT, arXiv:2202.04200; LLaDA,
-    arXiv:2502.09992; for actions: Discrete Diffusion VLA, arXiv:2508.20072, without its re-masking: a token once said
-    stays, so that it has one score). Equal confidences: the earlier position.
+    All K positions exist from the start. A position contains a learned mask embedding or that of its token, plus a
+    learned position embedding. Positions attend to instruction, observation and each other bidirectionally (that prefix
+    stays causal and is processed once). Each pass draws a token for every masked position and commits the most
+    confident ones, those with the largest probability of the drawn token (MaskGIT, arXiv:2202.04200; LLaDA,
+    arXiv:2502.09992; for actions: Discrete Diffusion VLA, arXiv:2508.20072, without its re-masking: a committed token
+    stays, so that it has one log-probability). Ties are resolved in favour of the earlier position.
 
-    Scores follow the trajectory (CJ-GRPO, arXiv:2509.23924): "order" [N, K] int64 records in which of the S passes each
-    position was committed, and its log-probability is taken from the masked state before that pass. It is that of the
-    committed tokens given the states. Which positions are committed is decided by the draws, and is treated as part of
-    the environment, as CJ-GRPO does: the sum over K is not the log-probability of the chunk, nor of the trajectory.
-    Only with an order fixed in advance would it be both. The choice favours likely tokens: samples vary less than the
-    model's own distribution at that temperature, and the gradient of the scores does not average to zero over samples,
-    so advantages should (as those relative to a group do).
+    Log-probabilities follow the trajectory (CJ-GRPO, arXiv:2509.23924): "order" [N, K] int64 records in which of the S
+    passes each position was committed, and its log-probability is computed in the masked state before that pass. It is
+    that of the committed tokens given the states. The choice of committed positions depends on the draws and is treated
+    as part of the environment, as in CJ-GRPO: the sum over K is not the log-probability of the chunk, nor of the
+    trajectory. It would be both only with an order fixed in advance. The choice favours likely tokens: samples vary
+    less than the model's own distribution at that temperature, and the gradient of the log-probabilities does not
+    average to zero over samples, so advantages should (as group-relative ones do).
     """
 
     def __init__(self, length: int, width: int, steps: int, schedule: DecodeSchedule):
@@ -212,7 +214,9 @@ class MaskedDecoding(nn.Module):
     def sample(
         self, language: ActionLanguage, prompt: Prompt, generator: torch.Generator, *, deterministic: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Say K tokens in S passes; the latents also have "order" [N, K] int64, the pass of each; see `Decoding`."""
+        """Sample K tokens in S passes; the latents also contain "order" [N, K] int64, the pass of each; see
+        `Decoding`.
+        """
         reading, device = _read(language, prompt), prompt.observation.device
         shape = (len(prompt.observation), self.position.num_embeddings)
         steps = len(self.schedule)
@@ -234,16 +238,18 @@ class MaskedDecoding(nn.Module):
         return {"tokens": tokens, "order": order}, logp
 
     def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the tokens [N, K] and an "order" [N, K] in which the S passes commit as many of them, at random."""
+        """Return the tokens [N, K] and a random "order" [N, K] in which the S passes commit the scheduled numbers of
+        them.
+        """
         draws = uniform(tokens.shape, generator, tokens.device)
         ends = torch.tensor(self.schedule, device=tokens.device).cumsum(0)
         return {"tokens": tokens, "order": torch.bucketize(draws.argsort(-1).argsort(-1), ends, right=True)}
 
     def score(self, language: ActionLanguage, prompt: Prompt, latents: Mapping[str, Tensor]) -> Tensor:
-        """Return the log-probabilities [N, K, V], those of a position from the pass in which it was committed.
+        """Return the log-probabilities [N, K, V], for each position from the pass in which it was committed.
 
-        The S masked states of a row are rebuilt from "order" and looked at together, as N x S rows. Raises SpecError
-        without an order that fits.
+        The S masked states of a row are reconstructed from "order" and processed together, as N x S rows. Raises
+        SpecError without a valid order.
         """
         tokens, steps = latents["tokens"], len(self.schedule)
         order = latents.get("order")
@@ -265,13 +271,13 @@ class MaskedDecoding(nn.Module):
     def loss(
         self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator
     ) -> Tensor:
-        """Return the mean cross entropy of masked tokens [N] at temperature 1, each row masked to a share of its own.
+        """Return the mean cross entropy of masked tokens [N] at temperature 1, with a separate masking ratio per row.
 
-        The share is uniform in (0, 1] of the row's valid tokens, rounded up, and which ones is uniform too. The mean is
-        over what is masked, so every row counts the same however much that is; this is the 1 / t weighting of masked
-        diffusion with the exact number for its expectation, so K times the loss bounds -log p(chunk), p decoding one
-        token at a time in random order, from above (Hoogeboom et al. 2022, arXiv:2110.02037). Invalid tokens stay
-        masked: nothing is learned of them or from them.
+        The ratio is uniform in (0, 1] of the row's valid tokens, rounded up, and the masked positions are uniform too.
+        The mean is over masked tokens, so every row has the same weight; this is the 1 / t weighting of masked
+        diffusion with the exact count in place of its expectation. Thus K times the loss is an upper bound on -log
+        p(chunk), with p decoding one token at a time in random order (Hoogeboom et al. 2022, arXiv:2110.02037). Invalid
+        tokens stay masked and are not used in training.
         """
         # 1 - rand lies in (0, 1]: of what is valid at least one token is masked.
         share = 1 - torch.rand((len(tokens), 1), generator=generator, device=generator.device)
@@ -284,16 +290,16 @@ class MaskedDecoding(nn.Module):
         return _mean_error(language.head(hidden), tokens, masked)
 
     def _embed(self, language: ActionLanguage, tokens: Tensor, said: Tensor) -> Tensor:
-        """Return the embeddings [..., K, width] of tokens [..., K] where `said`, and of masks elsewhere."""
+        """Return the embeddings [..., K, width]: of tokens [..., K] where `said` is True, of masks elsewhere."""
         return torch.where(said[..., None], language.embedding(tokens), self.mask) + self.position.weight
 
 
 def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[int, ...]:
-    """Return how many of K = `length` positions each pass commits; they add up to K. Raises ConfigError.
+    """Return the number of the K = `length` positions that each pass commits; they sum to K. Raises ConfigError.
 
-    EVEN: `steps` passes of as equal size as possible. ASCENDING: 1, 2, 4, ... and the rest in the last pass, so that
-    the first tokens, which are said knowing least, are said most carefully (ASS, arXiv:2509.23924); steps does not
-    matter. What is learned weighs all tokens alike, where the paper averages within every pass first.
+    EVEN: `steps` passes of sizes as equal as possible. ASCENDING: 1, 2, 4, ... and the rest in the last pass, so that
+    the first tokens, which have the least context, are committed most carefully (ASS, arXiv:2509.23924); steps is
+    ignored. All tokens have equal weight in training, whereas the paper averages within every pass first.
     """
     if schedule is DecodeSchedule.ASCENDING:
         passes = max(1, (length - 1).bit_length())
@@ -309,7 +315,9 @@ def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[
 def make_decoding(
     config: TokenConfig, length: int, model: LanguageModel
 ) -> CausalDecoding | MaskedDecoding | ParallelDecoding:
-    """Return what config.decoding names for K = `length` tokens; raises ConfigError where `model` cannot do that."""
+    """Return the decoding set by config.decoding for K = `length` tokens; raises ConfigError if `model` does not
+    support it.
+    """
     if config.decoding is TokenDecoding.CAUSAL:
         return CausalDecoding(length)
     if config.model:
@@ -320,25 +328,25 @@ def make_decoding(
 
 
 def _read(language: ActionLanguage, prompt: Prompt) -> Reading:
-    """Read the observation after the instruction."""
+    """Process the observation after the instruction."""
     language.model.extend(prompt.reading, prompt.observation)
     return prompt.reading
 
 
 def _draw(logp: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one of V choices by inverting the cumulative distribution of logp [..., V] at uniform [...]."""
+    """Sample one of V choices by inverting the cumulative distribution of logp [..., V] at uniform [...]."""
     cumulative = logp.exp().cumsum(-1)
     # scaled by the last entry, which rounding leaves a little off 1
     return (cumulative <= (uniform[..., None] * cumulative[..., -1:])).sum(-1).clamp_max(logp.shape[-1] - 1)
 
 
 def _of_tokens(every: Tensor, tokens: Tensor) -> Tensor:
-    """Pick the entries of tokens [...] from every [..., V]."""
+    """Gather the entries of tokens [...] from [..., V]."""
     return every.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def _mean_error(logits: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
-    """Return the cross entropy of tokens [N, K] under logits [N, K, V], mean over counted [N, K] bool -> [N]."""
+    """Return the cross entropy of tokens [N, K] under logits [N, K, V], averaged over counted [N, K] bool -> [N]."""
     error = functional.cross_entropy(rearrange(logits, "n k v -> n v k"), tokens, reduction="none")
     weight = counted.to(error.dtype)
     return (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)

@@ -1,14 +1,14 @@
-"""A vision-language-action model: a transformer reads the instruction and the observation, then says the action
-chunk in tokens, one after the other or several at a time (`decoding`).
+"""Vision-language-action token policy: a transformer reads instruction and observation, then generates the action chunk
+as tokens, one by one or several at a time (`decoding`).
 
-A vision-language checkpoint reads images and instruction as one prompt in its own format; all others read the
-instruction, then patches of the images. Vectors (the robot's state) come after that, an embedding each through a
-learned projection: exact, one position however many numbers, no digits to be spelled (OpenVLA-OFT, arXiv:2502.19645).
+A vision-language checkpoint processes images and instruction as one prompt in its own format; other backbones process
+the instruction, then image patches. Vectors (the robot's state) follow, one embedding each through a learned
+projection: exact, and one position per vector, without spelling digits (OpenVLA-OFT, arXiv:2502.19645).
 
-Every token is a categorical choice with an exact log-probability at the sampling temperature: `log_prob` scores what
-`act` sampled, in the state in which it was sampled. The vocabulary is extended by the action tokens alone: they have
-embeddings and a head of their own, so the distribution covers nothing else (OpenVLA and pi0-FAST overwrite rarely used
-words instead) and the text's logits are never computed.
+Every token is a categorical choice with an exact log-probability at the sampling temperature: `log_prob` evaluates the
+tokens sampled by `act` in the state in which they were sampled. The action tokens have their own embeddings and head,
+so the distribution covers only them (OpenVLA and pi0-FAST overwrite rarely used words instead), and text logits are
+never computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKEN_POLICY = "token_policy"
-"""What checkpoints call it."""
+"""Kind name in checkpoints."""
 TOKENIZER, PROCESSOR = "tokenizer", "processor"
-"""Folders in a checkpoint."""
+"""Subfolders of a checkpoint."""
 
 
 class TokenPolicy(nn.Module):
-    """A `core.policy.Policy` that says action tokens.
+    """A `core.policy.Policy` that generates action tokens.
 
-    config, observation, action, fps, values, seed: as in `DenoisingPolicy`; instructions: those it may be given (a
-    model from scratch knows their words and no others); language: a backbone and its tokenizer or,
-    where it reads images itself, its processor, None for what config.token names. Raises ConfigError when
-    config.observation_keys names a field that does not exist, an action is no vector, the decoding does not fit the
-    tokens or the model, or `values` lack a field that is normalised.
+    config, observation, action, fps, values, seed: as in `DenoisingPolicy`; instructions: supported instructions (the
+    vocabulary of a model trained from scratch); language: a backbone and its tokenizer or, if it encodes images itself,
+    its processor; None for the one set by config.token. Raises ConfigError when config.observation_keys names an
+    unknown field, an action is not a vector, the decoding does not fit the tokens or the model, or `values` lack a
+    normalised field.
     """
 
     action_low: Tensor
@@ -134,17 +134,17 @@ class TokenPolicy(nn.Module):
 
     @property
     def began_elsewhere(self) -> bool:
-        """Whether it began with a checkpoint of a language model; see `abilities.BeganElsewhere`."""
+        """Whether it started from a pretrained language model; see `abilities.BeganElsewhere`."""
         return bool(self.config.token.model)
 
     @property
     def reads_instructions(self) -> bool:
-        """Whether decisions follow the instruction."""
+        """Whether decisions depend on the instruction."""
         return True
 
     @property
     def spec(self) -> PolicySpec:
-        """What it reads and writes; the scored steps are the K tokens of a chunk."""
+        """Inputs and outputs; the scored steps are the K tokens of a chunk."""
         return PolicySpec(
             observation=self.fields,
             action=self.action,
@@ -162,16 +162,16 @@ class TokenPolicy(nn.Module):
     def act(
         self, observation: TensorObservation, generator: torch.Generator, *, deterministic: bool = False
     ) -> Decision:
-        """Decide for every row; latents: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
+        """Return a decision for every row; latents: "tokens" [B, K] int64, and in masked decoding "order" [B, K] int64.
 
-        deterministic: the likeliest token each time; these are no choices, so mask is False and logp zero. Raises
-        SpecError or NonFiniteError on a bad observation or unknown words, and NonFiniteError rather than returning a
-        non-finite action.
+        deterministic: the most likely token each time, without log-probabilities: mask is False and logp zero. Raises
+        SpecError or NonFiniteError on an invalid observation or unknown words, and NonFiniteError rather than returning
+        a non-finite action.
         """
         return self.say(self._prompt(observation), generator, deterministic=deterministic)
 
     def say(self, prompt: Prompt, generator: torch.Generator, *, deterministic: bool) -> Decision:
-        """Decide [B, C, A] after a prompt; see `act`."""
+        """Generate actions [B, C, A] after a prompt; see `act`."""
         latents, logp = self.decoding.sample(self._action_language, prompt, generator, deterministic=deterministic)
         mask = torch.full(logp.shape, not deterministic, device=logp.device)
         return self._decision(latents, logp, mask)
@@ -180,9 +180,10 @@ class TokenPolicy(nn.Module):
     def resume(
         self, observation: TensorObservation, latents: Mapping[str, Tensor], count: Tensor, generator: torch.Generator
     ) -> Decision:
-        """`act` that keeps the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`.
+        """Like `act`, but keep the first count[b] tokens of latents["tokens"] [B, K]; see `Resumes`.
 
-        count: [B] int64. Raises ConfigError in masked decoding, which has no first tokens, else what `act` raises.
+        count: [B] int64. Raises ConfigError in masked decoding, which has no first tokens, otherwise the errors of
+        `act`.
         """
         if isinstance(self.decoding, MaskedDecoding):
             raise ConfigError("Masked decoding has no first tokens to go on from: set branch_sampling_step to null.")
@@ -197,20 +198,23 @@ class TokenPolicy(nn.Module):
         return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
 
     def _decision(self, latents: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
-        """Turn tokens [B, K] into actions [B, C, A] within the world's bounds; a logp [B, K] that is no choice is 0."""
+        """Decode tokens [B, K] to actions [B, C, A] within the world's bounds; logp [B, K] of tokens that were not
+        sampled is 0.
+        """
         chosen = latents["tokens"]
         actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
         actions = in_range(actions, self.action_low, self.action_high)
         return Decision(actions, latents, torch.where(mask, logp, 0.0), mask)
 
     def log_prob(self, observation: TensorObservation, latents: Mapping[str, Tensor]) -> Scores:
-        """Score the latents that `act` returned, tokens [N, K]: logp and entropy [N, K] at the sampling temperature.
+        """Compute log-probabilities of tokens [N, K] returned by `act`: logp and entropy [N, K] at the sampling
+        temperature.
 
         Optional latents: "chosen" [N, k] int64 selects k of the K tokens per row; "executed" [N, C] bool: tokens of
-        control steps that were not executed score 0 (with frequencies every token is part of every step, and all
-        count). In masked decoding other tokens may have been said in view of those, so that this is an approximation
-        there. extras: log_probabilities [N, K, V] of the whole action vocabulary. Raises SpecError where tokens or
-        observation do not fit.
+        control steps that were not executed have logp 0 (with frequencies every token affects every step, and all
+        count). In masked decoding other tokens may depend on those, so this is an approximation there. extras:
+        log_probabilities [N, K, V] of the whole action vocabulary. Raises SpecError if tokens or observation have wrong
+        shapes.
         """
         tokens = latents["tokens"]
         if tuple(tokens.shape[1:]) != (self.action_tokens.length,):
@@ -230,15 +234,15 @@ class TokenPolicy(nn.Module):
         return Scores(logp, entropy, {"log_probabilities": every})
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the latents [N, ...] with which `act` would have said action chunks [N, C, A], in the world's units.
+        """Return the latents [N, ...] with which `act` would have generated chunks [N, C, A] in world units.
 
-        generator: draws the order in which masked decoding would have said them.
+        generator: draws the order of the tokens in masked decoding.
         """
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
         return self.decoding.told(tokens, generator)
 
     def describe_steps(self) -> dict[str, Any]:
-        """See `core.steps.DescribesSteps`; at which temperature each explores is no part of it."""
+        """See `core.steps.DescribesSteps`; the exploration temperature is not included."""
         token, tokenizer = self.config.token, self.action_tokens
         masked = isinstance(self.decoding, MaskedDecoding)
         return {
@@ -254,8 +258,8 @@ class TokenPolicy(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {"tokens": [N]}: the mean cross entropy of the demonstrated tokens, at temperature 1.
 
-        batch: "observation" (key -> [N, H, ...] and `task`, N texts), "actions" [N, C, A] in the world's units,
-        "action_valid" [N, C] bool (padding is not learned, except by frequencies, which say "hold the last action").
+        batch: "observation" (key -> [N, H, ...] and `task`, N strings), "actions" [N, C, A] in world units,
+        "action_valid" [N, C] bool (padding is ignored, except with frequencies, which encode "hold the last action").
         Raises SpecError on other shapes, NonFiniteError on NaN or infinity.
         """
         actions, valid = check_chunks(batch, self.config.chunk, self.action.size)
@@ -267,24 +271,24 @@ class TokenPolicy(nn.Module):
         return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
 
     def normalizers(self) -> dict[str, Normalizer]:
-        """Return the normalisers by observation key, and the action's under "action"."""
+        """Return the normalisers by observation key, and the action normaliser under "action"."""
         keys = [key for key in self.fields if not key.startswith(IMAGE_PREFIX)]
         return {ACTION: self.action_normalizer, **{key: self.observation_tokens.normalizer(key) for key in keys}}
 
     def fit_normalizers(self, values: Mapping[str, Tensor]) -> None:
         """Fit every normaliser on data: values by observation key [samples, *shape] and "action" [samples, A].
 
-        Raises ConfigError when a key is missing or fine-tuning has begun.
+        Raises ConfigError when a key is missing or fine-tuning has started.
         """
         if self.finetuning is not None:
             raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
-        """Get ready for policy gradients, which train all K tokens; train_encoder False freezes the observation's part.
+        """Prepare for policy gradients, which train all K tokens; train_encoder False freezes the observation encoder.
 
-        Of a checkpoint that sees, its vision tower and connector are part of that. What was frozen when the policy was
-        fine-tuned before stays frozen. Raises ConfigError for another number of steps.
+        For a vision-language checkpoint this includes vision tower and connector. Parts frozen in an earlier
+        fine-tuning stay frozen. Raises ConfigError for a different number of steps.
         """
         if steps not in (None, self.action_tokens.length):
             raise ConfigError(
@@ -297,9 +301,9 @@ class TokenPolicy(nn.Module):
             self.language.freeze_vision()
 
     def add_lora(self, rank: int, alpha: float | None = None) -> None:
-        """Freeze everything and train low-rank adapters of the language model alone; alpha: scale x rank, 2 x rank.
+        """Freeze all weights and train LoRA adapters of the language model only; alpha: scale x rank, 2 x rank.
 
-        Raises ConfigError where there are adapters already.
+        Raises ConfigError if there are adapters already.
         """
         if self.adapters is not None or self.config.token.lora_rank:
             raise ConfigError("The policy has adapters already: they go on learning, or merge_lora() takes them in.")
@@ -313,9 +317,9 @@ class TokenPolicy(nn.Module):
             self.language.freeze_vision()
 
     def merge_lora(self) -> None:
-        """Add the adapters of `add_lora` to the weights; what it decides stays the same up to rounding.
+        """Merge the adapters of `add_lora` into the weights; decisions are unchanged up to rounding.
 
-        Raises ConfigError where there are none.
+        Raises ConfigError if there are none.
         """
         if self.adapters is None:
             raise ConfigError("There are no adapters to merge: add_lora() makes them.")
@@ -324,16 +328,16 @@ class TokenPolicy(nn.Module):
         self.requires_grad_(True)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The weights that an optimiser may change."""
+        """Weights that an optimiser may change."""
         return [weight for weight in self.parameters() if weight.requires_grad]
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered between decisions, of whatever rows [R]."""
+        """Do nothing; no row [R] has state between policy calls."""
 
     def save(self, folder: Path) -> None:
-        """Write config.json, model.safetensors and the tokenizer's files, atomically.
+        """Write config.json, model.safetensors and the tokenizer's files atomically.
 
-        All weights are inside, so the Hugging Face checkpoint that it began with is not needed to load it.
+        All weights are included, so the original Hugging Face checkpoint is not needed for loading.
         """
 
         def reader(temporary: Path) -> None:
@@ -355,7 +359,7 @@ class TokenPolicy(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
-        """Rebuild what `save` wrote; raises CheckpointError where the files do not fit together."""
+        """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
         require_format(folder, description)
         with restoring(folder, "a policy"):
             observation, action, known = saved_fields(description)
@@ -375,7 +379,9 @@ class TokenPolicy(nn.Module):
         return ActionLanguage(self.language, self.action_embedding, self.head, self.config.token.temperature)
 
     def _prompt(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Prompt:
-        """Read the instruction, with the images where the checkpoint sees, and embed the rest of the observation."""
+        """Process the instruction, with images if the checkpoint encodes them, and embed the rest of the
+        observation.
+        """
         embedded, texts = self.embed(observation, generator), self.texts(observation)
         if self.processor is not None:
             seen = self.observation_tokens.cameras(observation, generator)
@@ -388,20 +394,20 @@ class TokenPolicy(nn.Module):
         return Prompt(self.read(distinct, index.to(embedded.device)), embedded)
 
     def embed(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Tensor:
-        """Return an observation as embeddings [N, O, width]; a generator shifts images at random.
+        """Embed an observation as [N, O, width]; a generator enables random image shifts.
 
-        Raises SpecError or NonFiniteError on a bad observation.
+        Raises SpecError or NonFiniteError on an invalid observation.
         """
         validate_observation(observation, self.fields, history=self.config.history)
         return self.observation_tokens(observation, generator)
 
     def texts(self, observation: TensorObservation) -> list[str]:
-        """Return the instruction of each of the N rows; raises SpecError where one is missing or unknown."""
+        """Return the instruction of each of the N rows; raises SpecError if one is missing or unknown."""
         rows = len(observation[next(iter(self.fields))])
         return given_instructions(observation, rows, self.instructions)
 
     def read(self, texts: Sequence[str], rows: Tensor) -> Reading:
-        """Return what rows [N] have read, each of them one of `texts`, without images."""
+        """Return the cached prompts of rows [N], each one of `texts`, without images."""
         tokens, text = self.text_tokens(texts)
         return self.language.read(tokens.to(rows.device), text.to(rows.device), rows)
 
@@ -427,7 +433,7 @@ def _language(
 def _saved_reader(
     folder: Path, description: Mapping[str, Any], token: TokenConfig, instructions: tuple[str, ...]
 ) -> TextTokenizer | VisionLanguageProcessor:
-    """Return what reads prompts; older checkpoints, without prompts of images, say nothing about them."""
+    """Load the tokenizer or processor of a checkpoint; older checkpoints, without image prompts, have a tokenizer."""
     if description.get("sees") is True:
         return load_processor(folder / PROCESSOR, token.prompt, split_images=token.split_images)
     return load_pretrained_tokenizer(folder / TOKENIZER) if token.model else WordTokenizer(instructions)

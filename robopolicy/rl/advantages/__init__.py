@@ -1,1 +1,1 @@
-"""How good every decision was: one module a family of estimators."""
+"""Advantage estimators: one module per family."""

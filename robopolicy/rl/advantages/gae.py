@@ -1,4 +1,4 @@
-"""From rewards to advantages over decisions that last several control steps."""
+"""Generalised advantage estimation over action chunks that last several control steps."""
 
 from typing import NamedTuple
 
@@ -11,14 +11,14 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 class Advantages(NamedTuple):
-    """advantages and returns (the critic's regression targets), both [B, T]."""
+    """Advantages and returns (the critic's regression targets), both [B, T]."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def chunk_rewards(rewards: Tensor, valid: Tensor, gamma: float) -> Tensor:
-    """Return the discounted reward inside each chunk, sum_j gamma^j r_j over valid steps: [B, T, C] -> [B, T]."""
+    """Compute the discounted reward inside each chunk, sum_j gamma^j r_j over valid steps: [B, T, C] -> [B, T]."""
     # The policy commits to a whole chunk, so its rewards belong to one decision; they are discounted inside it all the
     # same, so that chunks of different lengths are paid alike for the same control steps.
     discounts = gamma ** torch.arange(rewards.shape[-1], dtype=rewards.dtype, device=rewards.device)
@@ -40,11 +40,11 @@ def gae(
         delta_t = R_t + gamma^h_t * (1 - terminated_t) * V(next_t) - V_t
         A_t     = delta_t + gamma^h_t * lambda * (1 - ended_t) * A_{t+1}
 
-    rewards, valid: [B, T, C]; R_t is discounted inside the chunk; h_t = number of valid steps; lambda counts decisions.
-    values, next_values: [B, T], next_values of the observation BEFORE any reset. terminated cuts the bootstrap; ended
-    (terminated, time limit or horizon end) cuts the chain. gamma is per control step. A decision without a valid step
-    (a row that had ended before) gets advantage 0 and its own value as return. The chain past the last column is
-    bootstrapped from next_values alone.
+    rewards, valid: [B, T, C]; R_t is discounted inside the chunk; h_t = number of valid steps; lambda counts action
+    chunks. values, next_values: [B, T], next_values of the observation BEFORE any reset. terminated stops the
+    bootstrap; ended (terminated, time limit or horizon end) stops the recursion. gamma is per control step. A chunk
+    without a valid step (its row had already ended) gets advantage 0 and its own value as return. The recursion past
+    the last column is bootstrapped from next_values alone.
     """
     duration = valid.sum(-1)
     discount = gamma ** duration.to(values.dtype)
@@ -65,10 +65,10 @@ def gae(
 
 
 def next_values(values: Tensor, values_at_end: Tensor, ended: Tensor) -> Tensor:
-    """Return V(next) [B, T] from V of each column and V of the pre-reset next observation where that is needed.
+    """Return V(next) [B, T] from the V of each column and, where needed, the V of the pre-reset next observation.
 
-    values: [B, T]; values_at_end: [B, T], read only where a decision ended its episode and in the last column, so the
-    caller may leave anything elsewhere.
+    values: [B, T]; values_at_end: [B, T], read only where a chunk ended its episode and in the last column; other
+    entries may be arbitrary.
     """
     # The next column belongs to the same episode only where this one has not ended.
     shifted = torch.cat([values[:, 1:], values_at_end[:, -1:]], dim=1)
@@ -87,7 +87,7 @@ def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "gae", source="Schulman et al. 2016, arXiv:1506.02438; as in DPPO", needs=(Need.CRITIC,))
 def estimate(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Tensor:
-    """Generalised advantage estimation over decisions, with a critic, standardised over the batch.
+    """Generalised advantage estimation over action chunks, with a critic, standardised over the batch.
 
     extras: `advantage_gae` [B, T], which the trainer computes together with the critic's targets.
     """
@@ -96,7 +96,9 @@ def estimate(rollouts: Rollouts, context: Context, *, whiten: bool = True) -> Te
 
 
 def denoising_discount(steps: int, gamma: float) -> Tensor:
-    """Return the credit per step, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO, arXiv:2409.00588)."""
+    """Return the discount per denoising step, [K]: gamma^(K - 1 - i), 1 at the cleanest step (DPPO,
+    arXiv:2409.00588).
+    """
     return gamma ** torch.arange(steps - 1, -1, -1, dtype=torch.float32)
 
 
@@ -110,9 +112,9 @@ def discount_denoising(rollouts: Rollouts, advantage: Tensor, context: Context, 
 
 
 def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Monte-Carlo returns [B, T] and which of them are known: decisions whose episode ended in the window.
+    """Compute Monte-Carlo returns [B, T] and a mask of the known ones: chunks whose episode ended in the window.
 
-    rewards: [B, T] of each decision; discount: [B, T], gamma ** duration.
+    rewards: [B, T] per chunk; discount: [B, T], gamma ** duration.
     """
     following = torch.zeros_like(rewards[:, 0])
     known = torch.zeros_like(rollouts.ended[:, 0])

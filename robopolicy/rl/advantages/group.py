@@ -1,6 +1,8 @@
-"""Advantages from comparing episodes with the same start: (rollouts, context) -> A [B, T], constant over an episode.
+"""Group-relative advantages over episodes with the same initial state: (rollouts, context) -> A [B, T], constant over
+an episode.
 
-Rows are whole episodes, groups are ragged. An episode whose return is not finite counts in no baseline and gets 0.
+Batch rows are complete episodes; groups may differ in size. An episode whose return is not finite is excluded from all
+baselines and gets 0.
 """
 
 import torch
@@ -15,19 +17,19 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def outcomes(rollouts: Rollouts) -> tuple[Tensor, Tensor, Segments]:
-    """Return the episodes' returns [B], which of them count [B] bool, and the groups."""
+    """Return the episodes' returns [B], a mask of the finite ones [B] bool, and the groups."""
     returns = rollouts.row_return
     counts = returns.isfinite()
     return torch.where(counts, returns, 0.0), counts, Segments.of(rollouts.group)
 
 
 def broadcast(advantage: Tensor, rollouts: Rollouts) -> Tensor:
-    """Give every decision of an episode its episode's advantage: [B] -> [B, T], 0 on padding."""
+    """Expand one advantage per episode to all of its chunks: [B] -> [B, T], 0 on padding."""
     return torch.where(rollouts.alive, advantage[:, None], 0.0)
 
 
 def group_normalised(values: Tensor, counts: Tensor, groups: Segments, epsilon: float = 1e-6) -> Tensor:
-    """Return (x - group mean) / (group std + epsilon), [B]; 0 where an entry does not count."""
+    """Return (x - group mean) / (group std + epsilon), [B]; 0 for excluded entries."""
     centred = values - groups.mean(values, counts)[groups.index]
     return torch.where(counts, centred / (groups.std(values, counts)[groups.index] + epsilon), 0.0)
 
@@ -43,7 +45,7 @@ def grpo(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tens
 
 @mechanism(Slot.ADVANTAGE, "dr_grpo", source="Liu et al. 2025, arXiv:2503.20783", needs=(Need.GROUPS,))
 def dr_grpo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - group mean, without the standard deviation that favours very easy and very hard starts.
+    """A = R - group mean, without the standard deviation, which overweights very easy and very hard initial states.
 
     R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
     """
@@ -54,7 +56,7 @@ def dr_grpo(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "rloo", source="Ahmadian et al. 2024, arXiv:2402.14740", needs=(Need.GROUPS,))
 def rloo(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - mean of the other episodes of the group (leave one out); 0 for a group of one.
+    """A = R - mean of the other episodes of the group (leave-one-out); 0 for a group of one.
 
     R [B]: the episodes' returns. Returns A [B, T], constant over an episode.
     """
@@ -62,7 +64,7 @@ def rloo(rollouts: Rollouts, context: Context) -> Tensor:
 
 
 def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
-    """Return each value minus the mean of the others of its group, [B]; 0 where there are no others."""
+    """Return each value minus the mean of the others of its group, [B]; 0 if there are no others."""
     # With itself in the baseline an episode would lower its own advantage by 1 / size, a bias of small groups.
     size = groups.size(counts)[groups.index]
     others = (groups.sum(values, counts)[groups.index] - values) / (size - 1).clamp(min=1)
@@ -73,12 +75,13 @@ def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
 def mc_grpo(
     rollouts: Rollouts, context: Context, *, epsilon: float = 1e-3, limit: float = 3.0
 ) -> tuple[Tensor, Tensor]:
-    """A = (R - group median) / (median absolute deviation + epsilon); the median episode is left out of the update.
+    """A = (R - group median) / (median absolute deviation + epsilon); the median episode is excluded from the update.
 
-    Made for tiny groups: play an odd number G + 1, learn from G. With an even number nothing is left out. A is bounded
-    by `limit`, which is ours: where more than half of a group agree the deviation is 0, and who differs, as of binary
-    rewards, would get 1 / epsilon; the bound then sets the scale. Left out: in the authors' code what is not 0 is also
-    multiplied by the group's size over their number. Returns A [B, T] and which episodes are learned from, [B] bool.
+    Designed for small groups: play an odd number G + 1 and learn from G. With an even number no episode is excluded. A
+    is bounded by `limit`, an addition here: if more than half of a group agree, as with binary rewards, the deviation
+    is 0, and other episodes would get 1 / epsilon; the bound then sets the scale. Omitted: the authors' code also
+    multiplies non-zero entries by the group's size over their number. Returns A [B, T] and the episodes to learn from,
+    [B] bool.
     """
     returns, counts, groups = outcomes(rollouts)
     centred = returns - groups.median(returns, counts)[groups.index]
@@ -94,12 +97,13 @@ def mc_grpo(
 def ngrpo(
     rollouts: Rollouts, context: Context, *, best: float | None = None, virtual: int = 1, epsilon: float = 1e-6
 ) -> Tensor:
-    """GRPO with virtual episodes of the best possible return in every group, so that all-fail groups get A < 0.
+    """GRPO with virtual episodes of the best possible return in every group, so that groups without success get A < 0.
 
-    best: that return, null for the best of the run so far (set it where nothing succeeds at first); virtual: how many.
-    The spread is that of a sample (n - 1), as in the paper's figures. The preset clips as the paper does, at 0.16 below
-    and 0.24 above. For tokens: being pushed away from what failed spreads a categorical policy out, but moves the mean
-    of a Gaussian step without end. Returns A [B, T], constant over an episode.
+    best: the best possible return, null for the best of the run so far (set it if nothing succeeds at first); virtual:
+    number of virtual episodes. The standard deviation is that of a sample (n - 1), as in the paper's figures. The
+    preset clips as in the paper, at 0.16 below and 0.24 above. For tokens only: moving away from failures makes a
+    categorical policy broader, but shifts the mean of a Gaussian step without bound. Returns A [B, T], constant over an
+    episode.
     """
     returns, counts, groups = outcomes(rollouts)
     seen = float(returns[counts].max()) if bool(counts.any()) else 0.0
@@ -118,8 +122,8 @@ def ngrpo(
 def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | None = None) -> Tensor:
     """Normalise every reward term within its group first, sum them with weights, then standardise over the batch.
 
-    A large term cannot drown a small one. weights: term -> weight, 1 where not named. Returns A [B, T], constant over
-    an episode.
+    A term with large values cannot dominate a small one. weights: term -> weight, 1 by default. Returns A [B, T],
+    constant over an episode.
     """
     groups = Segments.of(rollouts.group)
     total = torch.zeros_like(rollouts.row_return)
@@ -134,12 +138,11 @@ def gdpo(rollouts: Rollouts, context: Context, *, weights: dict[str, float] | No
 
 @mechanism(Slot.ADVANTAGE, "best_and_worst", source="GRAPE, arXiv:2411.19309", needs=(Need.GROUPS,))
 def best_and_worst(rollouts: Rollouts, context: Context, *, pairs: int = 1) -> tuple[Tensor, Tensor]:
-    """A = 1 in the `pairs` best episodes of a group, -1 in as many worst ones; the rest is not learned from.
+    """A = 1 for the `pairs` best episodes of a group, -1 for the same number of worst ones; the rest is excluded.
 
-    The i-th best counts with the i-th worst, and only where its return is larger: ties give no pair, and whoever is
-    chosen beats everyone rejected of its group. Episodes of stored pairs keep the verdict they were stored with. Where
-    no group has a pair all stay, with A = 0. Returns A [B, T] and keep [B] bool. Raises ConfigError for less than one
-    pair.
+    The i-th best is paired with the i-th worst only if its return is larger: ties form no pair, and every chosen
+    episode beats every rejected one of its group. Episodes of stored pairs keep their stored label. If no group has a
+    pair, all stay, with A = 0. Returns A [B, T] and keep [B] bool. Raises ConfigError if pairs is less than 1.
     """
     if pairs < 1:
         raise ConfigError(f"options.best_and_worst.pairs={pairs}: a group gives at least 1 pair.")
@@ -162,7 +165,7 @@ def best_and_worst(rollouts: Rollouts, context: Context, *, pairs: int = 1) -> t
 
 @mechanism(Slot.SELECTION, "mixed_outcomes", source="DAPO, arXiv:2503.14476", needs=(Need.GROUPS,))
 def keep_mixed(rollouts: Rollouts, context: Context) -> Tensor:
-    """Drop groups in which every episode succeeded or every one failed; keep all where no group is mixed.
+    """Drop groups in which all episodes succeeded or all failed; keep everything if no group is mixed.
 
     Returns keep [B] bool.
     """

@@ -1,8 +1,7 @@
-"""Advantages of single decisions and steps: (rollouts, context) -> A [B, T] or [B, T, K].
+"""Advantages of single action chunks and steps: (rollouts, context) -> A [B, T] or [B, T, K].
 
-From comparing what followed them: GiGPO, HGPO, SALT, UI-S1 and BranchGRPO's depth-wise normalisation are one function,
-`group_baseline`, with different keys: which decisions are compared with one another. Or from what a model says about
-them.
+They compare the returns that follow: GiGPO, HGPO, SALT, UI-S1 and BranchGRPO's depth-wise normalisation all use
+`group_baseline`, with different keys that define which chunks are compared. Others use the predictions of side models.
 """
 
 import torch
@@ -19,14 +18,15 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def returns_to_go(rollouts: Rollouts, discount: float) -> Tensor:
-    """Return G_t = R_t + discount^h_t G_{t+1}, [B, T] (h_t control steps, not discounted inside a decision)."""
+    """Compute G_t = R_t + discount^h_t G_{t+1}, [B, T] (h_t control steps, not discounted inside a chunk)."""
     return discounted_sums(rollouts.reward, discount ** rollouts.duration.float(), ~rollouts.ended)
 
 
 def group_baseline(values: Tensor, key: Segments, counts: Tensor, scale: bool = False) -> tuple[Tensor, Tensor]:
-    """Return values minus their key's mean (over its std), and the number of members of the key, all flat [N].
+    """Return values minus the mean of their key (divided by its std), and the number of members of the key, all flat
+    [N].
 
-    Decisions that are alone under their key get 0.
+    Entries that are alone under their key get 0.
     """
     size = key.size(counts)[key.index]
     centred = values - key.mean(values, counts)[key.index]
@@ -36,10 +36,10 @@ def group_baseline(values: Tensor, key: Segments, counts: Tensor, scale: bool = 
 
 
 def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
-    """Return which state every decision was taken in, [B, T] int64: equal numbers for states that look alike.
+    """Compute a key for the state of every chunk, [B, T] int64: equal numbers for states that look alike.
 
-    Vector fields of the newest frame are divided by their standard deviation over the batch and rounded to multiples
-    of `resolution`. A collector may give its own keys as extras["state_key"].
+    Vector fields of the newest frame are divided by their standard deviation over the batch and rounded to multiples of
+    `resolution`. A collector may provide its own keys as extras["state_key"].
     """
     if "state_key" in rollouts.extras:
         return rollouts.extras["state_key"]
@@ -58,10 +58,10 @@ def state_keys(rollouts: Rollouts, resolution: float) -> Tensor:
 def gigpo(
     rollouts: Rollouts, context: Context, *, step_weight: float = 1.0, resolution: float = 0.25, scale: bool = True
 ) -> Tensor:
-    """Episode advantage plus step advantage: what followed, against other visits of the same state in the group.
+    """Episode advantage plus step advantage: the return-to-go relative to other visits of the same state in the group.
 
-    step_weight: of the step advantage; resolution: as in `state_keys`; scale: divide either by its standard deviation,
-    of the group's returns and among the visits (the paper has both forms). Returns A [B, T].
+    step_weight: weight of the step advantage; resolution: as in `state_keys`; scale: divide each by its standard
+    deviation, over the group's returns and over the visits (the paper has both forms). Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
     # By group as well: another start's episodes are no baseline even in a state that looks alike.
@@ -75,7 +75,7 @@ def gigpo(
 def step_groups(
     rollouts: Rollouts, context: Context, *, episode_weight: float = 1.0, step_weight: float = 1.0
 ) -> Tensor:
-    """Weighted sum of the episode's advantage and of the return to go against the group at the same step index.
+    """Weighted sum of the episode's advantage and of the return-to-go relative to the group at the same step index.
 
     Both are standardised. Returns A [B, T].
     """
@@ -97,14 +97,14 @@ def process_rloo(
     to_go: bool = True,
     whiten: bool = True,
 ) -> Tensor:
-    """Leave-one-out of the outcome plus the return to go of leave-one-out process rewards, whitened, [B, T, K].
+    """Leave-one-out outcome plus the return-to-go of leave-one-out process rewards, whitened, [B, T, K].
 
         A_u = sum_{s >= u} (r_s - mean over the others of their mean r) + (R - mean of the others' R)
 
-    r: extras["process"]; R: whether the episode succeeded. outcome, process: their weights. Only groups with different
-    outcomes count, as in the paper's filter: elsewhere there is nothing that the process rewards could be true to.
-    to_go=false takes r_u instead of the sum: a log-ratio already is an advantage (arXiv:2404.12358), and what comes
-    later is noise to it; it follows the true advantages twice as closely as the outcome does.
+    r: extras["process"]; R: success of the episode. outcome, process: their weights. Only groups with different
+    outcomes count, as in the paper's filter: in others the process rewards have no outcome to agree with. to_go=false
+    uses r_u instead of the sum: a log-ratio already is an advantage (arXiv:2404.12358), and later terms only add noise.
+    It agrees with the true advantages twice as closely as the outcome does.
     """
     reward, alive = rollouts.extras["process"], rollouts.alive
     groups, every = Segments.of(rollouts.group), torch.ones_like(rollouts.group, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Advantages of episodes that branch off one another: comparing subtrees and forks. (rollouts, context) -> A."""
+"""Advantages of branching episodes, comparing subtrees and branch points: (rollouts, context) -> A."""
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 def in_sampling_steps(rollouts: Rollouts) -> bool:
-    """Whether episodes branch inside decisions, so that nodes of their tree are steps, not decisions."""
+    """Whether episodes branch inside a policy call, so that tree nodes are denoising steps instead of chunks."""
     return rollouts.branch_sampling_step is not None and bool((rollouts.branch_sampling_step > 0).any())
 
 
 def lineage(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
-    """Return the position [B] of every row's parent, -1: none, and the decision (or step) [B] it branched off at."""
+    """Return the parent position of every row [B], -1 for none, and the chunk (or step) [B] at which it branched
+    off.
+    """
     branch = rollouts.branch_decision
     # Where branches share steps of a decision, time counts steps: decision * K + step.
     if in_sampling_steps(rollouts):
@@ -30,10 +32,10 @@ def lineage(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
 
 
 def owners(rollouts: Rollouts) -> Tensor:
-    """Return, for a tree of episodes, the position of the row that owns each decision (or step), [B, T] ([B, T * K]).
+    """Return, for a tree of episodes, the position of the row that owns each chunk (or step), [B, T] ([B, T * K]).
 
-    A row that branched off at decision s shares the decisions before s with its parent, which owns them (or its own
-    parent does). Rows with the same owner at t have everything up to t in common: the leaves of one subtree.
+    A row that branched off at chunk s shares the chunks before s with its parent, which owns them (or its own parent
+    does). Rows with the same owner at t share everything up to t: they are the leaves of one subtree.
     """
     count, length = rollouts.shape
     length *= rollouts.mask.shape[-1] if in_sampling_steps(rollouts) else 1
@@ -51,9 +53,9 @@ def owners(rollouts: Rollouts) -> Tensor:
 
 
 def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
-    """Return the mean return of the leaves under every node, and the nodes as segments, flat.
+    """Compute the mean return of the leaves under every node, and the nodes as segments, flat.
 
-    Nodes are decisions, [B, T] and [B * T], or, where episodes branch inside them, steps, [B, T * K] and [B * T * K].
+    Nodes are chunks, [B, T] and [B * T], or, if episodes branch inside policy calls, steps, [B, T * K] and [B * T * K].
     """
     owner = owners(rollouts)
     nodes = _nodes(owner)
@@ -62,12 +64,12 @@ def subtree_values(rollouts: Rollouts) -> tuple[Tensor, Segments]:
 
 
 def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
-    """Return the returns of the leaves fused up the tree by the probability of the ways there, as `subtree_values`.
+    """Compute leaf returns fused up the tree, weighted by branch probabilities; shapes as in `subtree_values`.
 
         value(node) = sum over its branches of softmax(beta log p(branch)) value(branch)
 
-    p: of the step (or the scored steps of the decision) with which a branch parts from the others. Returns [B, T], or
-    [B, T * K] where episodes branch inside decisions. Source: BranchGRPO.
+    p: probability of the step (or the scored steps of the chunk) at which a branch diverges from the others. Returns
+    [B, T], or [B, T * K] if episodes branch inside policy calls. Source: BranchGRPO.
     """
     owner, (parent, branch) = owners(rollouts), lineage(rollouts)
     edge = torch.where(rollouts.mask, rollouts.logp_behaviour, 0.0)
@@ -90,10 +92,10 @@ def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
 
 
 def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
-    """Give what several leaves of a tree share, and play only once, the mean of their advantages.
+    """Average the advantages of leaves over the chunks that they share and that are played only once.
 
-    That is what it would get if every leaf trained it (TreePO, ARPO). advantage: [B, T] or [B, T, K]; without a tree it
-    is returned as it is.
+    This is the advantage a shared chunk would get if every leaf trained it (TreePO, ARPO). advantage: [B, T] or [B, T,
+    K]; returned unchanged without a tree.
     """
     if not bool((rollouts.parent >= 0).any()):
         return advantage
@@ -108,29 +110,29 @@ def shared_credit(rollouts: Rollouts, advantage: Tensor) -> Tensor:
 
 
 def _nodes(owner: Tensor) -> Segments:
-    """Return what has the same owner [B, L], a row's position, at the same place, flat: sorting would take longer."""
+    """Group entries with the same owner [B, L] (a row position) at the same place, flat; faster than sorting."""
     count, length = owner.shape
     place = torch.arange(length, device=owner.device)
     return Segments((owner * length + place).flatten(), count * length)
 
 
 def nodes_alive(rollouts: Rollouts, values: Tensor) -> Tensor:
-    """Return which nodes were played or copied, as `subtree_values` has them, [B, T] or [B, T * K]."""
+    """Return a mask of nodes that were played or copied, shaped as in `subtree_values`, [B, T] or [B, T * K]."""
     return rollouts.alive.repeat_interleave(values.shape[1] // rollouts.shape[1], 1)
 
 
 def as_steps(values: Tensor, rollouts: Rollouts) -> Tensor:
-    """Bring [B, T] or [B, T * K] to what an advantage returns: [B, T] or [B, T, K]."""
+    """Reshape [B, T] or [B, T * K] to the shape of an advantage: [B, T] or [B, T, K]."""
     return values if values.shape == rollouts.shape else values.reshape(rollouts.mask.shape)
 
 
 @mechanism(Slot.ADVANTAGE, "tree_po", source="TreePO, arXiv:2508.17445", needs=(Need.GROUPS,))
 def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> Tensor:
-    """A leaf's advantage: the mean over the depths of its path of R minus the mean of its subtree there.
+    """Leaf advantage: mean over the depths of its path of R minus the mean return of its subtree there.
 
-    The first depth is the whole group; depths at which the leaf is alone in its subtree do not count. by_size: weigh
-    depths by the number of leaves in the subtree. Standardised over the batch. Returns A [B, T], constant over an
-    episode.
+    The first depth is the complete group; depths at which the leaf is alone in its subtree do not count. by_size:
+    weight depths by the number of leaves in the subtree. Standardised over the batch. Returns A [B, T], constant over
+    an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     values, nodes = subtree_values(rollouts)
@@ -158,14 +160,15 @@ def branch_grpo(
     depth: int = 0,
     slide: int = 30,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A node's value is what its leaves return, standardised among the nodes of its depth in the same tree.
+    """Node advantage: the mean return of its leaves, standardised over the nodes of its depth in the same tree.
 
-    beta: 0 for the mean of the leaves, else the power of the probabilities that weigh them (`fused_values`; 1 is the
-    paper's). 0 for depths with a single node or without spread; the spread is the population's (the authors' code takes
-    the sample's, the same but for a factor of each depth). Without a tree it is GRPO at every step. width, share,
-    depth, slide: through which leaves and which steps no gradient is taken (`kept_leaves`, `kept_steps`); all is
-    played, and all counts in the values. Returns A [B, T], or [B, T, K] where episodes branch inside decisions; with
-    pruning also what is kept, [B, T, K] bool. Raises ConfigError for another width or too large a depth.
+    beta: 0 for the mean of the leaves, else the exponent of the probabilities that weight them (`fused_values`; the
+    paper uses 1). Depths with a single node or equal values give 0. The standard deviation is the population's; the
+    authors' code uses the sample's, which differs by one factor per depth. Without a tree it equals GRPO at every step.
+    width, share, depth, slide: pruning of leaves and steps from the gradient (`kept_leaves`, `kept_steps`); pruned ones
+    are still played and count in the values. Returns A [B, T], or [B, T, K] if episodes branch inside policy calls;
+    with pruning also the kept steps, [B, T, K] bool. Raises ConfigError for an unknown width or a depth that is too
+    large.
     """
     values, nodes = subtree_values(rollouts)
     if beta:
@@ -188,11 +191,11 @@ def branch_grpo(
 
 
 def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
-    """Return through what a gradient is taken where some leaves are pruned after their last split, [B, T, K] bool.
+    """Return the steps that keep a gradient when leaves are pruned after their last split, [B, T, K] bool.
 
-    width: all leaves are kept; branch, the best of those that part from each other last; or extremes, the best and the
-    worst of a group's leaves, half of `share` of them each and one at least. The split itself is kept, and all before.
-    Source: width pruning, BranchGRPO. Raises ConfigError for another width.
+    width: all keeps all leaves; branch keeps the best of those that diverge last; extremes keeps the best and the worst
+    of a group's leaves, half of `share` each and at least one. The split and everything before it are kept. Source:
+    width pruning, BranchGRPO. Raises ConfigError for an unknown width.
     """
     if width not in ("all", "branch", "extremes"):
         raise unknown_option("branch_grpo.width", width, ("all", "branch", "extremes"))
@@ -223,11 +226,11 @@ def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
 
 
 def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
-    """Return through what a gradient is taken where `depth` steps of every decision are pruned, [B, T, K] bool.
+    """Return the steps that keep a gradient when `depth` steps of every denoising chain are pruned, [B, T, K] bool.
 
-    The window of pruned steps lies at the end of the chain and has moved `shift` steps towards its beginning, at most
-    up to the step with which branches part last. Source: depth pruning, BranchGRPO. Raises ConfigError where it does
-    not fit behind that step.
+    The window of pruned steps lies at the end of the chain and is moved `shift` steps towards its start, at most to the
+    step at which branches diverge last. Source: depth pruning, BranchGRPO. Raises ConfigError if it does not fit behind
+    that step.
     """
     steps = rollouts.mask.shape[-1]
     first = int(rollouts.branch_sampling_step.max()) + 1 if rollouts.branch_sampling_step is not None else 1
@@ -241,5 +244,5 @@ def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
 
 
 def per_decision(per_row: Tensor, rollouts: Rollouts) -> Tensor:
-    """Repeat a row's entry for each of its decisions: [B] -> [B * T]."""
+    """Repeat a row's entry for each of its chunks: [B] -> [B * T]."""
     return per_row[:, None].expand(rollouts.shape).flatten()

@@ -1,6 +1,6 @@
-"""Advantages of episodes and of decisions: (rollouts, context) -> A [B, T] or [B, T, K].
+"""Experimental advantage estimators of episodes and of action chunks: (rollouts, context) -> A [B, T] or [B, T, K].
 
-Groups are ragged; an episode whose return is not finite counts in no baseline and gets 0.
+Groups may differ in size; an episode whose return is not finite is excluded from all baselines and gets 0.
 """
 
 import torch
@@ -31,10 +31,10 @@ def reinforce_pp(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "w_reinforce", source="PSR/NSR, Zhu et al. 2025, arXiv:2506.01347", needs=(Need.EPISODES,))
 def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) -> Tensor:
-    """A = positive for a success, -1 for a failure: mostly learning from what went wrong, which keeps diversity.
+    """A = positive for a success, -1 for a failure: mostly learning from failures, which preserves diversity.
 
-    positive=0 is NSR; positive=1 is plain REINFORCE on signs. Whole episodes, in groups or alone. Returns A [B, T],
-    constant over an episode.
+    positive=0 is NSR; positive=1 is plain REINFORCE on signs. For complete episodes, with or without groups. Returns A
+    [B, T], constant over an episode.
     """
     success = rollouts.row_success
     sign = torch.where(success, torch.full_like(rollouts.row_return, positive), -1.0)
@@ -43,12 +43,13 @@ def w_reinforce(rollouts: Rollouts, context: Context, *, positive: float = 0.1) 
 
 @mechanism(Slot.ADVANTAGE, "bnpo", source="BNPO, Xiao et al. 2025, arXiv:2506.02864", needs=(Need.GROUPS,))
 def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float, float]] | None = None) -> Tensor:
-    """A = (R - p) / Beta(p; a, b), with p the group's mean of a reward R in [0, 1] and a Beta fitted to all groups'.
+    """A = (R - p) / Beta(p; a, b), with p the group's mean of a reward R in [0, 1] and a Beta fitted to all groups'
+    means.
 
-    Method of moments gives (a0, b0) of these means, of which there must be two; a = 1 + a0 / 3, b = 1 + b0 / 3, each at
-    least 1. R is success; ranges: of several rewards instead, by their names, the least and the most that an episode
-    can sum to. Each is brought to [0, 1] and normalised by itself, and A is the mean over them, as in the paper.
-    Returns A [B, T], constant over an episode. Raises ConfigError for a reward that there is not, or out of its range.
+    The method of moments gives (a0, b0) from these means (at least two are needed); a = 1 + a0 / 3, b = 1 + b0 / 3,
+    each at least 1. R is success. ranges: use several rewards instead, by name, with the minimum and maximum sum per
+    episode. Each is scaled to [0, 1] and normalised separately, and A is the mean over them, as in the paper. Returns A
+    [B, T], constant over an episode. Raises ConfigError for an unknown reward or one outside its range.
     """
     groups = Segments.of(rollouts.group)
     if not ranges:
@@ -98,16 +99,18 @@ def risk_po(
     rate: float = 0.1,
     scale: bool = True,
 ) -> Tensor:
-    """Advantages of bundles of starts, whose middle range and lower tail count: what is solved already pushes no more.
+    """Advantages of bundles of initial states from the middle range and lower tail of returns; solved ones have no
+    further effect.
 
         X = sum of the returns of the j-th episodes of `bundle` groups,   A = (range + tail * worst) / (1 + tail)
         range = [(X - q_low)+ - (X - q_high)+ + q_low - q_high] / (high - low),   worst = -(q_low - X)+ / low
 
-    A, over the bundle's standard deviation if `scale`, goes to all episodes that X sums. The quantiles of X at the
-    levels low and high, in (0, 1), are tracked over the run by stochastic approximation, q += rate (level - share of
-    X < q), beginning with those of the first batch. Groups that are left over form a smaller bundle; episodes beyond
-    those of a bundle's smallest group get 0. Returns A [B, T], constant over an episode, never positive: to tokens, as
-    in the paper, that is how often to repeat what; a Gaussian step it moves away from everything but the best.
+    A, divided by the bundle's standard deviation if `scale`, applies to all episodes that X sums. The quantiles of X at
+    the levels low and high, in (0, 1), are tracked over the run, starting from those of the first batch. The update is
+    stochastic approximation, q += rate (level - fraction of X < q). Remaining groups form a smaller bundle; episodes
+    beyond the size of a bundle's smallest group get 0. Returns A [B, T], constant over an episode and never positive.
+    For tokens, as in the paper, this reweights what is repeated; a Gaussian step is moved away from everything but the
+    best.
     """
     returns, counts, groups = outcomes(rollouts)
     # Number of an episode within its group, in the order of play.
@@ -135,13 +138,13 @@ def risk_po(
 
 @mechanism(Slot.ADVANTAGE, "sas", source="DCPO, arXiv:2509.02333", needs=(Need.GROUPS, Need.STARTS))
 def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tensor:
-    """DCPO's smooth advantage standardisation: within the group, and against all episodes of its start so far.
+    """DCPO's smooth advantage standardisation: within the group, and over all episodes of its initial state so far.
 
-        A = the smaller in size of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i
+    A = the one of smaller magnitude of [(i - 1) A_new + A_all] / i and [A_new + (i - 1) A_all] / i
 
-    at the i-th visit of a start, where A_new uses mean and standard deviation of the group and A_all those of all the
-    start's groups, this one among them; either is 0 where its deviation is. A group whose episodes are all alike is
-    then still judged by what happened before. Returns A [B, T], constant over an episode.
+    at the i-th visit of an initial state. A_new uses mean and standard deviation of the group, A_all those of all
+    groups of that initial state, including this one; either is 0 if its deviation is 0. A group with identical outcomes
+    then still gets an advantage from previous visits. Returns A [B, T], constant over an episode.
     """
     returns, counts, groups = outcomes(rollouts)
     mean, std = groups.mean(returns, counts), groups.std(returns, counts, unbiased=True)
@@ -173,11 +176,12 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
 def hgpo(
     rollouts: Rollouts, context: Context, *, context_length: int = 2, alpha: float = 1.0, resolution: float = 0.25
 ) -> Tensor:
-    """Step groups of growing context: compare with decisions that share the last 1, 2, ... states; longer weigh more.
+    """Step groups of increasing context: compare chunks that share the last 1, 2, ... states; longer contexts weigh
+    more.
 
-    A = sum_k w_k A_k over the k = 1, ..., context_length + 1 last states where A_k is not 0, w_k proportional to
-    (k + 1)^alpha; a decision that is alone at every level gets 0, and one with fewer states behind it takes no part in
-    the longer ones. resolution: as in `state_keys`. Returns A [B, T].
+    A = sum_k w_k A_k over the k = 1, ..., context_length + 1 last states where A_k is not 0, with w_k proportional to
+    (k + 1)^alpha. A chunk that is alone at every level gets 0; one with a shorter history is left out of the longer
+    contexts. resolution: as in `state_keys`. Returns A [B, T].
     """
     to_go = returns_to_go(rollouts, context.discount)
     state, length = state_keys(rollouts, resolution), rollouts.shape[1]
@@ -199,12 +203,12 @@ def hgpo(
 
 @mechanism(Slot.ADVANTAGE, "rank_grpo", source="Rank-GRPO, arXiv:2510.20150", needs=(Need.GROUPS,))
 def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False) -> Tensor:
-    """A = what followed a unit, standardised within the group at the same place; the ratio is the unit's mean.
+    """A = return-to-go of a unit, standardised within the group at the same position; the ratio is the unit's mean.
 
-    The paper's units are the items of a list, each with its own return to go and the geometric mean of its tokens'
-    ratios. Here a unit is a decision (ratio_level=decision_mean), or with per_action each action of its chunk, whose
-    tokens follow one another (ratio_level=action_mean). Returns A [B, T], or [B, T, K] with per_action. Raises
-    ConfigError there unless K scored steps share out evenly among the C actions.
+    The paper's units are list items, each with its own return-to-go and the geometric mean of its tokens' ratios. Here
+    a unit is an action chunk (ratio_level=decision_mean), or with per_action each action of its chunk, whose tokens are
+    consecutive (ratio_level=action_mean). Returns A [B, T], or [B, T, K] with per_action. Raises ConfigError with
+    per_action unless the K scored steps divide evenly among the C actions.
     """
     if not per_action:
         return step_groups(rollouts, context, episode_weight=0.0, step_weight=1.0)
@@ -227,10 +231,10 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
 
 @mechanism(Slot.ADVANTAGE, "salt", source="SALT, arXiv:2510.20022", needs=(Need.GROUPS,))
 def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> Tensor:
-    """Merge equal steps of a group: the same action in the same state gets the mean advantage of who took it.
+    """Merge equal steps of a group: the same action in the same state gets the mean advantage of all its occurrences.
 
-    Actions [B, T, C, A] are equal if they are after division by their standard deviation over the batch and rounding to
-    multiples of `resolution`, whole chunk against whole chunk; states as in `state_keys`. Returns A [B, T].
+    Actions [B, T, C, A] are equal if they agree after division by their standard deviation over the batch and rounding
+    to multiples of `resolution`, over the complete chunk; states as in `state_keys`. Returns A [B, T].
     """
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     actions = rollouts.actions.flatten(2)
@@ -243,10 +247,10 @@ def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> T
 
 @mechanism(Slot.ADVANTAGE, "fork", source="PORTool, arXiv:2510.26020", needs=(Need.GROUPS,))
 def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks: float = 1.0) -> Tensor:
-    """Weighted sum of the episode's advantage and of how much a decision raised its subtree's mean return.
+    """Weighted sum of the episode's advantage and of a chunk's increase of its subtree's mean return.
 
-    At a fork that rise is the advantage against the siblings; elsewhere it is 0. Returns A [B, T], or [B, T, K] where
-    episodes branch inside decisions.
+    At a branch point this increase is the advantage over the siblings; elsewhere it is 0. Returns A [B, T], or [B, T,
+    K] if episodes branch inside policy calls.
     """
     values, _ = subtree_values(rollouts)
     returns, counts, groups = outcomes(rollouts)
@@ -261,9 +265,9 @@ def fork(rollouts: Rollouts, context: Context, *, trajectory: float = 1.0, forks
 
 @mechanism(Slot.ADVANTAGE, "process_steps", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.IMPLICIT))
 def process_steps(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -> Tensor:
-    """A = the episode's advantage in its group + alpha (a decision's process reward, standardised over the group).
+    """A = the episode's advantage in its group + alpha (a chunk's process reward, standardised over the group).
 
-    A decision's process reward is the sum of extras["process"] [B, T, K] over its steps. Returns A [B, T].
+    A chunk's process reward is the sum of extras["process"] [B, T, K] over its steps. Returns A [B, T].
     """
     reward, alive = rollouts.extras["process"].sum(-1), rollouts.alive
     keys = Segments.of(rollouts.group[:, None].expand(alive.shape).flatten())
@@ -275,7 +279,7 @@ def process_steps(rollouts: Rollouts, context: Context, *, alpha: float = 1.0) -
 
 @mechanism(Slot.ADVANTAGE, "q_values", source="Digi-Q, arXiv:2502.15760", needs=(Need.VALUES,))
 def q_values(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = Q(s, a) - V(s) of the model q_ensemble, standardised over the batch.
+    """A = Q(s, a) - V(s) of the side model q_ensemble, standardised over the batch.
 
     Reads extras["q"] and extras["v"], [B, T]; returns A [B, T].
     """
@@ -285,11 +289,11 @@ def q_values(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "flow_values", source="AC-Flow, arXiv:2510.18072", needs=(Need.FLOW_VALUES,))
 def flow_values(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = R - V(s, x_t, t) at the noisy actions x_t of a decision, by the model flow_critic, standardised.
+    """A = R - V(s, x_t, t) at the noisy actions x_t of a chunk, from the side model flow_critic, standardised.
 
-    What a noisy action already tells of the outcome is taken out of it: the noisiest levels are credited with all that
-    the decision gained on its state, the cleanest ones with what even the action did not say. Reads
-    extras["flow_return"] [B, T] and ["flow_value"] [B, T, K]; returns A [B, T, K].
+    The part of the outcome that a noisy action already predicts is subtracted. The noisiest levels are credited with
+    the chunk's complete advantage over its state, the cleanest ones only with what the action itself does not predict.
+    Reads extras["flow_return"] [B, T] and ["flow_value"] [B, T, K]; returns A [B, T, K].
     """
     advantage = rollouts.extras["flow_return"][..., None] - rollouts.extras["flow_value"]
     return standardise(advantage, rollouts.alive[..., None].expand(advantage.shape))
@@ -297,9 +301,9 @@ def flow_values(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.PREFERENCE,))
 def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
-    """A = D(s, a) - mean D: how much more a decision looks like the teacher's than the student's decisions do.
+    """A = D(s, a) - mean D: teacher-likeness of a chunk relative to the student's average.
 
-    D is the model discriminator; standardised over the batch of the student's own decisions. Reads
+    D is the side model discriminator; standardised over the batch of the student's own chunks. Reads
     extras["preference"] [B, T]; returns A [B, T].
     """
     return standardise(rollouts.extras["preference"], rollouts.alive)
@@ -307,10 +311,10 @@ def discriminator(rollouts: Rollouts, context: Context) -> Tensor:
 
 @mechanism(Slot.ADVANTAGE, "egae", source="Truncated PPO (EGAE), arXiv:2506.15050", needs=(Need.CRITIC, Need.FINISHED))
 def egae(rollouts: Rollouts, context: Context) -> Tensor:
-    """GAE of windows that end anywhere: where a window is cut, V there stands for all that would have followed.
+    """GAE of truncated windows: at the truncation, V replaces all later rewards.
 
-    T-PPO takes V(s_{l+1}) = V(s_l) at the cut, having no next state; a world shows it, so V(s_{l+1}) itself is used.
-    Its critic learns from finished episodes only, by their discounted returns (`finished_returns`). Reads
-    extras["advantage_gae"] [B, T]; returns A [B, T], standardised over the batch.
+    T-PPO sets V(s_{l+1}) = V(s_l) at the truncation because it has no next state; here the world provides it, so
+    V(s_{l+1}) itself is used. Its critic learns only from finished episodes, by their discounted returns
+    (`finished_returns`). Reads extras["advantage_gae"] [B, T]; returns A [B, T], standardised over the batch.
     """
     return standardise(rollouts.extras["advantage_gae"], rollouts.alive)

@@ -1,7 +1,8 @@
-"""Losses that learn from a teacher, keep a policy broad or near its base, or follow action values. (inputs) -> scalar.
+"""Auxiliary losses that learn from a teacher, keep a policy diverse or close to its base, or follow action values:
+(inputs) -> scalar.
 
-The teacher is another checkpoint (teacher=CHECKPOINT). It sees everything the world shows, so it may read what the
-student does not: a privileged state, another camera (Vision-OPD).
+The teacher is another checkpoint (teacher=CHECKPOINT). It reads the world's full observation, so it may use inputs that
+the student lacks: privileged state, another camera (Vision-OPD).
 """
 
 import math
@@ -21,10 +22,10 @@ from robopolicy.rl.weights import step_mean
 
 @mechanism(Slot.AUXILIARY, "dagger", source="DAgger, arXiv:1011.0686", needs=(Need.TEACHER,))
 def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
-    """Imitate what the teacher would do in the states that the student visits; the teacher may be any policy.
+    """Imitate the teacher's actions in the states that the student visits; the teacher may be any policy.
 
-    Its chunks [n, C, A] become what the student's own regression loss is asked for, [n, P, A]: cut to P steps, or
-    padded with steps that do not count. Returns a scalar. Raises ConfigError without a teacher.
+    Its chunks [n, C, A] become the targets of the student's own regression loss, [n, P, A]: shortened to P steps, or
+    padded with masked steps. Returns a scalar. Raises ConfigError without a teacher.
     """
     decision = given(inputs.teacher, "teacher").act(inputs.observation, inputs.context.generator, deterministic=True)
     actions, length = decision.actions, inputs.policy.spec.prediction
@@ -52,13 +53,13 @@ def dagger(inputs: AuxiliaryInputs, *, weight: float = 1.0) -> Tensor:
 def distill(
     inputs: AuxiliaryInputs, *, weight: float = 1.0, share: float = 1.0, alpha: float = 1.0, gamma: float = 1.0
 ) -> Tensor:
-    """Match the teacher's whole distribution at the student's steps: KL(student || teacher), averaged.
+    """Match the teacher's complete distribution at the student's steps: KL(student || teacher), averaged.
 
-    share < 1 picks that share of the steps without replacement, with probability growing with
-    (entropy / log V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP): where the student is unsure and where it
-    disagrees. Gaussian steps have equal spreads, so their KL is the squared distance of means and all of them count.
+    share < 1 selects that fraction of the steps without replacement, with probability growing with (entropy / log
+    V)^alpha (Jensen-Shannon divergence / log 2)^gamma (TIP), i.e. where the student is uncertain or disagrees. Gaussian
+    steps have equal standard deviations, so their KL is the squared distance of means and all steps count.
     Distributions are compared by extras of the scores: log_probabilities [n, k, V], or mean [n, k, P, A] and std.
-    Returns a scalar. Raises ConfigError without a teacher, and where the two have neither in common.
+    Returns a scalar. Raises ConfigError without a teacher, or if the two share neither extra.
     """
     policy = given(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
@@ -83,7 +84,7 @@ def distill(
 def _informative(
     student: Tensor, teacher: Tensor, mask: Tensor, share: float, alpha: float, gamma: float, draws: torch.Generator
 ) -> Tensor:
-    """Return which of the steps [n, k] TIP keeps; Gumbel keys draw without replacement."""
+    """Return the steps [n, k] that TIP keeps; Gumbel keys draw without replacement."""
     vocabulary = torch.tensor(float(student.shape[-1]), device=student.device)
     entropy = -(student.exp() * student).sum(-1) / vocabulary.log()
     middle = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0))
@@ -108,11 +109,12 @@ def _informative(
     needs=(Need.GAUSSIAN, Need.BASE),
 )
 def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tensor:
-    """Squared distance between the means of the policy's and the base's denoising steps, in units of their spread.
+    """Squared distance between the means of the policy's and the base's denoising steps, in units of their standard
+    deviation.
 
-    Two flows that share their noise stay within the summed distance of their velocities (Wasserstein-2). With
-    policy.likelihood=matching it is the distance of the predictions (velocities) themselves. The means are
-    [n, k, P, A]. Returns a scalar. Raises ConfigError without a base policy, or where scores have no means.
+    Two flows with the same noise stay within the summed distance of their velocities (Wasserstein-2). With
+    policy.likelihood=matching it is the distance of the predictions (velocities) themselves. The means are [n, k, P,
+    A]. Returns a scalar. Raises ConfigError without a base policy, or if scores have no means.
     """
     with torch.no_grad():
         base = score_extra(scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents), "mean")
@@ -123,10 +125,10 @@ def stay_near_velocity(inputs: AuxiliaryInputs, *, weight: float = 0.1) -> Tenso
 
 @mechanism(Slot.AUXILIARY, "entropy", source="Williams & Peng 1991; ReinFlow, arXiv:2505.22094")
 def entropy_bonus(inputs: AuxiliaryInputs, *, weight: float = 0.01) -> Tensor:
-    """Minus the mean entropy of the scored steps: keeps tokens, or learned noise, exploring.
+    """Negative mean entropy of the scored steps, which maintains exploration of tokens or learned noise.
 
-    Entropies are those of the minibatch's steps [n, k], nats. Returns a scalar. Raises ConfigError where the entropy is
-    constant: denoising steps with fixed noise.
+    Entropies are those of the minibatch's steps [n, k], in nats. Returns a scalar. Raises ConfigError if the entropy is
+    constant, as for denoising steps with fixed noise.
     """
     if not inputs.scores.entropy.requires_grad:
         raise ConfigError(
@@ -138,11 +140,11 @@ def entropy_bonus(inputs: AuxiliaryInputs, *, weight: float = 0.01) -> Tensor:
 
 @mechanism(Slot.AUXILIARY, "kl_base", source="estimators: joschu.net/blog/kl-approx", needs=(Need.BASE,))
 def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: str = "k3") -> Tensor:
-    """KL to the base policy on the steps that were chosen, by an estimator: k1, k2 or k3.
+    """KL to the base policy on the sampled steps, by an estimator: k1, k2 or k3.
 
-    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. k2's gradient is that of the KL on data of
-    the current policy; k1's vanishes in expectation and is here for comparison. x: [n, k], limited to +-10. Returns a
-    scalar. Raises ConfigError for another estimator, and without a base policy.
+    k1 = x, k2 = x^2 / 2, k3 = exp(-x) - 1 + x with x = log pi - log pi_base. On data of the current policy, k2's
+    gradient is that of the KL; k1's vanishes in expectation and is included for comparison. x: [n, k], limited to +-10.
+    Returns a scalar. Raises ConfigError for an unknown estimator, and without a base policy.
     """
     with torch.no_grad():
         base = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
@@ -156,11 +158,11 @@ def stay_near_base(inputs: AuxiliaryInputs, *, weight: float = 0.01, estimator: 
 
 @mechanism(Slot.AUXILIARY, "kl_convex", source="ReMix (KL-convex constraint), arXiv:2507.06892", needs=(Need.BASE,))
 def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float = 0.5) -> Tensor:
-    """Stay near the base, for stability, and near the policy before the update, for freedom to move on.
+    """KL to the base policy, for stability, and to the policy before the update, for flexibility.
 
         weight (base KL(pi || pi_base) + (1 - base) KL(pi || pi_before))
 
-    Both by k3 = exp(-x) - 1 + x on the steps that were chosen, x = log pi - log of the other, [n, k], limited to +-10.
+    Both use k3 = exp(-x) - 1 + x on the sampled steps, x = log pi - log of the other policy, [n, k], limited to +-10.
     Returns a scalar. Raises ConfigError without a base policy.
     """
     with torch.no_grad():
@@ -175,11 +177,11 @@ def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float =
 def best_of_n(
     inputs: AuxiliaryInputs, *, candidates: int = 8, decisions: int = 256, weight: float = 1.0, warmup: int = 2
 ) -> Tensor:
-    """Imitate the best of N fresh decisions by the action values, where it beats the value of the state.
+    """Imitate the best of N sampled chunks by action value, if its value exceeds that of the state.
 
-    On at most `decisions` states of a minibatch, because each of them is decided N times; not in the first `warmup`
-    iterations, when the values say nothing yet. Decisions are chunks [N * n, C, A] of n states. Returns a scalar, 0
-    where none is better. Raises ConfigError without a model of action values.
+    Uses at most `decisions` states of a minibatch because each is sampled N times; inactive in the first `warmup`
+    iterations, when the values are not yet informative. Chunks are [N * n, C, A] of n states. Returns a scalar, 0 if
+    none is better. Raises ConfigError without a model of action values.
     """
     if inputs.context.iteration < warmup:
         return torch.zeros((), device=inputs.mask.device)
@@ -204,9 +206,10 @@ def best_of_n(
 
 
 def step_preference_loss(better: Tensor, worse: Tensor, beta: float, clip: float) -> Tensor:
-    """Return -log sigmoid(beta (log r of the better - of the worse)), [n], of log-ratios [n] to a frozen reference.
+    """Compute -log sigmoid(beta (log r of the better - log r of the worse)), [n], from log-ratios [n] to a frozen
+    reference.
 
-    The ratios r are clipped to 1 +- clip, so that a pair no longer pulls once both are far enough. Source: SPO.
+    The ratios r are clipped to 1 +- clip, so that a pair has no gradient once both have moved far enough. Source: SPO.
     """
     low, high = math.log(1 - clip), math.log(1 + clip)
     return torch.nn.functional.softplus(-beta * (better.clamp(low, high) - worse.clamp(low, high)))
@@ -229,13 +232,13 @@ def step_preferences(
     weight: float = 1.0,
     warmup: int = 2,
 ) -> Tensor:
-    """Prefer, among several next latents of the same step, the one whose predicted clean action is worth most.
+    """Prefer, among several next latents of the same step, the one whose predicted clean action has the highest value.
 
-    `children` are drawn from one latent of the policy's own chain, each finished without noise and judged by the action
-    values; best and worst are kept if the softmax of their two values, in units of the spread among the children of a
-    state, differs by more than `gap`. The loss is `step_preference_loss`, its reference the frozen base policy.
-    Deviation: the whole remainder of the chain replaces a step-aware scorer. On at most `decisions` states n of a
-    minibatch, not in the first `warmup` iterations; the latents are [children, n, P, A]. Returns a scalar, 0 where no
+    `children` are sampled from one latent of the policy's own chain, each completed without noise and evaluated by the
+    action values. Best and worst are kept if the softmax of their two values, in units of the standard deviation over
+    the children of a state, differs by more than `gap`. The loss is `step_preference_loss`, with the frozen base policy
+    as reference. Deviation: completing the chain replaces a step-aware scorer. Uses at most `decisions` states n of a
+    minibatch; inactive in the first `warmup` iterations; the latents are [children, n, P, A]. Returns a scalar, 0 if no
     pair is kept. Raises ConfigError without a model of action values.
     """
     if inputs.context.iteration < warmup:

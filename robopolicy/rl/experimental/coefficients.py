@@ -1,7 +1,7 @@
-"""Coefficients for other policies' data, of trust regions, of preferences between episodes, and of regression.
+"""Experimental coefficients: off-policy data, trust regions, preferences between episodes, and regression.
 
-Every one is c with d(loss)/d(logp) = -w c; where a paper states a surrogate, its gradient was taken by hand and is
-compared with autograd in the tests. What preferences need of minibatches: `robopolicy.rl.coefficients`.
+Each is a c with d(loss)/d(logp) = -w c. If a paper states a surrogate, its gradient was derived by hand and is compared
+with autograd in the tests. Preference losses have requirements on minibatches: see `robopolicy.rl.coefficients`.
 """
 
 import torch
@@ -14,29 +14,31 @@ from robopolicy.rl.registry import Need, Slot, mechanism, unknown_option
 
 
 def to_steps(per_episode: Tensor, scored: Scored) -> Tensor:
-    """Give every scored step its episode's coefficient, [b] -> [b, t, K]; averaged over pairs by the caller."""
+    """Broadcast each episode's coefficient to all its scored steps, [b] -> [b, t, K]; the caller averages over
+    pairs.
+    """
     return torch.where(scored.mask, per_episode[:, None, None], 0.0)
 
 
 def preferred(scored: Scored) -> Tensor:
-    """Return which pairs (winner, loser) there are, [b, b] bool: same group, larger return."""
+    """Return a mask of the pairs (winner, loser), [b, b] bool: same group, larger return."""
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     return (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
 
 
 def episode_log_ratio(scored: Scored) -> Tensor:
-    """Return log pi / pi_old of whole episodes, [b]: the sum over their steps, at every ratio level."""
+    """Return log pi / pi_old of complete episodes, [b]: the sum over their steps, at every ratio level."""
     return scored.step_log_ratio.sum((1, 2))
 
 
 def masked_share(chosen: Tensor, mask: Tensor) -> Tensor:
-    """Return which share of the masked entries is chosen, a scalar; both [b, t, K] bool."""
+    """Return the fraction of the masked entries that is chosen, a scalar; both [b, t, K] bool."""
     return (chosen & mask).sum() / mask.sum().clamp(min=1)
 
 
 @mechanism(Slot.COEFFICIENT, "cispo", source="MiniMax-M1, arXiv:2506.13585")
 def cispo(scored: Scored, *, low: float = 1.0, high: float = 0.28) -> Coefficients:
-    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; no step ever loses its gradient."""
+    """REINFORCE weighted by the clipped ratio: c = clip(r, 1 - low, 1 + high) A; every step keeps its gradient."""
     return scored.ratio.clamp(1 - low, 1 + high) * scored.advantage, {}
 
 
@@ -51,12 +53,12 @@ def rec(
     far_low: float = 0.6,
     far_high: float = 2.0,
 ) -> Coefficients:
-    """REINFORCE on any data: c = w M A with the ratio as a mask M instead of a clip.
+    """REINFORCE on off-policy data: c = w M A with a mask M of the ratio instead of clipping.
 
-    region: one_side drops what has already moved far enough (PPO's own mask), two_side everything outside
-    [1 - low, 1 + high]; ring keeps besides that what has moved far the wrong way, r <= 1 - far_low with A >= 0 and
-    r >= 1 + far_high with A <= 0, and drops the ring between; importance: w is the ratio, else 1. Raises ConfigError
-    for another region.
+    region: one_side drops steps that have already moved far enough (PPO's own mask); two_side drops everything outside
+    [1 - low, 1 + high]; ring drops only the ring between, since it also keeps steps that moved far in the wrong
+    direction, r <= 1 - far_low with A >= 0 and r >= 1 + far_high with A <= 0. importance: w is the ratio, else 1.
+    Raises ConfigError for an unknown region.
     """
     ratio = scored.ratio
     good = scored.advantage >= 0
@@ -94,10 +96,11 @@ def asym_re(scored: Scored, *, shift: float = -0.1) -> Coefficients:
     needs=(Need.WHOLE_EPISODES, Need.STEP_RATIOS),
 )
 def min_pro(scored: Scored, *, cap: float = 5.0) -> Coefficients:
-    """REINFORCE weighted by r_t times the smallest ratio before it, instead of the product of all of them.
+    """REINFORCE weighted by r_t times the minimum of the previous ratios, instead of the product of all of them.
 
     c = sg(clip(r_t min_{j < t} r_j, 0, cap)) A, over the scored steps of an episode in order; the first has no prefix
-    (the form of the cap is ours: the paper's is uncertain). Stays bounded where prefix products explode or vanish.
+    (the form of the cap is chosen here: the paper's is uncertain). It stays bounded where prefix products explode or
+    vanish.
     """
     # An unbiased weight is the product of all ratios so far, whose variance grows without bound along the episode. The
     # smallest ratio before stands for that product: what follows an unlikely step counts little.
@@ -114,8 +117,9 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 
 
         (1 + sqrt(max(1 - 4 low / q, 0))) / 2  <=  r  <=  min((1 + sqrt(1 + 4 high / q)) / 2, most)
 
-    most: as in the authors' code, which also lets go of bad steps whose ratio is beyond it (a dual clip). Their loss is
-    averaged within every episode first: weight=episode_mean. A probability is needed, not a density: token policies.
+    most: maximum ratio, as in the authors' code, which also drops negative-advantage steps beyond it (dual clipping).
+    Their loss is first averaged within every episode: use weight=episode_mean. It needs a probability, not a density:
+    for token policies.
     """
     # The roots of |r - 1| pi = width with pi = r q: the change is weighed by the new probability, so the rarer a token
     # was, the further its ratio may go, as sqrt(width / q) for q -> 0.
@@ -127,14 +131,16 @@ def dcpo(scored: Scored, *, low: float = 0.16, high: float = 0.2, most: float = 
 
 @mechanism(Slot.COEFFICIENT, "hapo", source="HAPO, arXiv:2509.16591", needs=(Need.CATEGORICAL,))
 def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain: float = 1.0) -> Coefficients:
-    """PPO whose widths and advantages depend on a step's entropy: forks may move further, and count more.
+    """PPO whose clip widths and advantages depend on a step's entropy: high-entropy steps may move further and count
+    more.
 
     h in [-1, 1] is the log-entropy minus its quantile `pivot` over the minibatch, each side scaled to 1. Where h <= 0
     the lower width becomes low (1 - clip_strength h), elsewhere the upper one high (1 + clip_strength h). The advantage
-    becomes A (1 + gain h) outside the neutral zone of ratios, half of these widths around 1, where h > 0 (a fork that
-    moves counts more), and inside it where h <= 0 (a sure step that stays counts less). The paper's temperature by
-    entropy belongs to how the policy samples, its average over tokens to the advantage; neither is here. In the
-    authors' code h comes out positive on both sides, so that sure steps move further too: this is the paper's h.
+    becomes A (1 + gain h) where h > 0 outside the neutral zone of ratios, half of these widths around 1 (a moving
+    high-entropy step counts more). Inside the zone this applies where h <= 0 (a stationary low-entropy step counts
+    less). The paper's entropy-dependent temperature concerns sampling, its average over tokens the advantage; neither
+    is included. In the authors' code h is positive on both sides, so that low-entropy steps also move further; this is
+    the paper's h.
     """
     h = entropy_level(scored.extra("entropy"), scored.mask, pivot)
     low = scored.clip_low * (1 - clip_strength * h.clamp(max=0))
@@ -145,8 +151,8 @@ def hapo(scored: Scored, *, pivot: float = 0.8, clip_strength: float = 1.0, gain
 
 
 def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
-    """Return HAPO's h in [-1, 1], shaped as entropy (nats): its logarithm above or below the masked entries' quantile
-    `pivot`, divided by the largest distance on that side; 0 outside the mask.
+    """Compute HAPO's h in [-1, 1], shaped as entropy (nats): the log-entropy relative to the masked entries' quantile
+    `pivot`, divided by the maximum distance on that side; 0 outside the mask.
     """
     level = entropy.clamp(min=1e-6).log()
     centred = torch.where(mask, level - quantile(level[mask], pivot, nearest=True), 0.0)
@@ -156,11 +162,11 @@ def entropy_level(entropy: Tensor, mask: Tensor, pivot: float) -> Tensor:
 
 @mechanism(Slot.COEFFICIENT, "mdpo", source="MDPO, arXiv:2005.09814")
 def mdpo(scored: Scored, *, start: float = 1.0, end: float = 0.1) -> Coefficients:
-    """Mirror descent: maximise E[ratio A] - KL(pi || pi_old) / t_k, with the step size t_k falling from start to end.
+    """Mirror descent: maximise E[ratio A] - KL(pi || pi_old) / t_k, with the step size t_k decreasing over the run.
 
-    c = r (A - log r / t_k): several steps on one batch approach pi_old exp(t_k A), one step is the policy gradient. The
-    KL is estimated on the old policy's samples (its gradient is E_old[r log r grad log pi]); t_k falls linearly over
-    the run, not to 0, where 1 / t_k would explode.
+    c = r (A - log r / t_k): several steps on one batch approach pi_old exp(t_k A); one step is the policy gradient. The
+    KL is estimated on the old policy's samples (its gradient is E_old[r log r grad log pi]); t_k decreases linearly
+    over the run, but not to 0, where 1 / t_k would explode.
     """
     step = start + (end - start) * scored.share
     # d(r log r) = (log r + 1) r d log pi, and the 1 has mean 0 under the old policy: E_old[r grad log pi] = 0.
@@ -189,7 +195,7 @@ def dpo(scored: Scored, *, beta: float = 0.1) -> Coefficients:
 
 @mechanism(Slot.COEFFICIENT, "sppo", source="SPPO, arXiv:2405.00675", needs=(Need.WHOLE_GROUPS,))
 def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
-    """(log-ratio - eta (P(it beats the policy) - 1/2))^2, the win rate counted among the group's other episodes.
+    """(log-ratio - eta (P(episode beats the policy) - 1/2))^2, with the win rate over the group's other episodes.
 
     c = 2 (eta (P - 1/2) - log-ratio); ties count half.
     """
@@ -207,8 +213,8 @@ def sppo(scored: Scored, *, eta: float = 1.0) -> Coefficients:
 def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     """Pairwise policy gradient: (R1 - R2) / 2 grad log(pi(y1) / pi(y2)), each with its own clipped ratio.
 
-    Unchanged by what is added to all rewards of a start. c of an episode: its ratio times the mean of (R - R_other) / 2
-    over the others of its group, 0 where the ratio has gone beyond the clip in that direction.
+    Invariant to a constant added to all rewards of a group. c of an episode: its ratio times the mean of (R - R_other)
+    / 2 over the others of its group, 0 where the ratio is already outside the clip range in that direction.
     """
     returns, group = scored.rollouts.row_return, scored.rollouts.group
     same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
@@ -222,11 +228,11 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
 
 @mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.WHOLE_GROUPS,))
 def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
-    """Supervised: the episode's centred log-ratio, as a logit, is to predict its success (binary cross-entropy).
+    """Supervised: predict success from the episode's centred log-ratio as a logit (binary cross-entropy).
 
-    score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta w (label - sigmoid(centred)), carried
-    through the centring. w gives the successes and the failures of a group the same weight, half its size each; it is 1
-    where all ended alike.
+    score_i = beta sum(log-ratio), leave-one-out centred in the group; c = beta w (label - sigmoid(centred)), propagated
+    through the centring. w gives the successes and the failures of a group the same total weight, half its size each;
+    it is 1 if all outcomes are equal.
     """
     rollouts = scored.rollouts
     total = beta * episode_log_ratio(scored)
@@ -250,13 +256,13 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
 
 @mechanism(Slot.COEFFICIENT, "none", source="auxiliary losses alone")
 def nothing(scored: Scored) -> Coefficients:
-    """No policy gradient: the auxiliary losses do the learning."""
+    """No policy gradient: only the auxiliary losses train the policy."""
     return torch.zeros_like(scored.logp), {}
 
 
 @mechanism(Slot.COEFFICIENT, "awr", source="AWR, arXiv:1910.00177")
 def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float = 10.0) -> Coefficients:
-    """Regression on one's own decisions, weighted: c = min(exp(A / temperature), limit); no ratio is needed.
+    """Weighted regression on the policy's own chunks: c = min(exp(A / temperature), limit); no ratio is needed.
 
     With policy.likelihood=matching the regression is denoising or flow matching.
     """
@@ -268,11 +274,12 @@ def advantage_weighted(scored: Scored, *, temperature: float = 1.0, limit: float
 def clipped_advantage(
     scored: Scored, *, limit: float = 2.0, temperature: float = 1.0, form: str = "exponential"
 ) -> Coefficients:
-    """Matching of one's own decisions, weighted by the clipped advantage: c = w(clip(A, -limit, limit) / temperature).
+    """Regression on the policy's own chunks, weighted by the clipped advantage: c = w(clip(A, -limit, limit) /
+    temperature).
 
-    form: w is exponential, exp(x), which with A = R is the reward-weighted flow matching that AC-Flow extends; or
-    positive, max(x, 0), which leaves out what was worse than expected. Neither pushes away from anything. Raises
-    ConfigError for another form.
+    form: exponential, w = exp(x), which with A = R is the reward-weighted flow matching that AC-Flow extends; or
+    positive, w = max(x, 0), which drops chunks worse than expected. Neither moves away from any chunk. Raises
+    ConfigError for an unknown form.
     """
     forms = {"exponential": torch.exp, "positive": torch.relu}
     if form not in forms:
@@ -288,24 +295,24 @@ def clipped_advantage(
     needs=(Need.MATCHING,),
 )
 def negative_aware(scored: Scored, *, limit: float = 5.0) -> Coefficients:
-    """Matching towards decisions that were better, away from those that were worse: c = clip(A, -limit, limit).
+    """Regression towards chunks with positive advantage and away from those with negative: c = clip(A, -limit, limit).
 
         L = limit / (2 beta) (w |v+ - u|^2 + (1 - w) |v- - u|^2),   w = (1 + clip(A) / limit) / 2
         v+ = (1 - beta) v' + beta v,   v- = (1 + beta) v' - beta v,   v' = v without gradient
 
-    is AFD's loss of a prediction v and its target u, up to a factor, and has the gradient of clip(A) |v - u|^2 / 2
-    whatever beta is. So a decision with A < 0 is unlearned as strongly as one with A > 0 is learned. Deviation:
-    DiffusionNFT, which the loss is from, holds v' at the policy that acted; what holds this one is target_kl and
-    auxiliaries=[velocity], AFD's nearness to the reference (which AFD weighs by w too).
+    is AFD's loss for a prediction v and its target u, up to a factor, and has the gradient of clip(A) |v - u|^2 / 2 for
+    every beta. So a chunk with A < 0 is unlearned as strongly as one with A > 0 is learned. Deviation: DiffusionNFT,
+    the source of the loss, keeps v' at the policy that acted. Here the policy is constrained by target_kl and
+    auxiliaries=[velocity], AFD's distance to the reference (which AFD also weights by w).
     """
     return scored.advantage.clamp(-limit, limit), {}
 
 
 @mechanism(Slot.COEFFICIENT, "opd", source="on-policy distillation, arXiv:2306.13649", needs=(Need.TEACHER_SCORES,))
 def on_policy_distillation(scored: Scored, *, reward: float = 0.0, cap: float = 5.0) -> Coefficients:
-    """Reverse KL to the teacher on the student's own decisions: c = log teacher - log pi, at most `cap` in size.
+    """Reverse KL to the teacher on the student's own chunks: c = log teacher - log pi, with magnitude at most `cap`.
 
-    reward: adds so much of PPO's coefficient, for learning from the outcome too. The teacher must speak of the same
+    reward: weight of PPO's coefficient, which is added to also learn from the outcome. The teacher must define the same
     steps: the same tokens, or the same denoising schedule.
     """
     from robopolicy.rl.coefficients import ppo

@@ -1,4 +1,6 @@
-"""Controllers, of the balance with imitation and of the learning rate; knobs: see `robopolicy.rl.controllers`."""
+"""Experimental controllers of the imitation weight and of the learning rate; for knobs see
+`robopolicy.rl.controllers`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +13,10 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 @mechanism(Slot.CONTROLLER, "imitation_mix", source="DataMind, arXiv:2509.25084", needs=(Need.EXPERTS,))
 class ImitationMix(Stateless):
-    """Go from imitating experts to reinforcement: loss = g L_experts + (1 - g) L_RL, g falling along a cosine.
+    """Move from imitation of experts to RL: loss = g L_experts + (1 - g) L_RL, with g decreasing along a cosine.
 
-    g is `first` at the beginning and `last` once `until` of the run is done, as in the authors' settings (.9 to .05).
-    L_experts is auxiliaries=[experts]; with options.experts.weight=1 it counts as it stands.
+    g is `first` at the start and `last` once the fraction `until` of the run is completed, as in the authors' settings
+    (.9 to .05). L_experts is auxiliaries=[experts]; options.experts.weight=1 leaves it unscaled.
     """
 
     def __init__(self, *, first: float = 0.9, last: float = 0.05, until: float = 1.0):
@@ -31,8 +33,9 @@ class ImitationMix(Stateless):
 
 @mechanism(Slot.CONTROLLER, "kl_target", source="adaptive KL penalty of PPO, arXiv:1707.06347, on the learning rate")
 class KlTarget:
-    """Hold the KL of an iteration near `target`: divide the learning rate by `factor` above 1.5 times of it, multiply
-    it below 2/3, within `least` and `most` of its value. PPO's penalty doubles and halves at these bounds.
+    """Keep the KL of an iteration near `target`: divide the learning rate by `factor` if it is above 1.5 times the
+    target, multiply it if below 2/3, within `least` and `most` of its initial value. PPO's penalty doubles and halves
+    at these bounds.
     """
 
     def __init__(self, *, target: float = 0.01, factor: float = 1.5, least: float = 0.1, most: float = 10.0):
@@ -56,5 +59,5 @@ class KlTarget:
         return {"scale": self.scale}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from the scale."""
+        """Restore the scale."""
         self.scale = state["scale"]

@@ -1,4 +1,6 @@
-"""Credit: from one advantage a decision to one a step, and what modulates it. (rollouts, A, context) -> A [B, T, K]."""
+"""Experimental credit assignment from one advantage per chunk to one per step: (rollouts, A, context) -> A [B, T,
+K].
+"""
 
 import warnings
 
@@ -13,12 +15,12 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 
 def entropy_of(rollouts: Rollouts) -> Tensor:
-    """Return the entropy of every step under the policy that acted, [B, T, K], nats; declare Need.ENTROPY for it."""
+    """Return the entropy of every step under the behaviour policy, [B, T, K], in nats; requires Need.ENTROPY."""
     return rollouts.extras["entropy"]
 
 
 def _among(values: Tensor, mask: Tensor) -> Tensor:
-    """Scale to [0, 1] between the smallest and the largest masked entry."""
+    """Scale to [0, 1] between the minimum and the maximum of the masked entries."""
     chosen = values[mask]
     low, high = chosen.min(), chosen.max()
     return (values - low) / (high - low).clamp(min=1e-8)
@@ -26,7 +28,7 @@ def _among(values: Tensor, mask: Tensor) -> Tensor:
 
 @mechanism(Slot.CREDIT, "top_entropy", source="80/20 rule, arXiv:2506.01939", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.2) -> Tensor:
-    """Learn only from the `share` of steps with the highest entropy in the batch: the forks in the road.
+    """Learn only from the `share` of steps with the highest entropy in the batch (forking tokens).
 
     Takes and returns A [B, T, K], 0 at the other steps.
     """
@@ -37,7 +39,7 @@ def top_entropy(rollouts: Rollouts, advantage: Tensor, context: Context, *, shar
 
 @mechanism(Slot.CREDIT, "d3s_steps", source="D3S, arXiv:2509.22115", needs=(Need.CATEGORICAL, Need.ENTROPY))
 def d3s_steps(rollouts: Rollouts, advantage: Tensor, context: Context, *, start: float = 0.3) -> Tensor:
-    """Learn only from the steps with the largest |A| H; the share kept grows from `start` to all along the run.
+    """Learn only from the steps with the largest |A| H; the fraction grows from `start` to 1 over the run.
 
     H: entropy of a step, nats. Takes and returns A [B, T, K], 0 at the other steps.
     """
@@ -57,12 +59,12 @@ def empg(
     clarity: float = 1.0,
     bonus: float = 0.1,
 ) -> Tensor:
-    """Confident decisions weigh more, uncertain ones less, and leading to a clear next decision is rewarded.
+    """Confident chunks weigh more, uncertain ones less, and chunks followed by a confident one get a bonus.
 
         A_t g(H_t) + bonus exp(-clarity H_{t+1}),  g = exp(-damping H) / mean,  then centred over the batch
 
-    H: mean entropy of a decision's steps, scaled to [0, 1] over the batch (the final centring is from memory). Takes
-    and returns A [B, T, K].
+    H: mean entropy of a chunk's steps, scaled to [0, 1] over the batch (the final centring is from memory). Takes and
+    returns A [B, T, K].
     """
     alive = rollouts.alive
     count = rollouts.mask.sum(-1).clamp(min=1)
@@ -80,16 +82,16 @@ def empg(
 def gtpo(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, entropy_limit: float = 0.6931, penalty: float = 0.1
 ) -> Tensor:
-    """Protect what good and bad episodes of a group have in common at their start, and drop episodes gone wild.
+    """Protect initial steps that good and bad episodes of a group share, and drop episodes with excessive entropy.
 
         A <- (A - penalty H) d,   H the episode's mean entropy
 
-    d is 2 in positive and 0 in negative episodes for a token that both a positive and a negative episode of the group
-    chose at the same place, in an episode's unbroken run of such tokens from its start, else 1. Episodes with H above
-    entropy_limit (ln 2, for words: a fresh policy over n action bins has up to ln n) are left out; where that is all of
-    them, a warning says so. Runs from the end, also in the paper, are not treated: episodes of a robot do not end
-    alike; nor is a loss divided by the number of its protected tokens, as in the authors' code. Entropies are in nats.
-    Takes and returns A [B, T, K].
+    d concerns tokens that both a positive and a negative episode of the group chose at the same place, within an
+    episode's unbroken run of such tokens from its start. For them d is 2 in positive and 0 in negative episodes;
+    otherwise d is 1. Episodes with H above entropy_limit are dropped (ln 2, for words: an untrained policy over n
+    action bins has up to ln n). If all are dropped, a warning is issued. Runs from the end, which the paper also uses,
+    are not treated because robot episodes do not end alike. The loss is not divided by the number of protected tokens,
+    unlike in the authors' code. Entropies are in nats. Takes and returns A [B, T, K].
     """
     # same[i, j, s]: both rows chose the same token at place s. A conflict is a token that a good and a bad episode of
     # the group chose there, whichever they are; cummin keeps an episode's run from its start, up to the first other.
@@ -124,13 +126,13 @@ def vppo(
     share: float = 0.4,
     low: float = 0.9,
 ) -> Tensor:
-    """Learn from the steps that depend on the image, and more from episodes that look.
+    """Learn from image-dependent steps, and more from image-dependent episodes.
 
-    extras["blackout_logp"] [B, T, K] scores the same steps with patches of the images made black; dependency
-    d = exp(x) - 1 - x with x = that minus the original log-probability (k3), at most 10. Of the n steps of an episode
-    the ceil(share n) with the largest d are kept; its advantage is scaled by its mean d, mapped linearly so that the
-    least of the batch gives `low` and the mean of all scales is 1. The authors' entropy penalty (0.06) is the auxiliary
-    `entropy`, off here. Takes and returns A [B, T, K].
+    extras["blackout_logp"] [B, T, K] contains the log-probabilities of the same steps with patches of the images
+    blacked out. Dependency d = exp(x) - 1 - x with x = that minus the original log-probability (k3), at most 10. Of the
+    n steps of an episode the ceil(share n) with the largest d are kept. Its advantage is scaled by its mean d, mapped
+    linearly so that the minimum of the batch gives `low` and the mean of all scales is 1. The authors' entropy penalty
+    (0.06) is the auxiliary `entropy`, off here. Takes and returns A [B, T, K].
     """
     shift = (rollouts.extras["blackout_logp"] - rollouts.logp_behaviour).clamp(-20, 20)
     # k3 of KL(seeing || blind): never negative, 0 where the image does not matter; bounded as in the authors' code, so
@@ -150,12 +152,12 @@ def vppo(
 def seed_grpo(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, alpha: float = 0.5, resolution: float = 1.0
 ) -> Tensor:
-    """Shrink updates on starts where the policy does many different things: A (1 - alpha SE / SE_max).
+    """Reduce updates on initial states where the policy's outcomes are diverse: A (1 - alpha SE / SE_max).
 
-    SE is the entropy of a group over clusters of final states: vectors of the last decision's next observation, divided
-    by their standard deviation over the batch and rounded to multiples of `resolution`. Clusters are weighed by how
-    many episodes end in them, the paper's clusters of meaning by their likelihood under the policy, which for whole
-    episodes of densities would be one episode's alone; of its shapes this is the linear one. Takes and returns A
+    SE is the entropy of a group over clusters of final states: vectors of the last chunk's next observation, divided by
+    their standard deviation over the batch and rounded to multiples of `resolution`. Clusters are weighted by their
+    number of episodes. The paper weights its semantic clusters by their likelihood under the policy; for densities of
+    complete episodes a single episode would dominate. Of the paper's forms this is the linear one. Takes and returns A
     [B, T, K]; an episode's entries share one factor, never below 0.
     """
     last = rollouts.alive.sum(1) - 1
@@ -184,12 +186,12 @@ def seed_grpo(
 def instruction_contrast(
     rollouts: Rollouts, advantage: Tensor, context: Context, *, share: float = 0.5, epsilon: float = 0.5
 ) -> Tensor:
-    """Credit what depends on the instruction: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
+    """Credit instruction-dependent steps: A ((1 - share) + share w), w = exp(sign(A) delta) within 1 +- epsilon.
 
-    delta: a step's log-probability under its instruction minus that under another one, extras["contrast_logp"]
-    [B, T, K]. What would have been done anyway keeps a weight of 1. CEPO weighs so with a right and a wrong answer in
-    the context; a robot has no answer to be shown, so this is another mechanism with its weights. Takes and returns
-    A [B, T, K].
+    delta: a step's log-probability under its instruction minus that under another one, extras["contrast_logp"] [B, T,
+    K]. Steps independent of the instruction keep a weight of 1. CEPO weights in this way with a correct and a wrong
+    answer in the context; a robot has no answer to show, so this is a different mechanism with the same weights. Takes
+    and returns A [B, T, K].
     """
     delta = rollouts.logp_behaviour - rollouts.extras["contrast_logp"]
     weight = (advantage.sign() * delta).clamp(-10, 10).exp().clamp(1 - epsilon, 1 + epsilon)

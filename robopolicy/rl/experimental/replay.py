@@ -1,4 +1,4 @@
-"""Replays of the last iterations, and of everything that a teacher labelled; see `robopolicy.rl.replay`."""
+"""Experimental replay of recent iterations, and of all teacher-labelled data; see `robopolicy.rl.replay`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,13 +14,14 @@ from robopolicy.rl.replay import Buffer, joined, with_advantage
 
 @mechanism(Slot.REPLAY, "remix", source="ReMix, arXiv:2507.06892", needs=())
 class ReMix(Buffer):
-    """Mix episodes of the last `keep` iterations into each batch, then reincarnate: go on from there, on-policy.
+    """Mix episodes of the last `keep` iterations into each batch, then reincarnate: continue on-policy from there.
 
-    The paper's three parts: older rows with the advantages they had, `share` per row of today, and more updates to data
-    (finetune.epochs); a mix of the KL penalties to the base and to the policy before the update,
-    auxiliaries=[kl_convex]; and at `until` of the run the base becomes the policy as it is (reincarnate), from where
-    only today's rows are used. coefficient=decoupled_ppo weighs older rows by the probabilities they were drawn with,
-    capped (the paper clips each row around its own ratio to them). Shares and weights are ours: the abstract has none.
+    The paper's three parts: older rows with their original advantages, `share` per current row, and a higher
+    update-to-data ratio (finetune.epochs); a mix of the KL penalties to the base and to the policy before the update,
+    auxiliaries=[kl_convex]; and, once the fraction `until` of the run is completed, the base is replaced by the current
+    policy (reincarnation), after which only current rows are used. coefficient=decoupled_ppo weights older rows by
+    their recorded probabilities, capped (the paper clips each row around its own ratio to them). Fractions and weights
+    are chosen here: the abstract gives none.
     """
 
     def __init__(self, *, keep: int = 2, share: float = 0.5, until: float = 0.7, reincarnate: bool = True):
@@ -31,12 +32,12 @@ class ReMix(Buffer):
         self.reincarnate = reincarnate
 
     def reincarnates(self, context: Context) -> bool:
-        """Return whether this is the first iteration on-policy."""
+        """Return whether this is the first on-policy iteration."""
         before = (context.iteration - 1) / max(1, context.iterations)
         return self.reincarnate and before < self.until <= context.share
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Return today's rows and older ones."""
+        """Return current rows together with older ones."""
         past = [part for _, part in self.kept]
         self.kept = [*self.kept, (context.iteration, rollouts)][-self.keep :]
         if not past or context.share >= self.until:
@@ -51,11 +52,11 @@ class ReMix(Buffer):
 
 @mechanism(Slot.REPLAY, "aggregate", source="DAgger, arXiv:1011.0686; DAgger for agents, arXiv:2605.12913", needs=())
 class Aggregate(Buffer):
-    """Dataset aggregation: beside each batch come rows of every iteration so far, for losses that label states anew.
+    """Dataset aggregation: adds rows of all iterations so far to each batch, for losses that relabel states.
 
-    With auxiliaries=[dagger] the teacher labels them, whoever acted; coefficient=none leaves the rest of the loss out.
-    share: older rows per row of today. capacity: rows that are kept, at any time a uniform sample without replacement
-    of all there were. Older rows have advantage 0: nothing but auxiliary losses learns from them.
+    With auxiliaries=[dagger] the teacher labels them, independent of the acting policy; coefficient=none disables the
+    rest of the loss. share: older rows per current row. capacity: number of stored rows, always a uniform sample
+    without replacement of all rows so far. Older rows have advantage 0, so only auxiliary losses use them.
     """
 
     def __init__(self, *, capacity: int = 4096, share: float = 1.0):
@@ -64,7 +65,7 @@ class Aggregate(Buffer):
         self.keys: list[Tensor] = []
 
     def mix(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Return today's rows and older ones."""
+        """Return current rows together with older ones."""
         draws, count = context.generator, len(rollouts.group)
         past = [part for _, part in self.kept]
         wanted = torch.randperm(sum(len(part.group) for part in past), generator=draws, device=draws.device)
@@ -95,6 +96,6 @@ class Aggregate(Buffer):
         return {**super().tree(), "keys": {str(place): keys for place, keys in enumerate(self.keys)}}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from all tensors."""
+        """Restore all tensors."""
         super().restore(tree)
         self.keys = [tree["keys"][str(place)] for place in range(len(tree["keys"]))]

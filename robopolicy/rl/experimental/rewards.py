@@ -1,4 +1,6 @@
-"""Rewards for milestones, haste, smoothness and a prover's progress, and a weight by duration, of the first's paper."""
+"""Experimental rewards for milestones, speed, smoothness and progress under a prover, and the speed paper's weight by
+duration.
+"""
 
 from dataclasses import replace
 
@@ -19,12 +21,12 @@ def partial_credit(
     credit: float = 0.5,
     keep: tuple[str, ...] = ("uncertainty",),
 ) -> Rollouts:
-    """Pay an episode that fails for the milestones it reached, at most `credit` in all, and one that succeeds 1.
+    """Reward failed episodes for the milestones they reached, at most `credit` in total; a success gets 1.
 
-    Milestones are amounts that the world's own rewards, success apart, sum to from an episode's start. Each pays an
-    equal part of `credit`, once, at the control step that reaches it, and success pays what is then missing to 1. In
-    the paper a program's instrumented code prints its milestones; a robot's are those of the task's progress. Of the
-    rewards only `keep` stays besides.
+    Milestones are thresholds on the cumulative world reward, without success, since an episode's start. Each pays an
+    equal part of `credit`, once, at the control step that reaches it, and success pays the remainder up to 1. In the
+    paper, instrumented program code prints the milestones; for a robot they are those of the task's progress. Of the
+    other rewards only `keep` stays.
     """
     own = [value for name, value in rollouts.rewards.items() if name not in ("success", *keep)]
     gained = torch.where(rollouts.valid, torch.stack(own).sum(0), 0.0) if own else torch.zeros(rollouts.valid.shape)
@@ -53,7 +55,7 @@ def partial_credit(
 
 @mechanism(Slot.REWARD, "hurry", source="length shaping, cf. PALU and DRPO")
 def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollouts:
-    """Charge `cost` a control step, but only in episodes that succeed: a slow success stays better than a failure."""
+    """Penalise successful episodes by `cost` per control step; a slow success stays better than a failure."""
     charged = (rollouts.success.any(1) if rollouts.whole else torch.ones_like(rollouts.group, dtype=torch.bool))[
         :, None
     ]
@@ -63,7 +65,7 @@ def hurry(rollouts: Rollouts, context: Context, *, cost: float = 0.01) -> Rollou
 
 @mechanism(Slot.REWARD, "smooth", source="action-rate penalty of robot learning")
 def smooth(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollouts:
-    """Charge `cost` times the squared change of the action from one control step of a decision to the next."""
+    """Penalise the squared change of the action between control steps of a chunk by `cost`."""
     change = (rollouts.actions[:, :, 1:] - rollouts.actions[:, :, :-1]).square().mean(-1)
     change = torch.cat([change.new_zeros((*change.shape[:2], 1)), change], 2)  # nothing comes before the first step
     charged = torch.where(rollouts.valid, -cost * change, 0.0)
@@ -72,7 +74,7 @@ def smooth(rollouts: Rollouts, context: Context, *, cost: float = 0.1) -> Rollou
 
 @mechanism(Slot.REWARD, "pav", source="PAV, arXiv:2410.08146", needs=(Need.VALUES,))
 def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float = 0.5, tries: int = 4) -> Rollouts:
-    """Add alpha times the advantage of each decision under a prover: the best of `tries` attempts of the policy.
+    """Add alpha times the advantage of each chunk under a prover: the best of `tries` attempts of the policy.
 
     With success probabilities Q and V of the model q_ensemble (target=monte_carlo), the prover's are 1 - (1 - Q)^tries.
     """
@@ -90,7 +92,7 @@ def progress_under_prover(rollouts: Rollouts, context: Context, *, alpha: float 
 
 @mechanism(Slot.WEIGHT, "duration", source="MLE-RL (duration-aware gradients), arXiv:2509.01684")
 def weigh_by_duration(mask: Tensor, rollouts: Rollouts) -> Tensor:
-    """A decision counts by the control steps it took, so that asynchronous collection does not favour quick ones.
+    """Weight a chunk by its number of control steps, so that asynchronous collection does not favour short ones.
 
     Takes a mask [b, t, K] and returns weights of that shape, which sum to 1.
     """

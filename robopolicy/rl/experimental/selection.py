@@ -1,4 +1,4 @@
-"""Which of the played episodes to learn from: (rollouts, context) -> keep [B] bool."""
+"""Experimental selection of collected episodes: (rollouts, context) -> keep [B] bool."""
 
 import torch
 from torch import Tensor
@@ -11,10 +11,10 @@ from robopolicy.rl.registry import Need, Slot, mechanism
 
 @mechanism(Slot.SELECTION, "roc", source="GRPO-RoC, arXiv:2508.20722", needs=(Need.GROUPS,))
 def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0.5) -> Tensor:
-    """Keep a share of every group: the cleanest successes and failures at random, in their own proportion.
+    """Keep a fraction of every group: the cleanest successes and random failures, in their original proportion.
 
-    Play more than you need (a larger group_size). Clean means short: the fewest control steps. At least one success and
-    one failure stay where there are any. Returns keep [B] bool.
+    Play more episodes than needed (a larger group_size). Clean means short: the fewest control steps. At least one
+    success and one failure are kept, if any. Returns keep [B] bool.
     """
     success, groups = rollouts.row_success, Segments.of(rollouts.group)
     steps = rollouts.duration.sum(1).double()
@@ -30,14 +30,14 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
 
 @mechanism(Slot.SELECTION, "max_variance", source="D3S, arXiv:2509.22115; PODS, arXiv:2504.13818", needs=(Need.GROUPS,))
 def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, final: float | None = None) -> Tensor:
-    """Keep the share of every group with the largest variance of returns: its lowest and its highest ones.
+    """Keep the subset of every group with the largest variance of returns: its lowest and highest ones.
 
-    The best subset of k is always some number from the bottom and the rest from the top; all splits are compared. In a
-    group the variance of standardised advantages, which D3S maximises, orders subsets alike. keep: share at first,
-    final: at the end of the run, None for `keep` throughout. In between it grows linearly (D3S goes from a small share
-    to all, so that what says little is not forgotten; its curve is not in the abstract). D3S's second level, steps, is
-    credit=[d3s_steps]; its variant that picks across groups is left out, because advantages are made of what is kept,
-    and a group of one episode has none. Returns keep [B] bool.
+    The best subset of size k always combines the lowest and the highest returns; all splits are compared. Within a
+    group, the variance of standardised advantages, which D3S maximises, orders subsets alike. keep: initial fraction;
+    final: fraction at the end of the run, None for `keep` throughout. It grows linearly in between (D3S goes from a
+    small fraction to all, so that low-signal episodes are not forgotten; its schedule is not in the abstract). D3S's
+    second level, steps, is credit=[d3s_steps]. Its variant that selects across groups is omitted because advantages are
+    computed from the kept episodes, and a group of one episode has none. Returns keep [B] bool.
     """
     share = keep if final is None else keep + (final - keep) * context.share
     returns = rollouts.row_return
@@ -53,11 +53,11 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, fin
 
 @mechanism(Slot.SELECTION, "void_turns", source="SimpleTIR, arXiv:2509.02479")
 def drop_void(rollouts: Rollouts, context: Context, *, still: float = 1e-3) -> Tensor:
-    """Drop whole episodes with a void turn, a decision after which nothing has moved; all stay if all have one.
+    """Drop complete episodes with a void turn, a chunk after which nothing has moved; keep all if all have one.
 
-    The paper's void turn has neither code nor an answer, and episodes with one make updates explode; a robot's is one
-    in which no vector field of the observation changes by `still` of its standard deviation over the batch. (Actions
-    and observations that are not finite end a run long before.) Returns keep [B] bool.
+    The paper's void turn contains neither code nor an answer, and episodes with one make updates explode. For a robot
+    it is a chunk in which no vector field of the observation changes by `still` of its standard deviation over the
+    batch. (Actions and observations that are not finite end a run much earlier.) Returns keep [B] bool.
     """
     moved = torch.zeros_like(rollouts.alive)
     for key, before in rollouts.observation.items():

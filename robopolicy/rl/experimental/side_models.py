@@ -1,4 +1,4 @@
-"""Models learned beside the policy: a discriminator, critics of actions, noisy ones too, progress, rewards of steps."""
+"""Experimental side models: discriminator, critics of actions (also noisy ones), progress, per-step rewards."""
 
 import copy
 from collections.abc import Mapping
@@ -32,11 +32,11 @@ from robopolicy.rl.side_models import (
 
 @mechanism(Slot.MODEL, "discriminator", source="AFD, arXiv:2605.26105", needs=(Need.TEACHER,), gives=(Need.PREFERENCE,))
 class Discriminator(SidePerceptron):
-    """Tell the teacher's action chunks from the student's in the states the student visits: who is preferred where.
+    """Discriminate the teacher's action chunks from the student's in the states that the student visits.
 
     Bradley-Terry: -log sigmoid(D(s, teacher's) - D(s, student's)). Adds extras["preference"] [B, T] = D(s, student's),
-    which advantage=discriminator turns into how teacher-like a decision was; the teacher may be any policy, and none of
-    its probabilities are needed.
+    which advantage=discriminator converts to the teacher-likeness of a chunk; the teacher may be any policy, and its
+    probabilities are not needed.
     """
 
     def __init__(self, tools: Tools, *, rate: float = 1e-3, epochs: int = 4, minibatch: int = 1024, width: int = 256):
@@ -47,7 +47,7 @@ class Discriminator(SidePerceptron):
         self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Ask the teacher what it would do in every state, learn, then add the preferences."""
+        """Query the teacher's action in every state, train, then add the preferences."""
         self.network.fit(rollouts)
         alive = rollouts.alive
         seen, shown = visible(rollouts, alive), self.tools.observe(rollouts, alive)
@@ -72,14 +72,14 @@ class Discriminator(SidePerceptron):
     gives=(Need.FLOW_VALUES,),
 )
 class FlowCritic(SidePerceptron):
-    """V(s, x_t, t): the expected return of a decision of which only a noisy version x_t is known, t in [0, 1].
+    """V(s, x_t, t): expected return of a chunk of which only a noisy version x_t is known, t in [0, 1].
 
-    It learns where the policy does: at the noise levels that score a decision, x_t made of its own action; and at
-    t = 1, where x_t is noise alone and says nothing. So V(s, noise, 1) is the value of the state, and bootstraps the
-    lambda-returns R that V is regressed on. Rewards are shaped: divided by the running spread of returns (deviation:
-    the paper has one decision an episode and normalises its reward). Adds extras["flow_value"] [B, T, K] and
-    ["flow_return"] [B, T], both as they were before this iteration's learning; advantage=flow_values uses them. The
-    policy waits for critic_warmup iterations. It sees the vectors of the state and the executed steps of the chunk.
+    It is trained at the noise levels at which a chunk is scored, with x_t computed from its own action, and at t = 1,
+    where x_t is pure noise. So V(s, noise, 1) is the value of the state, and bootstraps the lambda-returns R that V is
+    regressed on. Rewards are divided by the running standard deviation of returns (deviation: the paper has one chunk
+    per episode and normalises its reward). Adds extras["flow_value"] [B, T, K] and ["flow_return"] [B, T], both from
+    before this iteration's training; advantage=flow_values uses them. The policy is not updated during critic_warmup
+    iterations. It reads the state vectors and the executed steps of the chunk.
     """
 
     def __init__(self, tools: Tools, *, rate: float = 1e-3, epochs: int = 8, minibatch: int = 1024, width: int = 256):
@@ -95,7 +95,7 @@ class FlowCritic(SidePerceptron):
         return self.network(observation, noisy.flatten(1), time[:, None]).squeeze(-1)
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Add values and returns, then learn."""
+        """Add values and returns, then train."""
         assert isinstance(self.policy, MatchesNoise)  # which Need.MATCHING asks for
         self.network.fit(rollouts)
         alive = rollouts.alive
@@ -116,13 +116,13 @@ class FlowCritic(SidePerceptron):
         return rollouts.with_extras(flow_value=empty.index_put((alive,), torch.stack(levels, 1)), flow_return=returns)
 
     def _state_values(self, observation: Mapping[str, Any], context: Context) -> Tensor:
-        """Return V(s, noise, 1) [N], with a fresh draw of the noise."""
+        """Return V(s, noise, 1) [N], with newly sampled noise."""
         draws, count = context.generator, len(next(iter(observation.values())))
         noise = torch.randn((count, *self.shape), generator=draws, device=draws.device)
         return self.values(observation, noise, torch.ones(count, device=noise.device))
 
     def _returns(self, rollouts: Rollouts, context: Context) -> Tensor:
-        """Return lambda-returns of scaled rewards [B, T], bootstrapped by the values of states as they are now."""
+        """Compute lambda-returns of scaled rewards [B, T], bootstrapped with the current values of states."""
         rewards, everywhere = torch.stack(list(rollouts.rewards.values())).sum(0), torch.ones_like(rollouts.alive)
         discount = context.discount ** rollouts.duration.float()
         self.scale.update(chunk_rewards(rewards, rollouts.valid, context.discount), rollouts.ended, discount)
@@ -147,18 +147,18 @@ class FlowCritic(SidePerceptron):
         return {**super().tree(), "scale": self.scale.state_dict()}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.scale.load_state_dict(tree["scale"])
 
 
 @mechanism(Slot.MODEL, "progress", source="SPA-RL, arXiv:2505.20732", needs=(Need.EPISODES,))
 class Progress(SidePerceptron):
-    """Share an episode's outcome out among its decisions: contributions c_t with (sum_t c_t - success)^2 small.
+    """Distribute an episode's outcome over its chunks: contributions c_t that minimise (sum_t c_t - success)^2.
 
-    c_t is read from the states before and after the decision, and alpha c_t replaces the world's rewards (at the last
-    step of the decision); use it with any advantage. On robots every decision can be executed, so SPA's grounding term
-    has nothing to say.
+    c_t is predicted from the states before and after the chunk, and alpha c_t replaces the world's rewards (at the last
+    step of the chunk); use it with any advantage. On robots every chunk can be executed, so SPA's grounding term has no
+    effect.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Progress(SidePerceptron):
         self.minibatch = minibatch
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn, then replace the rewards."""
+        """Train, then replace the rewards."""
         self.network.fit(rollouts)
         for index in minibatches(len(rollouts.group), self.minibatch, self.epochs, context):
             part = rollouts.take(index)
@@ -193,7 +193,8 @@ class Progress(SidePerceptron):
 
 @mechanism(Slot.MODEL, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.BASE), gives=(Need.IMPLICIT,))
 class Oprl(ImplicitReward):
-    """Implicit rewards from preferences: the better episode of a pair with the same start gets the larger sum (DPO).
+    """Implicit rewards from preferences: the better episode of a pair with the same initial state gets the larger sum
+    (DPO).
 
     L = -log sigmoid(sum r+ - sum r-) over all pairs of a group with different returns; use it with
     advantage=process_steps.
@@ -203,13 +204,13 @@ class Oprl(ImplicitReward):
         super().__init__(tools, beta, rate, epochs, minibatch)
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn with whole groups side by side."""
+        """Train with the episodes of a group in the same minibatch."""
         order = rollouts.group.argsort(stable=True)
         back = order.argsort()
         return super().annotate(rollouts.take(order), context).take(back)
 
     def loss(self, logits: Tensor, rollouts: Rollouts) -> Tensor:
-        """Return the pairwise loss of logits [b], a scalar; without gradient where no pair differs."""
+        """Return the pairwise loss of logits [b], a scalar; without gradient if no pair differs."""
         returns, group = rollouts.row_return, rollouts.group
         better = (group[:, None] == group[None]) & (returns[:, None] > returns[None] + 1e-6)
         if not bool(better.any()):
@@ -220,7 +221,7 @@ class Oprl(ImplicitReward):
 
 
 class ValueModel(nn.Module):
-    """An ensemble of Q(state, action chunk) and a V(state), in units of success or of scaled return."""
+    """Ensemble of Q(state, action chunk) and a V(state), in units of success or of scaled return."""
 
     def __init__(self, tools: Tools, members: int, width: int):
         super().__init__()
@@ -234,21 +235,21 @@ class ValueModel(nn.Module):
             part.fit(rollouts)  # type: ignore[operator]
 
     def values(self, observation: Mapping[str, Any]) -> Tensor:
-        """V [N]."""
+        """Return V [N]."""
         return self.v(observation).squeeze(-1)
 
     def members(self, observation: Mapping[str, Any], actions: Tensor) -> Tensor:
-        """Q of every member for action chunks [N, C, A], [M, N]."""
+        """Return Q of every ensemble member for action chunks [N, C, A], [M, N]."""
         flat = actions.flatten(1)
         return torch.stack([member(observation, flat).squeeze(-1) for member in self.q])
 
     def action_values(self, observation: Mapping[str, Any], actions: Tensor) -> Tensor:
-        """The smallest member's Q of action chunks [N, C, A], [N]."""
+        """Return the minimum Q over the members for action chunks [N, C, A], [N]."""
         return self.members(observation, actions).min(0).values
 
 
 def td_target(reward: Tensor, decay: Tensor, following: Tensor, over: Tensor) -> Tensor:
-    """Return R + decay V(s'), and R alone where the task is `over` [N] bool; all of them [N].
+    """Compute R + decay V(s'), or R alone where the task is `over` [N] bool; all of them [N].
 
     decay: discount ** duration; following: V(s') of the observation before any reset.
     """
@@ -257,16 +258,16 @@ def td_target(reward: Tensor, decay: Tensor, following: Tensor, over: Tensor) ->
 
 @mechanism(Slot.MODEL, "q_ensemble", source="Digi-Q, arXiv:2502.15760; PAV, arXiv:2410.08146", gives=(Need.VALUES,))
 class QEnsemble(SideNetwork[ValueModel]):
-    """Action values of what was done: Q(s, a) by temporal differences to a V(s) (target=td), or by outcomes alone.
+    """Action values of collected chunks: Q(s, a) by temporal differences to a V(s) (target=td), or from outcomes alone.
 
-    td (Digi-Q): Q -> R + discount^h V(s'), V(s) -> Q(s, a') of an a' that the current policy draws there, whatever was
-    done, with a slow copy's V and Q as targets. So decisions of older policies teach what the present one is worth: the
-    last `capacity` of earlier iterations are kept (part of checkpoints), and `replayed` times as many of them as there
-    are new ones are learned from beside those, with actions drawn anew. monte_carlo: both -> 1 where the episode
-    succeeded later; nothing is kept. Adds extras["q"] and ["v"] [B, T]; advantage=q_values, rewards=[pav] and
-    auxiliaries=[best_of_n, spo] use them. Deviations: it sees the vectors of the state, which are the frozen features
-    of Digi-Q here; V follows the smallest member where the paper's two critics each have a V of their own; the policy
-    imitates in the states of this iteration, not in those that are kept.
+    td (Digi-Q): Q -> R + discount^h V(s'), V(s) -> Q(s, a') of an a' that the current policy samples there, with V and
+    Q of a target network as targets. So chunks of older policies also inform the current policy's values. The last
+    `capacity` chunks of earlier iterations are stored (part of checkpoints). Training adds `replayed` times as many of
+    them as there are new ones, with newly sampled actions. monte_carlo: both -> 1 if the episode succeeded later;
+    nothing is stored. Adds extras["q"] and ["v"] [B, T]; advantage=q_values, rewards=[pav] and auxiliaries=[best_of_n,
+    spo] use them. Deviations: it reads the state vectors, which take the place of Digi-Q's frozen features; V follows
+    the minimum over the members, while the paper's two critics each have their own V; the policy imitates in the states
+    of this iteration, not in the stored ones.
     """
 
     def __init__(
@@ -301,11 +302,11 @@ class QEnsemble(SideNetwork[ValueModel]):
         return self.network.values(observation)
 
     def action_values(self, observation: Mapping[str, Any], actions: Tensor) -> Tensor:
-        """Return the smallest member's Q [N] of action chunks [N, C, A]."""
+        """Return the minimum Q [N] over the members for action chunks [N, C, A]."""
         return self.network.action_values(observation, actions)
 
     def annotate(self, rollouts: Rollouts, context: Context) -> Rollouts:
-        """Learn, then add what it thinks of every decision."""
+        """Train, then add the values of every chunk."""
         if not self.network.v.fitted:
             self.network.fit(rollouts)
             # Also for the standardisation, without which the slow copy would read other inputs.
@@ -329,7 +330,7 @@ class QEnsemble(SideNetwork[ValueModel]):
             follow(self.slow, self.network, self.tau)
 
     def _learn_differences(self, data: Mapping[str, Any], context: Context) -> None:
-        """Learn from n decisions as `_transitions` returns them."""
+        """Train on n chunks as returned by `_transitions`."""
         drawn, over = self._drawn(data["before"], context), data["over"]
         for index in minibatches(len(drawn), self.minibatch, self.epochs, context):
             here, then = rows_of(data["before"], index), rows_of(data["after"], index)
@@ -343,9 +344,9 @@ class QEnsemble(SideNetwork[ValueModel]):
             follow(self.slow, self.network, self.tau)
 
     def _transitions(self, rollouts: Rollouts, context: Context) -> dict[str, Any]:
-        """Return the n decisions of the rollouts as what temporal differences need, on their own from now on.
+        """Convert the n chunks of the rollouts to independent transitions for temporal differences.
 
-        before: what the policy is shown, key -> [n, H, ...], `task` as index; after: without images; actions [n, C, A];
+        before: the policy's observation, key -> [n, H, ...], `task` as index; after: without images; actions [n, C, A];
         reward, decay, over: [n].
         """
         alive = rollouts.alive
@@ -359,7 +360,9 @@ class QEnsemble(SideNetwork[ValueModel]):
         }
 
     def _with_kept(self, fresh: dict[str, Any], context: Context) -> dict[str, Any]:
-        """Return `fresh` decisions and a draw of those kept from earlier iterations, and keep the fresh ones too."""
+        """Return the `fresh` chunks and a sample of those stored from earlier iterations, and store the fresh ones
+        too.
+        """
         wanted = round(self.replayed * len(fresh["reward"]))
         if not wanted or not self.capacity:
             return fresh
@@ -374,7 +377,7 @@ class QEnsemble(SideNetwork[ValueModel]):
 
     @torch.no_grad()
     def _drawn(self, before: Mapping[str, Tensor], context: Context) -> Tensor:
-        """Return an action chunk [n, C, A] of the policy as it is now for each of n observations."""
+        """Sample an action chunk [n, C, A] from the current policy for each of n observations."""
         names = self.tools.instructions
         parts: list[Tensor] = []
         for rows in torch.split(torch.arange(len(before[TASK])), 4096):
@@ -384,7 +387,7 @@ class QEnsemble(SideNetwork[ValueModel]):
         return torch.cat(parts)
 
     def tree(self) -> dict[str, Any]:
-        """Return weights, moments, the slow copy, whether the inputs are standardised, and the decisions kept."""
+        """Return weights, moments, the target network, whether the inputs are standardised, and the stored chunks."""
         return {
             **super().tree(),
             "slow": self.slow.state_dict(),
@@ -393,7 +396,7 @@ class QEnsemble(SideNetwork[ValueModel]):
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.slow.load_state_dict(tree["slow"])
         self.kept = _moved(tree["replayed"], next(self.network.parameters()).device)

@@ -1,9 +1,10 @@
-"""Samplers of starts and an allocator, and hints: how far along a demonstration episodes begin.
+"""Experimental samplers of initial states, an episode allocator, and hints, which start episodes inside a
+demonstration.
 
-With a hint, a start's group begins after a share of its demonstration (`Hints.depth`; 0: at the start itself), in a
-state the expert was in. No action of the expert's is scored, so nothing has to be corrected for; success gets near
-enough to be found, and the share shrinks as it is (reverse curricula). starts=N makes starts come back, so that
-something is known of them.
+With a hint, the group of an initial state starts after a fraction of its demonstration (`Hints.depth`; 0: at the
+initial state itself), in a state that the expert visited. No expert action is scored, so no off-policy correction is
+needed. Success becomes reachable, and the fraction decreases as it does (reverse curriculum). starts=N makes initial
+states recur, so that statistics about them can accumulate.
 """
 
 import math
@@ -19,13 +20,14 @@ from robopolicy.rl.starts import Beliefs, Uniform, information_gain
 
 @mechanism(Slot.SAMPLER, "vade", source="VADE, arXiv:2511.18902")
 class VadeSampler(Beliefs):
-    """Thompson-sample every start's success rate p and take those from which most is gained; beliefs fade twice.
+    """Thompson-sample the success rate p of every initial state and take those with the largest gain; beliefs decay on
+    two scales.
 
-    visited, decay: what is kept of a start's counts at its next visit, after which its rate has been measured anew, and
-    of everybody's at every round, because the policy moves on also where nobody looks.
-    The paper's abstract names Beta beliefs, Thompson draws that maximise information gain, and decay on two scales; its
-    formulas were not at hand. Gain is p (1 - p)^2, the information gain of arXiv:2509.25849: largest at 1/3, since
-    what succeeds rarely has more to gain than what fails rarely.
+    visited: fraction of an initial state's counts kept at its next visit, when its rate has been remeasured; decay:
+    fraction of all counts kept per round, because the policy changes everywhere. The paper's abstract names Beta
+    beliefs, Thompson draws that maximise information gain, and decay on two scales; its formulas were not available.
+    Gain is p (1 - p)^2, the information gain of arXiv:2509.25849: largest at 1/3, since rare successes allow more
+    improvement than rare failures.
     """
 
     def __init__(self, *, visited: float = 0.5, decay: float = 0.98):
@@ -33,13 +35,13 @@ class VadeSampler(Beliefs):
         self.everywhere = decay
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return the `count` starts [n] with the largest gain at a drawn rate."""
+        """Return the `count` initial states [n] with the largest gain at a sampled rate."""
         a, b = self.beta(np.arange(pool))
         drawn = generator.beta(a, b)
         return np.argsort(-information_gain(drawn), kind="stable")[:count]
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
-        """Let every belief fade, those of the starts played [n] faster, and add what came of them, each [n]."""
+        """Decay all beliefs, those of the played initial states [n] faster, and add their results, each [n]."""
         kept = self.everywhere
         self.counts = {
             number: (kept * a + (1 - kept) * self.prior, kept * b + (1 - kept) * self.prior)
@@ -50,9 +52,10 @@ class VadeSampler(Beliefs):
 
 @mechanism(Slot.SAMPLER, "sec", source="SEC, self-evolving curriculum, arXiv:2505.14970")
 class SecSampler(Beliefs):
-    """A bandit over categories (instructions: start i belongs to category i mod `categories`) paid in mean |A|.
+    """Bandit over categories (instructions: state i belongs to category i mod `categories`) with reward mean |A|.
 
-    Q <- (1 - rate) Q + rate mean |A|; categories are drawn with softmax(Q / temperature), starts inside uniformly.
+    Q <- (1 - rate) Q + rate mean |A|; categories are drawn with softmax(Q / temperature), initial states within them
+    uniformly.
     """
 
     def __init__(self, *, categories: int = 4, rate: float = 0.3, temperature: float = 0.3):
@@ -63,7 +66,7 @@ class SecSampler(Beliefs):
         self.values = np.zeros(categories)
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return starts [n], their categories drawn by value."""
+        """Return initial states [n], with categories drawn by value."""
         scaled = (self.values - self.values.max()) / self.temperature
         share = np.exp(scaled) / np.exp(scaled).sum()
         order = generator.permutation(pool)
@@ -73,7 +76,7 @@ class SecSampler(Beliefs):
         return order[np.argsort(-keys, kind="stable")[:count]]
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
-        """Move the value of every category played towards its mean |A|; arguments [n]."""
+        """Move the value of every played category towards its mean |A|; arguments [n]."""
         super().observe(index, successes, episodes, advantage)
         for category in np.unique(index % self.categories):
             paid = advantage[index % self.categories == category].mean()
@@ -84,17 +87,18 @@ class SecSampler(Beliefs):
         return {**super().state(), "values": self.values.tolist()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from counts and values."""
+        """Restore counts and values."""
         super().restore(state)
         self.values = np.array(state["values"])
 
 
 @mechanism(Slot.SAMPLER, "prompt_replay", source="Prompt Replay, arXiv:2603.21177")
 class ReplaySampler(Beliefs):
-    """Mix fresh starts with those whose last success rate was nearest to 0.5, each after a pause and not too often.
+    """Mix new initial states with those whose last success rate was nearest to 0.5, with a cooldown and a maximum
+    number of uses.
 
-    share: of a batch that is replayed; near: how far from 0.5 still counts; cooldown: proposals before a start may come
-    back; limit: how often it may.
+    share: fraction of a batch that is replayed; near: maximum distance from 0.5; cooldown: number of proposals before
+    an initial state may recur; limit: maximum number of uses.
     """
 
     def __init__(self, *, share: float = 0.5, near: float = 0.3, cooldown: int = 3, limit: int = 5):
@@ -108,7 +112,7 @@ class ReplaySampler(Beliefs):
         self.used = {}
 
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
-        """Return starts [n], replayed ones first, then those used least."""
+        """Return initial states [n], replayed ones first, then the least used ones."""
         self.round += 1
         # Ties are broken by chance: `sorted` is stable, and the order is a random one.
         order = generator.permutation(pool)
@@ -129,12 +133,12 @@ class ReplaySampler(Beliefs):
         return np.array(chosen)
 
     def state(self) -> dict[str, Any]:
-        """Return everything."""
+        """Return the complete state."""
         used = {str(key): [self.used[key], self.last[key]] for key in self.used}
         return {**super().state(), "round": self.round, "used": used}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on."""
+        """Restore the state."""
         super().restore(state)
         self.round = state["round"]
         self.used = {int(key): value[0] for key, value in state["used"].items()}
@@ -143,17 +147,17 @@ class ReplaySampler(Beliefs):
 
 @mechanism(Slot.ALLOCATOR, "dars", source="DARS, arXiv:2508.13755")
 class Dars(Uniform):
-    """Play once, then give starts with a success rate a < 0.5 more episodes, the more the rarer success is.
+    """Play once, then give initial states with a success rate a < 0.5 more episodes; rarer success gets more.
 
-    Equal schedule, S = 2 a (1 - a): dN = (N / 2 - N S) / S, rounded up and capped at `most` episodes in all;
-    hardness-weighted (weighted=true): dN = (2 (1 - a) N / 2 - N S) / S. Where nothing succeeded a is 0.5 / N.
+    Equal schedule, S = 2 a (1 - a): dN = (N / 2 - N S) / S, rounded up and capped at `most` episodes in total;
+    hardness-weighted (weighted=true): dN = (2 (1 - a) N / 2 - N S) / S. Without any success a is 0.5 / N.
     """
 
     def __init__(self, *, weighted: bool = False, most: int = 32):
         self.weighted, self.most = weighted, most
 
     def extend(self, rate: Array, sizes: Array) -> list[int]:
-        """Return the additional episodes [n], at most up to `most` in all."""
+        """Return the additional episodes [n], up to `most` in total."""
         rate = np.where(rate <= 1e-6, 0.5 / sizes, rate)
         spread = np.maximum(2 * rate * (1 - rate), 1e-6)
         target = (2 * (1 - rate) if self.weighted else 1.0) * sizes / 2
@@ -162,14 +166,14 @@ class Dars(Uniform):
 
 
 class _Rates:
-    """Success rates per start and tenth of the demonstration, newest first with weight `fresh`."""
+    """Success rates per initial state and tenth of the demonstration; the newest result has weight `fresh`."""
 
     def __init__(self, fresh: float = 0.5):
         self.fresh = fresh
         self.rates: dict[tuple[int, int], float] = {}
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
-        """Mix the new rates [n] in."""
+        """Update with the new rates [n]."""
         for number, share, found in zip(start.tolist(), depth.tolist(), rate.tolist(), strict=True):
             key = (number, _tenth_asked(share))
             self.rates[key] = (
@@ -181,25 +185,27 @@ class _Rates:
         return {"rates": [[*key, rate] for key, rate in self.rates.items()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from all rates."""
+        """Restore all rates."""
         self.rates = {(int(number), int(tenth)): rate for number, tenth, rate in state["rates"]}
 
 
 def _tenth_asked(share: float) -> int:
-    """Return which tenth was asked for where an episode began after `share` of a demonstration.
+    """Return the tenth that was requested if an episode started after the fraction `share` of a demonstration.
 
-    It begins in the last recorded state up to there, so less than a tenth before it where ten states are recorded.
+    It starts at the last recorded state up to there, i.e. less than a tenth earlier if at least ten states are
+    recorded.
     """
     return math.ceil(10 * share - 1e-4)
 
 
 @mechanism(Slot.HINT, "guide", source="Guide-GRPO, arXiv:2506.13923", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
 class Guide:
-    """Help only where all of an unhelped group failed: that start's next group begins `share` into the demonstration.
+    """Hint only if all of an unhinted group failed: the next group of that initial state starts `share` into the
+    demonstration.
 
-    The group after a helped one is unhelped again and decides anew. Deviations: the paper plays the helped group in the
-    same iteration, here it is the start's next visit; its hint is text in the prompt, for which the ratio corrects, and
-    a state that the episode begins in needs no correction.
+    The group after a hinted one is unhinted again and decides anew. Deviations: the paper plays the hinted group in the
+    same iteration, here it is the next visit of the initial state; its hint is text in the prompt, which the ratio
+    corrects for, while a different initial state needs no correction.
     """
 
     def __init__(self, *, share: float = 0.5):
@@ -207,32 +213,32 @@ class Guide:
         self.failed: set[int] = set()
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
-        """Return `share`, [n], for starts whose newest group was unhelped and failed altogether, else 0."""
+        """Return `share`, [n], for initial states whose newest group was unhinted and failed completely, else 0."""
         return np.array([self.share if number in self.failed else 0.0 for number in start.tolist()])
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
-        """Remember the starts [n] whose newest group had no help, and no success."""
+        """Record the initial states [n] whose newest group had no hint and no success."""
         for number, helped, found in zip(start.tolist(), (depth > 0).tolist(), rate.tolist(), strict=True):
             (self.failed.discard if helped or found > 0 else self.failed.add)(number)
 
     def state(self) -> dict[str, Any]:
-        """Return the starts to help."""
+        """Return the initial states that get a hint."""
         return {"failed": sorted(self.failed)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from the starts to help."""
+        """Restore the initial states that get a hint."""
         self.failed = set(state["failed"])
 
 
 @mechanism(Slot.HINT, "ad_hint", source="after ADHint, arXiv:2512.13095", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
 class AdaptiveHint(_Rates):
-    """Skip the more of the demonstration, the harder the start: u most (1 - p) (1 - done / fades).
+    """Skip more of the demonstration for harder initial states: u most (1 - p) (1 - done / fades).
 
-    p: the start's success rate, a moving average; u: uniform in [0, 1]; done: share of the run; fades: share of it
-    after which no more help is given. As in the paper the share grows with difficulty under the present policy. Its
-    further pieces have no counterpart: nothing of the demonstration is scored, so there are no gradients of hints to
-    modulate or mask, and a group begins in one state, so no helped and unhelped episodes of one start are compared.
-    Difficulty is the paper's success of unhelped rollouts; here a helped group counts as rate x (1 - depth).
+    p: moving average of the success rate; u: uniform in [0, 1]; done: fraction of the run; fades: fraction of the run
+    after which hints stop. As in the paper, the skipped fraction grows with difficulty under the current policy. Its
+    other parts have no counterpart: no step of the demonstration is scored, so there are no hint gradients to modulate
+    or mask. A group starts in one state, so hinted and unhinted episodes of one initial state are not compared.
+    Difficulty is the paper's success of unhinted rollouts; here a hinted group counts as rate x (1 - depth).
     """
 
     def __init__(self, *, most: float = 0.8, fades: float = 0.8):
@@ -240,25 +246,27 @@ class AdaptiveHint(_Rates):
         self.most, self.fades = most, fades
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
-        """Return the shares [n]."""
+        """Return the skipped fractions [n]."""
         left = max(0.0, 1 - context.share / self.fades)
         rate = np.array([self.rates.get((number, 0), 0.0) for number in start.tolist()])
         # A start never seen counts as failing: it gets the most help.
         return draws.uniform(size=len(start)) * self.most * (1 - rate) * left
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
-        """Judge starts [n] by unhelped groups, and by helped ones in proportion to what they had to do themselves."""
+        """Update the rates of initial states [n] from unhinted groups, and from hinted ones scaled by the fraction they
+        played themselves.
+        """
         super().observe(start, np.zeros_like(depth), rate * (1 - depth))
 
 
 @mechanism(Slot.HINT, "pivot", source="PivotRL, arXiv:2603.21383", needs=(Need.GROUPS, Need.DEMONSTRATIONS))
 class Pivot(_Rates):
-    """Begin at pivots, demonstrated states of mixed outcome that are not easy: 0 < rate < easy.
+    """Start at pivots, demonstrated states with mixed outcomes that are not easy: 0 < rate < easy.
 
-    Candidates are the tenths of a demonstration. Those not tried yet come first, which finds their rates; then one of
-    the pivots is drawn, and where there is none any candidate, since the policy changes. Deviations: the paper finds
-    pivots once, with the policy as it came, here the newest group counts; it plays one step there, which is paid where
-    it is as good as the demonstrated one, here the episode goes on to its end and its outcome pays.
+    Candidates are the tenths of a demonstration. Untried ones come first, to measure their rates; then a pivot is
+    drawn, or any candidate if there is none, since the policy changes. Deviations: the paper finds pivots once, with
+    the initial policy, here the newest group counts; it plays one step there, rewarded if it is as good as the
+    demonstrated one, here the episode continues to its end and its outcome is the reward.
     """
 
     def __init__(self, *, most: float = 0.9, easy: float = 0.9):
@@ -267,11 +275,11 @@ class Pivot(_Rates):
         self.tried: set[tuple[int, int]] = set()
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
-        """Return the shares [n]."""
+        """Return the skipped fractions [n]."""
         return np.array([self._choose(number, draws) / 10 for number in start.tolist()])
 
     def _choose(self, number: int, draws: np.random.Generator) -> int:
-        """Return which tenth of the demonstration from start `number` to skip."""
+        """Choose the tenth of the demonstration of initial state `number` to skip."""
         candidates = range(int(10 * self.most + 1e-6) + 1)
         rates = {tenth: self.rates.get((number, tenth), 0.0) for tenth in candidates}
         untried = [tenth for tenth in candidates if (number, tenth) not in self.tried]
@@ -281,10 +289,10 @@ class Pivot(_Rates):
         return tenth
 
     def state(self) -> dict[str, Any]:
-        """Return all rates, and what was tried."""
+        """Return all rates and the tried candidates."""
         return {**super().state(), "tried": sorted(self.tried)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from all rates, and what was tried."""
+        """Restore all rates and the tried candidates."""
         super().restore(state)
         self.tried = {(int(number), int(tenth)) for number, tenth in state["tried"]}

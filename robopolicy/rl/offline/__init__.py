@@ -1,1 +1,1 @@
-"""Learning from batches of transitions, without acting: critics, actors and the agents that join them."""
+"""Off-policy learning from batches of transitions, without acting: critics, actors and the agents that combine them."""

@@ -1,4 +1,4 @@
-"""What agents that learn from batches share: critics and actors over state vectors, how they are asked, how saved."""
+"""Base class of offline RL agents: critics and actors over state vectors, inference interface, checkpointing."""
 
 import copy
 import math
@@ -18,11 +18,11 @@ from robopolicy.nn.optimisers import optimiser_tree, restore_optimiser
 from robopolicy.rl.offline.interface import Interface
 
 LOWEST, HIGHEST = -5.0, 2.0
-"""Limits of an actor's log standard deviation before squashing."""
+"""Bounds of an actor's log standard deviation before squashing."""
 
 
 class Standardiser(nn.Module):
-    """(x - mean) / std, with statistics of the data."""
+    """Standardise values with the data's statistics: (x - mean) / std."""
 
     mean: Tensor
     std: Tensor
@@ -34,7 +34,7 @@ class Standardiser(nn.Module):
 
     @torch.no_grad()
     def fit(self, values: Tensor) -> None:
-        """Take mean and standard deviation of values [N, size]."""
+        """Fit mean and standard deviation of values [N, size]."""
         self.mean.copy_(values.mean(0))
         self.std.copy_(values.std(0, correction=0).clamp_min(1e-6))
 
@@ -44,7 +44,7 @@ class Standardiser(nn.Module):
 
 
 class Critics(nn.Module):
-    """N action values as one batched tensor."""
+    """Ensemble of N action values as one batched tensor."""
 
     def __init__(self, count: int, state: int, action: int, width: int, depth: int, layer_norm: bool = False):
         super().__init__()
@@ -53,14 +53,14 @@ class Critics(nn.Module):
         self.members = Members(count, state + action, width, depth, 1, "relu", layer_norm)
 
     def forward(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return Q [N, B] of states [B, S] and actions [B, A], or of actions [N, B, A], one set a critic."""
+        """Return Q [N, B] of states [B, S] and actions [B, A], or of actions [N, B, A], one set per critic."""
         action = action if action.dim() == 3 else action.expand(self.count, -1, -1)
         x = torch.cat([self.state(state).expand(self.count, -1, -1), action], -1)
         return self.members(x).squeeze(-1)
 
 
 class Values(nn.Module):
-    """A state value."""
+    """State value network."""
 
     def __init__(self, state: int, width: int, depth: int):
         super().__init__()
@@ -86,7 +86,7 @@ class Actor(nn.Module):
         return mean, spread.clamp(LOWEST, HIGHEST)
 
     def sample(self, state: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return actions [B, A] with a path for gradients, and their log densities [B]."""
+        """Return actions [B, A] with gradients (reparameterised), and their log densities [B]."""
         return squashed(*self.parameters_of(state), generator)
 
     def sample_several(self, state: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Actor(nn.Module):
         return squashed(mean, spread, generator)
 
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return the log density [B] of actions [B, A], which are kept off the edges of the box."""
+        """Return the log density [B] of actions [B, A], which are clamped away from the edges of the box."""
         mean, spread = self.parameters_of(state)
         # atanh is infinite at the edges of the box, where recorded actions often lie.
         raw = torch.atanh(action.clamp(-1 + 1e-5, 1 - 1e-5))
@@ -122,10 +122,10 @@ def log_slope(raw: Tensor) -> Tensor:
 
 
 class OfflineAgent(torch.nn.Module, ABC):
-    """A critic and an actor with the optimisers that move them, by name; `config` has the discount of a step.
+    """A critic and an actor with their optimisers, by name; `config` contains the discount per step.
 
-    States are vectors [N, S], actions vectors [N, A] in [-1, 1]: of one step, or of a whole chunk laid out flat. It is
-    made by Class(config, state, action, seed) with the sizes S and A.
+    States are vectors [N, S], actions vectors [N, A] in [-1, 1]: a single step or a flattened chunk. It is constructed
+    by Class(config, state, action, seed) with the sizes S and A.
     """
 
     config: Any
@@ -134,39 +134,39 @@ class OfflineAgent(torch.nn.Module, ABC):
 
     @abstractmethod
     def fit_statistics(self, state: Tensor) -> None:
-        """Standardise states as these [N, S] are, everywhere alike; nothing else about them is learned."""
+        """Fit the state standardisation of all networks on states [N, S]; nothing else is learned."""
 
     def begin(self, data: Transitions) -> None:
-        """Learn from `data` from now on: N transitions, states [N, S], actions [N, A] in [-1, 1].
+        """Set the training `data`: N transitions, states [N, S], actions [N, A] in [-1, 1].
 
-        Called once before the first update, again after `restore` with the same data (which is not saved), and where
-        the data has changed. Raises DataError where the data lacks what this agent learns from.
+        Call it before the first update, again after `restore` with the same data (which is not saved), and when the
+        data has changed. Raises DataError if the data lacks what this agent learns from.
         """
         self.fit_statistics(data.state)
 
     @abstractmethod
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of everything on transitions [N]; returns figures by name, scalars."""
+        """Take one gradient step of all networks on transitions [N]; returns metrics by name, scalars."""
 
     @abstractmethod
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return actions [N, A], without noise where there is no generator."""
+        """Return actions [N, A]; without noise if generator is None."""
 
     @abstractmethod
     def value(self, state: Tensor) -> Tensor:
-        """Return what it expects to earn from states [N, S] on, [N]."""
+        """Return the expected return from states [N, S], [N]."""
 
     def action_values(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return every critic's Q [M, N], differentiable in the actions; their smallest is what agents trust."""
+        """Return every critic's Q [M, N], differentiable in the actions; agents use the minimum."""
         return self.critics(state, action)
 
     @property
     def discount(self) -> float:
-        """What a reward is worth one step later."""
+        """Discount factor per step."""
         return self.config.discount
 
     def step(self, name: str, loss: Tensor) -> None:
-        """Take one step of an optimiser down the gradient of `loss` [], a scalar; it reaches no other weights."""
+        """Take one optimiser step on the scalar `loss` []; no other weights get gradients."""
         optimiser = self.optimisers[name]
         optimiser.zero_grad()
         own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
@@ -174,19 +174,21 @@ class OfflineAgent(torch.nn.Module, ABC):
         optimiser.step()
 
     def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments, as files can hold it."""
+        """Return a copy of weights and moments, in a serialisable form."""
         moments = {name: optimiser_tree(each) for name, each in self.optimisers.items()}
         return copy.deepcopy({"weights": dict(self.state_dict()), "optimisers": moments})
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.load_state_dict(tree["weights"])
         for name, optimiser in self.optimisers.items():
             restore_optimiser(optimiser, tree["optimisers"][name])
 
 
 def smallest_value(critic: OfflineAgent, interface: Interface) -> ScoreCandidates:
-    """Return what scores candidates, chunks [N, C, A] in the world's units, by the smallest member of `critic`, [N]."""
+    """Build a scoring function for candidate chunks [N, C, A] in the world's units: the minimum over the critics of
+    `critic`, [N].
+    """
 
     def score(several: TensorObservation, actions: Tensor) -> Tensor:
         return critic.action_values(interface.state(several), interface.to_agent(actions)).amin(0)

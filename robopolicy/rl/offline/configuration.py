@@ -1,4 +1,4 @@
-"""What can be set about each agent that learns from recorded data; defaults are those of its paper, or it is said."""
+"""Settings of the offline RL agents; defaults are those of the papers unless stated otherwise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,25 +23,27 @@ AGENTS = Kinds(
         "rlpd": "robopolicy.rl.offline.configuration:RlpdConfig",
     },
 )
-"""Name -> configuration, a dataclass whose `builds` names the `OfflineAgent`: Class(config, state, action, seed)."""
+"""Mapping from name to configuration, a dataclass whose `builds` names the `OfflineAgent`: Class(config, state, action,
+seed).
+"""
 
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """What every agent has. Raises ConfigError unless discount is in (0, 1) and tau in (0, 1]."""
+    """Settings common to all agents. Raises ConfigError unless discount is in (0, 1) and tau in (0, 1]."""
 
     width: Count = 256
-    """Units of every hidden layer."""
+    """Number of units per hidden layer."""
     depth: Count = 2
-    """Hidden layers."""
+    """Number of hidden layers."""
     layer_norm: bool = False
-    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     rate: Positive = 3e-4
     """Learning rate."""
     discount: Share = 0.99
-    """What a reward is worth one control step later."""
+    """Discount factor per control step."""
     tau: Share = 0.005
-    """How far slow copies follow at every step."""
+    """Update rate of the target networks (Polyak averaging) per update."""
 
     def __post_init__(self) -> None:
         if not 0 < self.discount < 1 or not 0 < self.tau <= 1:
@@ -52,23 +54,23 @@ class AgentConfig:
 class IqlConfig(AgentConfig):
     """Implicit Q-learning, Kostrikov et al. 2021, arXiv:2110.06169.
 
-    The paper has expectile 0.7 (0.9 on mazes), rate 3e-4 and no normalised layers, which served action chunks worse.
-    Raises ConfigError unless expectile is in (0, 1).
+    The paper has expectile 0.7 (0.9 on mazes), rate 3e-4 and no layer normalisation, which worked worse with action
+    chunks. Raises ConfigError unless expectile is in (0, 1).
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.iql:Iql"
     layer_norm: bool = True
-    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     rate: Positive = 1e-3
     """Learning rate."""
     expectile: Share = 0.9
-    """Which expectile of the recorded actions' values a state is worth; 0.5 is their mean."""
+    """Expectile of the recorded actions' values that defines a state's value; 0.5 is their mean."""
     critics: Count = 2
-    """Of which the smallest counts."""
+    """Number of critics; their minimum is used."""
     temperature: NonNegative = 3.0
-    """Of the weight exp(temperature * advantage) with which actions are imitated."""
+    """Inverse temperature of the imitation weight exp(temperature * advantage)."""
     cap: Positive = 100.0
-    """Largest weight."""
+    """Maximum imitation weight."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,16 +81,16 @@ class IqlConfig(AgentConfig):
 POLICY_NOISE = 0.2
 """Standard deviation of the noise on the target's action (TD3)."""
 NOISE_CLIP = 0.5
-"""Its bound."""
+"""Clipping bound of the noise on the target action."""
 
 
 @dataclass(frozen=True)
 class Td3Config(AgentConfig):
-    """What agents with a deterministic actor have (TD3, arXiv:1802.09477). Raises ConfigError unless delay >= 1."""
+    """Settings of agents with a deterministic actor (TD3, arXiv:1802.09477). Raises ConfigError unless delay >= 1."""
 
     FIXED: ClassVar[Mapping[str, Any]] = {"policy_noise": POLICY_NOISE, "noise_clip": NOISE_CLIP}
     delay: Count = 2
-    """Critic steps per actor step."""
+    """Number of critic updates per actor update."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +104,7 @@ class Td3BcConfig(Td3Config):
 
     builds: ClassVar[str] = "robopolicy.rl.offline.td3:Td3Bc"
     alpha: NonNegative = 2.5
-    """Weight of Q, scaled to a mean size of 1, against imitation."""
+    """Weight of Q, normalised to a mean absolute value of 1, relative to imitation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,20 +114,24 @@ class Td3BcConfig(Td3Config):
 
 @dataclass(frozen=True)
 class ReBracConfig(Td3Config):
-    """ReBRAC, Tarasov et al. 2023, arXiv:2305.09836, which takes batches of 1024 and picks both betas per dataset.
+    """ReBRAC, Tarasov et al. 2023, arXiv:2305.09836, which uses batches of 1024 and tunes both betas per dataset.
 
     Raises ConfigError unless both betas are at least 0.
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.td3:ReBrac"
     beta_actor: NonNegative = 0.1
-    """Weight of the actor's squared distance to the recorded action, summed over elements, against Q of size 1."""
+    """Weight of the actor's squared distance to the recorded action, summed over elements, relative to Q normalised to
+    1.
+    """
     beta_critic: NonNegative = 0.01
-    """What the squared distance to the action recorded next costs in targets, in units of reward; 0 needs none."""
+    """Penalty in the critics' targets on the squared distance to the next recorded action, in units of reward; 0 needs
+    no next actions.
+    """
     depth: Count = 3
-    """Hidden layers."""
+    """Number of hidden layers."""
     layer_norm: bool = True
-    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     rate: Positive = 1e-3
     """Learning rate."""
 
@@ -143,7 +149,7 @@ class NeighbourIndex(Enum):
 
 
 SLACK = 1.0
-"""How much further, as a share, an approximate neighbour may be; most are the nearest all the same."""
+"""Maximum relative excess distance of an approximate neighbour; most are the nearest anyway."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +159,13 @@ class PrdcConfig(Td3Config):
     builds: ClassVar[str] = "robopolicy.rl.offline.td3:Prdc"
     FIXED: ClassVar[Mapping[str, Any]] = {"slack": SLACK}
     alpha: NonNegative = 2.5
-    """Weight of Q, scaled to a mean size of 1, against the distance to the neighbour's action."""
+    """Weight of Q, normalised to a mean absolute value of 1, relative to the distance to the neighbour's action."""
     beta: NonNegative = 2.0
-    """Weight of standardised states beside actions in distances: large asks for the same state, 0 for none."""
+    """Weight of standardised states relative to actions in distances; large values require the same state, 0 ignores
+    states.
+    """
     index: NeighbourIndex = NeighbourIndex.EXACT
-    """How neighbours are found; exact is slow while the actor is far from all data and beta is small."""
+    """Nearest-neighbour search; exact is slow while the actor is far from all data and beta is small."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,27 +182,27 @@ class SacConfig(AgentConfig):
 
     builds: ClassVar[str] = "robopolicy.rl.offline.sac:Sac"
     critics: Count = 10
-    """Of which the smallest counts, for targets and for the actor."""
+    """Number of critics; targets and actor use their minimum."""
     diversity: NonNegative = 1.0
-    """Weight of the critics' penalty for agreeing about how Q changes with the action; 0 is SAC-N."""
+    """Weight of the penalty on agreement between the critics' action gradients (EDAC); 0 is SAC-N."""
     depth: Count = 3
-    """Hidden layers."""
+    """Number of hidden layers."""
     target_entropy: float | None = None
-    """Null for minus the number of action elements."""
+    """Target entropy of the actor, null for minus the number of action elements."""
     learn_temperature: bool = True
-    """Whether the price of entropy follows the target."""
+    """Whether the entropy temperature is trained towards the target entropy."""
     temperature: Positive = 1.0
-    """It, at first."""
+    """Initial entropy temperature."""
     entropy_backup: bool = True
-    """Whether targets pay for entropy too."""
+    """Whether targets include the entropy term."""
     actor_rate: Positive | None = None
-    """Learning rate of actor and temperature, null for that of the critics."""
+    """Learning rate of the actor and the temperature, null for that of the critics."""
     subset: Count | None = None
-    """Targets take the smallest of so many critics, drawn anew at every update, and the actor climbs the mean of all
-    (REDQ, arXiv:2101.05982); null for the smallest of all in both.
+    """Number of critics, drawn anew at every update, whose minimum is the target; the actor maximises the mean of all
+    (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
     """
     delay: Count = 1
-    """Critic steps per step of actor and temperature."""
+    """Number of critic updates per update of actor and temperature."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,53 +216,55 @@ class SacConfig(AgentConfig):
 
 @dataclass(frozen=True)
 class RlpdConfig(SacConfig):
-    """SAC for learning in the world beside recorded data, RLPD, Ball et al. 2023, arXiv:2302.02948.
+    """SAC for online learning with recorded data, RLPD, Ball et al. 2023, arXiv:2302.02948.
 
-    Ten critics with normalised layers, of which two make a target; the paper updates 20 times a step (WSRL: 4).
+    Ten layer-normalised critics, of which two form a target; the paper updates 20 times per step (WSRL: 4).
     """
 
     diversity: NonNegative = 0.0
-    """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
+    """Weight of EDAC's penalty on agreement between the critics' action gradients; 0 is none."""
     depth: Count = 2
-    """Hidden layers."""
+    """Number of hidden layers."""
     layer_norm: bool = True
-    """Normalise the critics' hidden layers, which keeps values far from the data from growing."""
+    """Apply layer normalisation to the critics' hidden layers, which limits overestimation far from the data."""
     subset: Count | None = 2
-    """Targets take the smallest of so many critics, drawn anew at every update, and the actor climbs the mean of all
-    (REDQ, arXiv:2101.05982); null for the smallest of all in both.
+    """Number of critics, drawn anew at every update, whose minimum is the target; the actor maximises the mean of all
+    (REDQ, arXiv:2101.05982). null uses the minimum of all critics for both.
     """
     entropy_backup: bool = False
-    """Whether targets pay for entropy too."""
+    """Whether targets include the entropy term."""
     temperature: Positive = 0.1
-    """The price of entropy, at first; the paper's 1 drowns rewards that are paid once an episode."""
+    """Initial entropy temperature; the paper's 1 is too large for rewards given once per episode."""
 
 
 @dataclass(frozen=True)
 class CqlConfig(SacConfig):
-    """Conservative Q-learning, CQL(H), Kumar et al. 2020, arXiv:2006.04779, on soft actor-critic.
+    """Conservative Q-learning, CQL(H), Kumar et al. 2020, arXiv:2006.04779, based on soft actor-critic.
 
     Raises ConfigError unless alpha >= 0 and samples >= 1.
     """
 
     builds: ClassVar[str] = "robopolicy.rl.offline.sac:Cql"
     critics: Count = 2
-    """Of which the smallest counts, for targets and for the actor."""
+    """Number of critics; targets and actor use their minimum."""
     diversity: NonNegative = 0.0
-    """Weight of the critics' penalty for agreeing about how Q changes with the action, which is EDAC's; 0 is none."""
+    """Weight of EDAC's penalty on agreement between the critics' action gradients; 0 is none."""
     alpha: NonNegative = 0.5
-    """Weight of the conservative term, which pushes Q down over all actions and up at recorded ones. The papers' 5 is
-    for returns in the hundreds: where an episode earns about 1 it lifts the recorded actions' Q to 8.
+    """Weight of the conservative term, which lowers Q over all actions and raises it at recorded ones. The papers' 5 is
+    for returns in the hundreds; with returns of about 1 it raises the recorded actions' Q to 8.
     """
     samples: Count = 10
-    """Actions per state and source that stand for all of them: uniform, the actor's, the actor's in the next state."""
+    """Number of sampled actions per state and source (uniform, the actor's, the actor's in the next state) in the
+    conservative term.
+    """
     calibrated: bool = False
-    """Cal-QL: never push the Q of the actor's actions below the return that was recorded from there on."""
+    """Cal-QL: never lower the Q of the actor's actions below the recorded return from that state."""
     entropy_backup: bool = False
-    """Whether targets pay for entropy too."""
+    """Whether targets include the entropy term."""
     actor_rate: Positive | None = 1e-4
-    """Learning rate of actor and temperature, null for that of the critics."""
+    """Learning rate of the actor and the temperature, null for that of the critics."""
     temperature: Positive = 0.05
-    """The price of entropy, at first; the papers' 1 drowns rewards that are paid once an episode."""
+    """Initial entropy temperature; the papers' 1 is too large for rewards given once per episode."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,7 +274,7 @@ class CqlConfig(SacConfig):
 
 @dataclass(frozen=True)
 class CalQlConfig(CqlConfig):
-    """Cal-QL, Nakamoto et al. 2023, arXiv:2303.05479: CQL whose values are ready for fine-tuning in the world."""
+    """Cal-QL, Nakamoto et al. 2023, arXiv:2303.05479: CQL with values calibrated for online fine-tuning."""
 
     calibrated: bool = True
-    """Never push the Q of the actor's actions below the return that was recorded from there on."""
+    """Never lower the Q of the actor's actions below the recorded return from that state."""

@@ -1,12 +1,12 @@
-"""Recorded episodes as transitions of whole action chunks, which is what critics of chunk policies learn from.
+"""Recorded episodes as transitions of complete action chunks, the training data of critics of chunk policies.
 
-A decision may begin at every recorded step: it is the next C actions, of which those up to the end of the episode were
-executed. Its backup is R + discount^h V(s_h) with R = sum_{j < h} discount^j r_j over the h <= C steps executed
-(Q-chunking, arXiv:2507.07969; RL-100, arXiv:2510.14830), not C one-step backups.
+A chunk may start at every recorded step: it is the next C actions, executed up to the end of the episode. Its backup is
+R + discount^h V(s_h) with R = sum_{j < h} discount^j r_j over the h <= C steps executed (Q-chunking, arXiv:2507.07969;
+RL-100, arXiv:2510.14830), not C one-step backups.
 
-Where hands change (`core.interventions`) a decision ends and nothing else: what a policy began is neither paid for what
-an operator then did nor taken for the end of the task, but worth what the observation at the hand-over is. What would
-have come of the steps before an intervention is not known, so they have no outcome.
+At a handover between policy and operator (`core.interventions`) only the chunk ends. The policy's chunk gets no reward
+of the operator's steps and no end of the task; it is bootstrapped from the value at the handover. The outcome of steps
+before an intervention is unknown.
 """
 
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ from robopolicy.core.transitions import Transitions
 from robopolicy.rl.offline.interface import Interface
 
 ROWS = 4096
-"""Observations that are looked at together."""
+"""Maximum number of observations processed at once."""
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """N decisions of recorded episodes; see the module.
+    """N action chunks of recorded episodes; see the module.
 
-    transitions: what critics learn from; step: [N] int64, the recorded step at which each begins; frame, next_frame:
-    [N] int64, the observations that it begins with and leads to, of `episodes`.
+    transitions: training data of critics; step: [N] int64, the recorded step at which each chunk starts; frame,
+    next_frame: [N] int64, indices in `episodes` of the observations before and after it.
     """
 
     episodes: Episodes
@@ -51,7 +51,7 @@ class Decisions:
 def observed_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence[str]) -> TensorObservation:
     """Return the observations that end with recorded `frames` [n]: key -> [n, H, ...], and `task` texts.
 
-    Before an episode's first frame that frame repeats. Raises SpecError where the episodes do not show a key.
+    Before an episode's first frame that frame is repeated. Raises SpecError if the episodes lack a key.
     """
     for key in keys:
         if key not in episodes.observation:
@@ -85,9 +85,9 @@ def actions_at(
     samples: int = 1,
     deterministic: bool = False,
 ) -> Tensor:
-    """Return what a policy would do at recorded `frames` [n], drawn `samples` times: chunks [n, samples, C, A].
+    """Sample a policy `samples` times at recorded `frames` [n]: chunks [n, samples, C, A].
 
-    Raises SpecError where the episodes do not show what the policy reads.
+    Raises SpecError if the episodes lack a field that the policy reads.
     """
     spec = policy.spec
     found: list[Tensor] = []
@@ -101,12 +101,11 @@ def actions_at(
 def recorded_decisions(
     episodes: Episodes, interface: Interface, discount: float, reward: Tensor | None = None
 ) -> Decisions:
-    """Return every decision that `episodes` hold, in order of time; see the module.
+    """Return every action chunk in `episodes`, in order of time; see the module.
 
-    reward: [N] instead of the recorded one, such as a success head's. Chunks that the end of an episode or of a turn
-    cuts short go on with the last action, which was not executed. A decision is left out where it ends in an
-    observation that was not recorded, unless the task ended there. Raises DataError where rewards or the end of the
-    task are not recorded.
+    reward: [N] replaces the recorded one, such as a success head's. Chunks shortened by the end of an episode or of a
+    turn are padded with the last action, which was not executed. A chunk is left out if it ends in an observation that
+    was not recorded, unless the task ended there. Raises DataError if rewards or the end of the task are not recorded.
     """
     found = episodes.reward if reward is None else reward
     if found is None or episodes.terminated is None:
@@ -152,24 +151,25 @@ def recorded_decisions(
 
 
 def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tensor:
-    """Return the actions [N, C, A] from each step on, that of `last` [N] again behind it."""
+    """Return the actions [N, C, A] from each step on, padded with that of `last` [N]."""
     ahead = torch.arange(chunk, device=steps.device)
     return episodes.actions[torch.minimum(steps[:, None] + ahead, last[:, None])]
 
 
 def value_bound(reward: Tensor, discount: float) -> tuple[float, float]:
-    """Return the lowest and highest value that rewards like these allow: an episode may end at any time.
+    """Return the minimum and maximum value possible with these rewards: an episode may end at any time.
 
-    reward: [N], of one step each; discount: of a step, below 1.
+    reward: [N], one per step; discount: per step, below 1.
     """
     return min(float(reward.min()), 0.0) / (1 - discount), max(float(reward.max()), 0.0) / (1 - discount)
 
 
 def edge_of_reach(batch: Transitions, resolution: float = 0.25) -> Tensor:
-    """Return which transitions [N] lead to where none begins: states whose value is used but never learned.
+    """Return a mask of transitions [N] to states from which no transition starts: their value is used but never
+    learned.
 
-    States are cells of `resolution` standard deviations. Source: the edge-of-reach problem, Sims et al. 2024,
-    arXiv:2402.12527; there it is a state first reachable at the last imagined step, here it is counted.
+    States are discretised to `resolution` standard deviations. Source: the edge-of-reach problem, Sims et al. 2024,
+    arXiv:2402.12527. There it is a state first reachable at the last imagined step; here states are counted.
     """
     scale = batch.state.std(0, correction=0).clamp_min(1e-6) * resolution
     here, there = ((value / scale).round().long() for value in (batch.state, batch.next_state))

@@ -1,10 +1,10 @@
-"""Fitted Q evaluation: what a policy is worth, learned from what others did.
+"""Fitted Q evaluation: the value of a policy, learned from data of other policies.
 
     Q(s, a) -> R + discount^h mean_i Q'(s_h, a_i),   a_i drawn from the policy at s_h
 
-with Q' a copy that is renewed every `renew` steps (Le et al. 2019, arXiv:1903.08738). Values diverge silently where a
-policy does what the data has not: so targets are clipped to what rewards allow, and how many had to be is the alarm.
-The policy is asked once for all next observations, not at every step.
+with Q' a target network copied every `renew` steps (Le et al. 2019, arXiv:1903.08738). Values diverge silently where a
+policy leaves the data. Targets are therefore clipped to the range that rewards allow, and the fraction of clipped
+targets raises the alarm. Policy actions are sampled once for all next observations, not at every step.
 """
 
 import copy
@@ -23,8 +23,8 @@ from robopolicy.rl.offline.agent import Critics
 class FqeConfig:
     """Raises ConfigError on sizes below 1.
 
-    samples: actions drawn at every next state; members: independent fits, whose mean is the value and whose spread says
-    how far they can be trusted; alarm: share of clipped targets above which the fit is said to have diverged.
+    samples: actions sampled at every next state; members: independent fits, whose mean is the value and whose spread
+    indicates its uncertainty; alarm: fraction of clipped targets above which the fit counts as diverged.
     """
 
     steps: int = 4000
@@ -47,9 +47,10 @@ class FqeConfig:
 
 @dataclass(frozen=True)
 class FittedQ:
-    """critics: of the policy; clipped: share of the last tenth's targets that left what rewards allow.
+    """critics: of the policy; clipped: fraction of targets outside the range that rewards allow, in the last tenth of
+    the fit.
 
-    loss: mean squared error of that tenth; diverged: whether `clipped` is beyond the alarm.
+    loss: mean squared error in that tenth; diverged: whether `clipped` exceeds the alarm.
     """
 
     critics: Critics
@@ -59,7 +60,7 @@ class FittedQ:
 
     @torch.no_grad()
     def values(self, state: Tensor, actions: Tensor) -> Tensor:
-        """Return what the policy is worth [N] at states [N, S] where it draws actions [N, n, A]."""
+        """Return the value of the policy [N] at states [N, S] for its sampled actions [N, n, A]."""
         count, samples = actions.shape[:2]
         every = self.critics(state.repeat_interleave(samples, 0), actions.flatten(0, 1))
         return every.mean(0).reshape(count, samples).mean(1)
@@ -73,9 +74,9 @@ def fit_q(
     generator: torch.Generator,
     label: str = "FQE",
 ) -> FittedQ:
-    """Fit Q of the policy that drew actions `drawn` [N, n, A] at the next states of `data`, N transitions.
+    """Fit Q of a policy with sampled actions `drawn` [N, n, A] at the next states of `data`, N transitions.
 
-    bounds: the lowest and highest value that rewards allow (`value_bound`). Everything is drawn from `generator`.
+    bounds: the minimum and maximum value that rewards allow (`value_bound`). All random draws use `generator`.
     """
     device = data.state.device
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
@@ -111,7 +112,9 @@ def fit_q(
 
 @torch.no_grad()
 def td_targets(slow: Critics, batch: Transitions, actions: Tensor, discount: float) -> Tensor:
-    """Return each member's target [M, N], its own Q' averaged over the policy's draws [N, n, A] at the next states."""
+    """Compute each member's target [M, N], with its own Q' averaged over the policy's samples [N, n, A] at the next
+    states.
+    """
     count, samples = actions.shape[:2]
     following = slow(batch.next_state.repeat_interleave(samples, 0), actions.flatten(0, 1))
     return torch.stack([batch.backup(each.reshape(count, samples).mean(1), discount) for each in following])

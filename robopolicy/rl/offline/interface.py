@@ -1,4 +1,6 @@
-"""Between observations and units of a world, and what critics see: state vectors, and flat action chunks in [-1, 1]."""
+"""Conversion between a world's observations and units and the critics' inputs: state vectors, and flat action chunks in
+[-1, 1].
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -15,17 +17,18 @@ from robopolicy.core.spec import IMAGE_PREFIX, TASK, Field, PolicySpec, WorldSpe
 from robopolicy.core.vectors import StateVector
 
 Features = Callable[[TensorObservation], Tensor]
-"""Frozen features [N, F] of observations [N, H, ...], such as those of a policy's encoder; images reach critics so."""
+"""Frozen features [N, F] of observations [N, H, ...], such as those of a policy's encoder, through which critics read
+images.
+"""
 
 
 class Interface:
-    """What critics see of observations and actions.
+    """Inputs of critics: states and actions.
 
-    observation: the fields, by key, whose vectors make up the state; action: one control step [A]; chunk: control steps
-    C of a decision; instructions: where there are several, which one it is becomes part of the state; features: of
-    `history` H frames, `feature_size` F elements that the state has beside that; bounds: the range of actions where
-    `action` has none, low and high [A]. Raises ConfigError where actions have no range, and where there is nothing to
-    see.
+    observation: fields, by key, whose vectors form the state; action: one control step [A]; chunk: control steps C per
+    action chunk; instructions: if there are several, the current one is part of the state; features: additional state
+    features of `history` H frames, `feature_size` F elements; bounds: range of actions if `action` has none, low and
+    high [A]. Raises ConfigError if actions have no range, or if the state is empty.
     """
 
     def __init__(
@@ -57,11 +60,13 @@ class Interface:
 
     @staticmethod
     def of(spec: "WorldSpec | PolicySpec", chunk: int = 1) -> "Interface":
-        """Return that of a world or a policy without images; raises ConfigError where its actions have no range."""
+        """Build the interface of a world or a policy without images; raises ConfigError if its actions have no
+        range.
+        """
         return Interface(spec.observation, spec.action, chunk=chunk, instructions=spec.instructions)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what it is made of but the features, JSON ready; how many there are is said."""
+        """Return its arguments except the features as JSON; the number of features is included."""
         return {
             "observation": {key: field.to_json() for key, field in self.fields.items()},
             "action": self.action.to_json(),
@@ -75,7 +80,7 @@ class Interface:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], features: Features | None = None) -> "Interface":
-        """Rebuild from `to_json`, with the features that the original had; raises KeyError on what is none."""
+        """Rebuild from `to_json`, with the original's features; raises KeyError on invalid data."""
         return Interface(
             {key: Field.from_json(field) for key, field in data["observation"].items()},
             Field.from_json(data["action"]),
@@ -89,14 +94,15 @@ class Interface:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Fields of an observation that are looked at."""
+        """Observation fields that are read."""
         images = tuple(key for key in self.fields if key.startswith(IMAGE_PREFIX)) if self.features else ()
         return (*self.vector.keys, *images)
 
     def state(self, observation: Mapping[str, Any]) -> Tensor:
-        """Return the states [N, S] of observations [N, H, ...], numpy or torch, with `task` texts where they count.
+        """Return the states [N, S] of observations [N, H, ...], numpy or torch, with `task` texts if there are several
+        instructions.
 
-        Raises SpecError where a field or an instruction is missing.
+        Raises SpecError if a field or an instruction is missing.
         """
         recorded = any(isinstance(value, Tensor) for value in observation.values())
         seen: dict[str, Any] = dict(observation) if recorded else dict(to_tensors(dict(observation)))
@@ -111,16 +117,16 @@ class Interface:
         return torch.cat(parts, -1)
 
     def to_world(self, action: Tensor) -> Array:
-        """Return flat chunks [N, C * A] in the world's units, [N, C, A] numpy."""
+        """Convert flat chunks [N, C * A] to the world's units, [N, C, A] numpy."""
         return cast(Array, self.chunks(action).cpu().double().numpy())  # pyright: ignore[reportUnknownMemberType]
 
     def chunks(self, action: Tensor) -> Tensor:
-        """Return flat chunks [N, C * A] in the world's units, [N, C, A]."""
+        """Convert flat chunks [N, C * A] to the world's units, [N, C, A]."""
         low, high = self.low.to(action.device), self.high.to(action.device)
         return low + (action.reshape(len(action), self.chunk, -1) + 1) / 2 * (high - low)
 
     def to_agent(self, chunks: Tensor) -> Tensor:
-        """Return chunks [N, C, A], or single steps [N, A], in [-1, 1] and flat: [N, C * A]."""
+        """Normalise chunks [N, C, A], or single steps [N, A], to [-1, 1] and flatten them: [N, C * A]."""
         low, high = self.low.to(chunks.device), self.high.to(chunks.device)
         # Recorded actions may lie outside of the range; agents know only the box.
         return (2 * (chunks - low) / (high - low) - 1).clamp(-1, 1).flatten(1).float()
@@ -134,9 +140,9 @@ class Interface:
 
 
 def recorded_range(episodes: Episodes, margin: float = 0.05) -> tuple[Tensor, Tensor]:
-    """Return the range of actions, low and high [A]: the field's, and where it has none the recorded one.
+    """Return the range of actions, low and high [A]: the field's, or the recorded one if the field has none.
 
-    margin: of the recorded range, added on both sides.
+    margin: fraction of the recorded range added on both sides.
     """
     low, high = _range(episodes.action_field)
     least, most = episodes.actions.amin(0).cpu().float(), episodes.actions.amax(0).cpu().float()

@@ -1,4 +1,4 @@
-"""Implicit Q-learning: values of the better recorded actions, never of others.
+"""Implicit Q-learning: values from the better recorded actions, without evaluating other actions.
 
 Source: Kostrikov et al. 2021, arXiv:2110.06169.
 """
@@ -15,7 +15,7 @@ from robopolicy.rl.offline.configuration import IqlConfig
 
 
 class Iql(OfflineAgent):
-    """The agent; actions are in [-1, 1]."""
+    """Offline RL agent; actions are in [-1, 1]."""
 
     def __init__(self, config: IqlConfig, state: int, action: int, seed: int):
         super().__init__()
@@ -35,12 +35,12 @@ class Iql(OfflineAgent):
         }
 
     def fit_statistics(self, state: Tensor) -> None:
-        """Standardise states as these [N, S] are, everywhere alike."""
+        """Fit the state standardisation of all networks on states [N, S]."""
         for part in (self.actor, self.critics, self.values, self.slow):
             part.state.fit(state)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of values, critics and actor; returns figures by name, scalars. It draws nothing.
+        """Take one step of values, critics and actor; returns metrics by name, scalars. It uses no random numbers.
 
         batch: N transitions, states [N, S] and actions [N, A] in [-1, 1].
         """
@@ -67,7 +67,7 @@ class Iql(OfflineAgent):
 
     @torch.no_grad()
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return actions [B, A], without noise where there is no generator."""
+        """Return actions [B, A]; without noise if generator is None."""
         return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
 
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
@@ -76,5 +76,5 @@ class Iql(OfflineAgent):
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """Return |expectile - 1(difference < 0)| difference^2, [N]: least where the expectile of the differences is 0."""
+    """Return |expectile - 1(difference < 0)| difference^2, [N], minimal where the expectile of the differences is 0."""
     return (expectile - (difference < 0).float()).abs() * difference.square()

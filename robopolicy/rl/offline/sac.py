@@ -1,8 +1,8 @@
 """Soft actor-critic and the agents of its family: SAC-N, EDAC, RAVL's agent, and conservative Q-learning with Cal-QL.
 
 Sources: SAC, Haarnoja et al. 2018, arXiv:1812.05905; EDAC, An et al. 2021, arXiv:2110.01548; RAVL, Sims et al. 2024,
-arXiv:2402.12527, which uses it on imagined rollouts. With critics=2 and diversity=0 it is plain SAC, which MBPO and
-MOPO use there.
+arXiv:2402.12527, which uses it on imagined rollouts. With critics=2 and diversity=0 it is plain SAC, as used by MBPO
+and MOPO.
 """
 
 import copy
@@ -20,7 +20,7 @@ from robopolicy.rl.offline.configuration import CqlConfig, SacConfig
 
 
 class Sac(OfflineAgent):
-    """The agent; actions are in [-1, 1]."""
+    """Offline RL agent; actions are in [-1, 1]."""
 
     def __init__(self, config: SacConfig, state: int, action: int, seed: int):
         super().__init__()
@@ -40,14 +40,15 @@ class Sac(OfflineAgent):
         }
 
     def fit_statistics(self, state: Tensor) -> None:
-        """Standardise states as these [N, S] are, everywhere alike."""
+        """Fit the state standardisation of all networks on states [N, S]."""
         for part in (self.actor, self.critics, self.slow):
             part.state.fit(state)
 
     def target(self, batch: Transitions, generator: torch.Generator) -> Tensor:
         """Return r + discount (1 - terminated) (min_N Q(s', a') - temperature log pi(a'|s')), [B].
 
-        Without `entropy_backup` the densities are left out; with `subset` the minimum is over so many of the N critics.
+        Without `entropy_backup` the densities are omitted; with `subset` the minimum is over that number of the N
+        critics.
         """
         with torch.no_grad():
             action, density = self.actor.sample(batch.next_state, generator)
@@ -63,9 +64,9 @@ class Sac(OfflineAgent):
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what the critics minimise beside their squared errors, [], and figures about it by name, scalars.
+        """Return the critics' loss in addition to their squared errors, [], and metrics by name, scalars.
 
-        values: Q [N, B] of the batch's actions. Here EDAC's penalty; it draws nothing.
+        values: Q [N, B] of the batch's actions. Here it is EDAC's penalty; it uses no random numbers.
         """
         agreement = torch.zeros((), device=values.device)
         if self.config.diversity and self.config.critics > 1:
@@ -73,7 +74,7 @@ class Sac(OfflineAgent):
         return self.config.diversity * agreement, {"agreement": agreement.detach()}
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of the critics, and every `delay` of them one of actor and temperature; returns figures by
+        """Take one step of the critics, and every `delay` updates one of actor and temperature; returns metrics by
         name, scalars.
 
         batch: B transitions, states [B, S] and actions [B, A] in [-1, 1].
@@ -112,29 +113,29 @@ class Sac(OfflineAgent):
 
     @torch.no_grad()
     def value(self, state: Tensor) -> Tensor:
-        """Return the value [B] of acting without noise: the smallest Q."""
+        """Return the value [B] of acting without noise: the minimum Q."""
         return self.critics(state, self.actor(state)).min(0).values
 
     @torch.no_grad()
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return actions [B, A], without noise where there is no generator."""
+        """Return actions [B, A]; without noise if generator is None."""
         return self.actor(state) if generator is None else self.actor.sample(state, generator)[0]
 
     def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments, and how often it was updated."""
+        """Return a copy of weights and moments, and the number of updates."""
         return {**super().tree(), "updates": self.updates}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.updates = int(tree.get("updates", 0))  # earlier versions did not count, and had no delay
 
 
 def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tensor:
-    """Return EDAC's penalty: the mean over states of sum_{i != j} cos(grad_a Q_i, grad_a Q_j) / (N - 1).
+    """Compute EDAC's penalty: the mean over states of sum_{i != j} cos(grad_a Q_i, grad_a Q_j) / (N - 1).
 
-    Critics that agree about which way is up are one critic, however many there are; their smallest is no bound then.
-    state: [B, S]; action: [B, A]; N >= 2 critics. Returns a scalar, through which gradients reach the critics.
+    Critics with the same action gradients act as a single critic, and their minimum is no lower bound. state: [B, S];
+    action: [B, A]; N >= 2 critics. Returns a scalar with gradients to the critics.
     """
     count = critics.count
     actions = action.expand(count, -1, -1).detach().requires_grad_()
@@ -148,20 +149,20 @@ def gradient_agreement(critics: Critics, state: Tensor, action: Tensor) -> Tenso
 
 
 class Cql(Sac):
-    """Conservative Q-learning: critics are pushed down wherever no data holds them up; actions are in [-1, 1].
+    """Conservative Q-learning: SAC whose Q values are lowered outside the data; actions are in [-1, 1].
 
     Sources: CQL(H), Kumar et al. 2020, arXiv:2006.04779, with importance-weighted samples and a fixed weight; Cal-QL,
-    Nakamoto et al. 2023, arXiv:2303.05479. Left out: the Lagrangian that tunes the weight, the maximum over next
+    Nakamoto et al. 2023, arXiv:2303.05479. Omitted: the Lagrangian that tunes the weight, and the maximum over next
     actions.
 
-    With `calibrated`, the Q of the actor's samples counts as no less than the recorded return from the state on, where
-    that is known: a time limit hides it (`outcome` minus infinity), and nothing is calibrated there.
+    With `calibrated`, the Q of the actor's samples is bounded below by the recorded return from the state, if known.
+    After a time limit it is unknown (`outcome` is minus infinity), and nothing is calibrated there.
     """
 
     config: CqlConfig
 
     def begin(self, data: Transitions) -> None:
-        """See `OfflineAgent`; raises DataError where Cal-QL finds no outcome [N] known."""
+        """See `OfflineAgent`; raises DataError for Cal-QL if no outcome [N] is known."""
         super().begin(data)
         if self.config.calibrated and not bool(recorded_outcome(data).isfinite().any()):
             raise DataError("Cal-QL: no recorded return is known, every episode is cut by a time limit: use CQL.")
@@ -169,9 +170,9 @@ class Cql(Sac):
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return alpha times the sum over critics of the mean conservative gap, [], and figures by name, scalars.
+        """Return alpha times the sum over critics of the mean conservative gap, [], and metrics by name, scalars.
 
-        values: Q [N, B] of the batch's actions. SAC's own term (none by default) is added.
+        values: Q [N, B] of the batch's actions. SAC's own regulariser (none by default) is added.
         """
         penalty, figures = super().regulariser(batch, values, generator)
         if not self.config.alpha:
@@ -200,7 +201,7 @@ class Cql(Sac):
 
 
 def recorded_outcome(batch: Transitions) -> Tensor:
-    """Return `outcome` [N]; raises DataError where it is not there at all."""
+    """Return `outcome` [N]; raises DataError if it is not recorded."""
     if batch.outcome is None:
         raise DataError("Cal-QL learns from recorded returns, and these transitions lack `outcome`.")
     return batch.outcome

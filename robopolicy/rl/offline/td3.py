@@ -1,8 +1,8 @@
-"""TD3 and the agents of its family: two critics, smoothed targets, a deterministic actor that is moved less often.
+"""TD3 and the agents of its family: two critics, smoothed targets, a deterministic actor with delayed updates.
 
-Source: TD3, Fujimoto et al. 2018, arXiv:1802.09477. What keeps an actor with the data is each agent's own: of TD3+BC
-(Fujimoto & Gu 2021, arXiv:2106.06860) it is the distance to the recorded action; ReBRAC has that penalty in the
-critics' targets too; PRDC holds the actor to the nearest recorded action.
+Source: TD3, Fujimoto et al. 2018, arXiv:1802.09477. Each agent adds its own regularisation of the actor towards the
+data. For TD3+BC (Fujimoto & Gu 2021, arXiv:2106.06860) it is the distance to the recorded action; ReBRAC has that
+penalty in the critics' targets too; PRDC uses the nearest recorded action.
 """
 
 import copy
@@ -30,7 +30,7 @@ from robopolicy.rl.offline.configuration import (
 
 
 class DeterministicActor(torch.nn.Module):
-    """Actions in [-1, 1] from states."""
+    """Deterministic actor: actions in [-1, 1] from states."""
 
     def __init__(self, state: int, action: int, width: int, depth: int):
         super().__init__()
@@ -43,7 +43,7 @@ class DeterministicActor(torch.nn.Module):
 
 
 class Td3(OfflineAgent):
-    """An agent but for its `actor_loss`; actions are in [-1, 1]."""
+    """TD3 agent without its `actor_loss`; actions are in [-1, 1]."""
 
     def __init__(self, config: Td3Config, state: int, action: int, seed: int):
         super().__init__()
@@ -61,9 +61,10 @@ class Td3(OfflineAgent):
 
     @torch.no_grad()
     def start_small(self, seed: int) -> None:
-        """Draw output layers from U(-1e-3, 1e-3), the actor's, and U(-3e-3, 3e-3), the critics'; slow copies alike.
+        """Initialise output layers from U(-1e-3, 1e-3) for the actor and U(-3e-3, 3e-3) for the critics, and copy them
+        to the target networks.
 
-        It begins in the middle of the box, with values that no target has to undo (ReBRAC, arXiv:2305.09836).
+        Initial actions are then near the centre of the box, and initial values near 0 (ReBRAC, arXiv:2305.09836).
         """
         draws = torch.Generator().manual_seed(seed)
         starts = ((self.actor, self.slow_actor, 1e-3), (self.critics, self.slow_critics, 3e-3))
@@ -73,19 +74,21 @@ class Td3(OfflineAgent):
 
     @abstractmethod
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
-        """Return the loss [] of what the actor would do, [B, A], in the batch's states."""
+        """Return the loss [] of the actor's actions, [B, A], in the batch's states."""
 
     def following(self, batch: Transitions, action: Tensor) -> Tensor:
-        """Return what the next states are worth to the critics' targets, [B], if `action` [B, A] is taken there."""
+        """Return the value of the next states in the critics' targets, [B], if `action` [B, A] is taken there."""
         return self.slow_critics(batch.next_state, action).min(0).values
 
     def fit_statistics(self, state: Tensor) -> None:
-        """Standardise states as these [N, S] are, everywhere alike."""
+        """Fit the state standardisation of all networks on states [N, S]."""
         for part in (self.actor, self.critics, self.slow_actor, self.slow_critics):
             part.state.fit(state)
 
     def target(self, batch: Transitions, generator: torch.Generator) -> Tensor:
-        """Return r + decay (1 - terminated) following(s', a' + clipped noise), [B]; of single steps discount decays."""
+        """Return r + decay (1 - terminated) following(s', a' + clipped noise), [B]; for single steps decay is the
+        discount.
+        """
         config = self.config
         with torch.no_grad():
             noise = torch.randn(batch.action.shape, generator=generator, device=batch.action.device)
@@ -95,7 +98,7 @@ class Td3(OfflineAgent):
             return batch.backup(self.following(batch, action), config.discount)
 
     def update(self, batch: Transitions, generator: torch.Generator) -> dict[str, Tensor]:
-        """Take one step of the critics, and every `delay` of them one of the actor; returns figures by name, scalars.
+        """Take one step of the critics, and every `delay` updates one of the actor; returns metrics by name, scalars.
 
         batch: B transitions, states [B, S] and actions [B, A] in [-1, 1].
         """
@@ -112,56 +115,55 @@ class Td3(OfflineAgent):
 
     @torch.no_grad()
     def value(self, state: Tensor) -> Tensor:
-        """Return the value [B] of acting without noise: the smaller Q."""
+        """Return the value [B] of acting without noise: the minimum Q."""
         return self.critics(state, self.actor(state)).min(0).values
 
     @torch.no_grad()
     def act(self, state: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Return actions [B, A]; it has no noise of its own."""
+        """Return actions [B, A]; the actor has no noise of its own."""
         return self.actor(state)
 
     def log_prob(self, state: Tensor, action: Tensor) -> Tensor:
-        """Return the log density [B], up to a constant, of a step Gaussian around what it would do."""
+        """Return the log density [B], up to a constant, of a Gaussian around the actor's action."""
         return -0.5 * (action - self.actor(state)).square().sum(-1)
 
     def tree(self) -> dict[str, Any]:
-        """Return a copy of weights and moments, and how often it was updated."""
+        """Return a copy of weights and moments, and the number of updates."""
         return {**super().tree(), "updates": self.updates}
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.updates = tree["updates"]
 
 
 def climb_and_stay(value: Tensor, action: Tensor, anchor: Tensor, alpha: float) -> Tensor:
-    """Return -alpha mean(Q) / mean|Q| + mean((action - anchor)^2), []: climb Q, as far from the anchor as it pays.
+    """Return -alpha mean(Q) / mean|Q| + mean((action - anchor)^2), []: increase Q while staying close to the anchor.
 
-    value: Q [B] of `action` [B, A]; anchor: [B, A]. mean|Q| is held fixed, so that alpha means the same whatever the
-    scale of rewards.
+    value: Q [B] of `action` [B, A]; anchor: [B, A]. mean|Q| has no gradient, so that alpha is independent of the scale
+    of rewards.
     """
     scale = alpha / value.abs().mean().detach().clamp_min(1e-6)
     return -(scale * value).mean() + (action - anchor).square().mean()
 
 
 class Td3Bc(Td3):
-    """TD3+BC: the actor climbs Q and stays with the data; actions are in [-1, 1]."""
+    """TD3+BC agent: the actor maximises Q and imitates the data; actions are in [-1, 1]."""
 
     config: Td3BcConfig
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
-        """Return -alpha Q1 / mean|Q1| + (pi - a)^2, [], for what the actor would do, [B, A]; means over all."""
+        """Return -alpha Q1 / mean|Q1| + (pi - a)^2, [], for the actor's actions, [B, A]; means over all."""
         return climb_and_stay(self.critics(batch.state, action)[0], action, batch.action, self.config.alpha)
 
 
 class ReBrac(Td3):
-    """TD3+BC with the penalty for leaving the data in the critics' targets too; actions are in [-1, 1].
+    """TD3+BC with the behaviour penalty also in the critics' targets; actions are in [-1, 1].
 
     Source: Tarasov et al. 2023, arXiv:2305.09836. Deviation: states are standardised, as for every agent here.
 
-    The critics' penalty needs what was recorded next. Where a recording goes on unseen (its last step before a time
-    limit, `next_known` False) that is not known, and the target has no penalty there; where the task ended nothing
-    follows, penalty or value.
+    The critics' penalty needs the next recorded action. Where it is unknown (the last step before a time limit,
+    `next_known` False), the target has no penalty. Where the task ended, the target has neither penalty nor value.
     """
 
     config: ReBracConfig
@@ -171,7 +173,7 @@ class ReBrac(Td3):
         self.start_small(seed)
 
     def begin(self, data: Transitions) -> None:
-        """See `OfflineAgent`; raises DataError where no transition knows what was done next, [N, A]."""
+        """See `OfflineAgent`; raises DataError if no transition has a known next action, [N, A]."""
         super().begin(data)
         goes_on = ~data.terminated
         if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & followed(data)[1]).any()):
@@ -187,7 +189,7 @@ class ReBrac(Td3):
         return value - self.config.beta_critic * torch.where(known, distance, 0.0)
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
-        """Return the mean of beta_actor |pi - a|^2 - min Q / mean|min Q|, [], for what the actor would do, [B, A]."""
+        """Return the mean of beta_actor |pi - a|^2 - min Q / mean|min Q|, [], for the actor's actions, [B, A]."""
         value = self.critics(batch.state, action).min(0).values
         # Q is brought to a mean size of 1: beta_actor means the same whatever the rewards. Detached, as it is a unit.
         scale = 1 / value.abs().mean().detach().clamp_min(1e-6)
@@ -195,14 +197,16 @@ class ReBrac(Td3):
 
 
 def followed(batch: Transitions) -> tuple[Tensor, Tensor]:
-    """Return what was done next [N, A], and where that is known [N] bool; raises DataError where it is not recorded."""
+    """Return the next recorded action [N, A], and where it is known [N] bool; raises DataError if it is not
+    recorded.
+    """
     if batch.next_action is None:
         raise DataError("ReBRAC learns from next_action, and these transitions lack it; beta_critic=0 learns without.")
     return batch.next_action, torch.ones_like(batch.terminated) if batch.next_known is None else batch.next_known
 
 
 class Index(Protocol):
-    """Finds neighbours."""
+    """Nearest-neighbour index."""
 
     def query(self, x: Array, *, eps: float) -> tuple[Array, Array]:
         """Return distances [N] and rows [N] of neighbours of x [N, K], at most 1 + eps times as far as the nearest."""
@@ -210,19 +214,20 @@ class Index(Protocol):
 
 
 def index_of(keys: Array) -> Index:
-    """Return a k-d tree of keys [N, K]."""
+    """Build a k-d tree of keys [N, K]."""
     from scipy.spatial import cKDTree  # pyright: ignore
 
     return cast(Index, cKDTree(keys))
 
 
 class Prdc(Td3):
-    """TD3 whose actor is held to the nearest recorded action, of this state or of one like it; actions are in [-1, 1].
+    """TD3 whose actor is regularised towards the nearest recorded action of the same or a similar state; actions are in
+    [-1, 1].
 
-    Source: Ran et al. 2023, arXiv:2306.06569. Where data has the better action in a neighbouring state only, TD3+BC is
-    held to the worse one; here the neighbour of (beta s, pi(s)) among the recorded (beta s, a) is what pulls.
-    Deviation: output layers begin small, as ReBRAC's do, so that the first neighbours are not those of the corners of
-    the box. The data is no part of what is saved: `begin` anew after `restore`.
+    Source: Ran et al. 2023, arXiv:2306.06569. If only a neighbouring state has the better action, TD3+BC is regularised
+    towards the worse one. Here the target is the neighbour of (beta s, pi(s)) among the recorded (beta s, a).
+    Deviation: output layers are initialised small, as in ReBRAC, so that the first neighbours are not those of the
+    corners of the box. The data is not saved: call `begin` again after `restore`.
     """
 
     config: PrdcConfig
@@ -234,17 +239,19 @@ class Prdc(Td3):
         self.recorded: Tensor | None = None
 
     def begin(self, data: Transitions) -> None:
-        """Take the statistics of the data's states [N, S], and build the tree of (beta s, a), [N, S + A]."""
+        """Fit the statistics of the data's states [N, S], and build the tree of (beta s, a), [N, S + A]."""
         super().begin(data)
         self.index, self.recorded = index_of(self._keys(data.state, data.action)), data.action
 
     def fit_statistics(self, state: Tensor) -> None:
-        """Standardise states as these [N, S] are; a tree of states that were standardised otherwise is forgotten."""
+        """Fit the state standardisation of all networks on states [N, S]; a tree built with other statistics is
+        dropped.
+        """
         super().fit_statistics(state)
         self.index = self.recorded = None
 
     def restore(self, tree: dict[str, Any]) -> None:
-        """Go on from `tree`; `begin` comes after."""
+        """Restore the state from `tree`; call `begin` afterwards."""
         super().restore(tree)
         self.index = self.recorded = None
 
@@ -260,7 +267,7 @@ class Prdc(Td3):
         return self.recorded[torch.as_tensor(found, device=self.recorded.device)]
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
-        """Return -alpha Q1 / mean|Q1| + (pi - a_near)^2, [], for what the actor would do, [B, A]; means over all."""
+        """Return -alpha Q1 / mean|Q1| + (pi - a_near)^2, [], for the actor's actions, [B, A]; means over all."""
         near = self.nearest(batch.state, action)
         return climb_and_stay(self.critics(batch.state, action)[0], action, near, self.config.alpha)
 

@@ -1,4 +1,4 @@
-"""Where an iteration's rollouts come from: one protocol, and a collector for each way of taking turns with learning."""
+"""Rollout collectors: one protocol, and one collector for each way of interleaving collection and learning."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from robopolicy.training.demonstrations import Demonstrations
 __all__ = ["BatchCollector", "Collector", "EpisodeCollector", "StreamCollector", "make_collector", "start_pool"]
 
 WHOLE = frozenset({Need.GROUPS, Need.EPISODES, Need.WHOLE_EPISODES, Need.WHOLE_GROUPS})
-"""Needs that only whole episodes meet; without them rollouts are streams."""
+"""Needs that require whole episodes; without any of them, rollouts are continuous streams."""
 
 
 def make_collector(
@@ -38,12 +38,12 @@ def make_collector(
     *,
     images: Keeping = "plain",
 ) -> Collector:
-    """Return what collects for `policy`: in turns with learning, in a thread beside it, with old weights, or in parts.
+    """Build the collector of `policy`: synchronous, in a background thread, with delayed weights, or in parts (PROPS).
 
-    seed: root of the episodes' seeds; generator: what the policy draws from; demonstrations: states that hints begin
-    in; acting: who acts for the policy, None for itself. All but the first way act with a copy of the policy. pairs:
-    stored episodes in the place of all that, None to play. images: how what cameras show is kept with decisions.
-    Raises ConfigError where the algorithm cannot learn from them.
+    seed: root of the episodes' seeds; generator: source of the policy's random numbers; demonstrations: states that
+    hints start from; acting: builds the acting policy, None for `policy` itself. All but the synchronous collector act
+    with a copy of the policy. pairs: stored preference pairs that replace collection, None to collect. images: storage
+    mode of camera images. Raises ConfigError when the algorithm cannot learn from these rollouts.
     """
     if pairs is not None:
         return StoredPairs(pairs, world.spec, policy, algorithm, config, seed, generator.device)

@@ -37,7 +37,7 @@ from robopolicy.training.experience import decisions_at, rescored
 
 
 class CopyCollector(ABC):
-    """A `Collector` on top of `collector`, which acts with `actor`, a copy of `policy`, the one that learns."""
+    """Base class: a `Collector` that wraps `collector` and acts with `actor`, a copy of the learning `policy`."""
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable):
         self.collector = collector
@@ -49,15 +49,15 @@ class CopyCollector(ABC):
         """Return the rollouts of an iteration (from 0); raises NonFiniteError naming it."""
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Learn what came of the starts."""
+        """Record the outcomes of the initial states."""
         self.collector.observe(collected, prepared)
 
     def restart(self) -> None:
-        """Begin with fresh episodes at the next call."""
+        """Reset the world, so that the next call starts new episodes."""
         self.collector.restart()
 
     def close(self) -> None:
-        """Stop what runs beside the trainer."""
+        """Stop background work."""
         self.collector.close()
 
     def tree(self) -> dict[str, Any]:
@@ -65,17 +65,17 @@ class CopyCollector(ABC):
         return self.collector.tree()
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.collector.restore(tree)
 
 
 class BackgroundCollector(CopyCollector):
-    """Runs `collector`, whose policy is the copy `actor` that nobody else uses, in a thread of its own.
+    """Runs `collector` in a separate thread, with `actor`, a copy of the policy that only this thread uses.
 
-    staleness: by how many updates the thread may run ahead. With 1 the thread begins a batch as soon as the one before
-    it is done, with weights that are one update old: runs repeat bit by bit, unless the system keeps the thread from
-    beginning for the whole of an update. With 2 or more which weights a batch sees depends on timing, and runs do not
-    repeat. `close` must be called.
+    staleness: maximum number of updates that the thread may run ahead. With 1, the thread starts a batch as soon as the
+    previous one is done, with weights one update old. Runs then repeat bit by bit, unless the OS delays the thread for
+    a whole update. With 2 or more, the weights of a batch depend on timing and runs are not reproducible. `close` must
+    be called.
     """
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, staleness: int):
@@ -90,7 +90,7 @@ class BackgroundCollector(CopyCollector):
         self._stopping = False
 
     def collect(self, iteration: int) -> Rollouts:
-        """Hand over the weights after `iteration` updates and wait for the next batch; raises the thread's errors."""
+        """Pass the weights after `iteration` updates and wait for the next batch; re-raises the thread's errors."""
         # A copy under no lock: the learner is between updates here.
         weights = {name: value.detach().clone() for name, value in learned(self.policy).items()}
         with self._changed:
@@ -112,18 +112,18 @@ class BackgroundCollector(CopyCollector):
             return batch
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Learn what came of the starts, between two batches of the thread's."""
+        """Record the outcomes of the initial states, between two batches of the thread."""
         with self._changed:
             super().observe(collected, prepared)
 
     def restart(self) -> None:
-        """Stop the thread and drop what it has made: after a checkpoint everything starts from fresh episodes."""
+        """Stop the thread and discard its batches; after a checkpoint, collection starts from fresh episodes."""
         self.close()
         self._ready.clear()
         super().restart()
 
     def close(self) -> None:
-        """Stop the thread after the batch it is in."""
+        """Stop the thread after its current batch."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -159,10 +159,10 @@ class BackgroundCollector(CopyCollector):
 
 
 class DelayedCollector(CopyCollector):
-    """Collects in turns with learning, but with weights that are `delay` updates old: staleness that is repeatable.
+    """Collects synchronously with weights that are `delay` updates old: reproducible staleness.
 
-    A stand-in for a slow link to the robots, and for measuring what stale data does to an algorithm. The old weights
-    stay over a restart.
+    Simulates a slow link to the robots, and measures the effect of stale data on an algorithm. The old weights survive
+    a restart.
     """
 
     def __init__(self, collector: BatchCollector, policy: Trainable, actor: Trainable, delay: int):
@@ -170,7 +170,7 @@ class DelayedCollector(CopyCollector):
         self.past: deque[dict[str, Tensor]] = deque(maxlen=delay + 1)
 
     def collect(self, iteration: int) -> Rollouts:
-        """Collect with the oldest weights there are, at most `delay` updates old."""
+        """Collect with the oldest stored weights, at most `delay` updates old."""
         self.past.append({name: value.detach().clone() for name, value in learned(self.policy).items()})
         load_learned(self.actor, self.past[0])
         # While fewer than delay + 1 weights are there, the oldest is younger than `delay` updates.
@@ -181,7 +181,7 @@ class DelayedCollector(CopyCollector):
         return {**super().tree(), "past": {str(place): weights for place, weights in enumerate(self.past)}}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.past.extend(tree["past"][str(place)] for place in range(len(tree["past"])))
 
@@ -189,8 +189,8 @@ class DelayedCollector(CopyCollector):
 def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weight: float) -> Tensor:
     """Return mean(max(r, clip(r, 1 - eps, 1 + eps))) + kl_weight * mean(r log r - r + 1) over masked steps, a scalar.
 
-    log_ratio, mask: [N, K].
-    r: the sampling policy's probability over the policy's. It has no gradient below 1 - eps: no step is pushed further.
+    log_ratio, mask: [N, K]. r: probability under the sampling policy divided by that under the policy. The gradient is
+    zero below 1 - eps, so no step is pushed further.
     """
     ratio = log_ratio.exp()
     # max(r, clip(r)): above 1 - eps a step is pushed down, below it is left alone.
@@ -201,12 +201,12 @@ def sampling_error_loss(log_ratio: Tensor, mask: Tensor, epsilon: float, kl_weig
 
 
 class PropsCollector(CopyCollector):
-    """Collects each iteration's rollouts in `parts`, the later ones with an adjusted copy of the policy.
+    """Collects each iteration's rollouts in `parts`, all but the first with an adjusted copy of the policy.
 
-    generator: draws the minibatches of the adjustment, which starts from the policy anew for each part, so that there
-    is nothing of it to save. past: how many earlier iterations are kept; their rows come back after the fresh ones,
-    with `replayed` among the extras. rate, epochs, minibatch: of its Adam; epsilon: width of its clip; kl_weight,
-    kl_stop: how it is held near the policy, and where it ends.
+    generator: draws the minibatches of the adjustment, which restarts from the policy for each part, so it has no state
+    to save. past: number of earlier iterations stored; their rows are appended after the fresh ones, marked by the
+    extra `replayed`. rate, epochs, minibatch: settings of its Adam; epsilon: clip width; kl_weight, kl_stop: KL penalty
+    toward the policy, and KL at which adjustment stops.
     """
 
     def __init__(
@@ -238,7 +238,9 @@ class PropsCollector(CopyCollector):
         self.kl_weight, self.kl_stop = kl_weight, kl_stop
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return all parts of an iteration, and after them the rollouts that are kept, scored by the policy itself."""
+        """Return all parts of an iteration followed by the stored rollouts, with log-probabilities under the policy
+        itself.
+        """
         played: list[Rollouts] = []
         past = [self._as_own(rollouts) for rollouts in self.past]
         for part in range(self.parts):
@@ -255,18 +257,19 @@ class PropsCollector(CopyCollector):
         return concatenate(own)
 
     def tree(self) -> dict[str, Any]:
-        """Return the collector's state and the rollouts that are kept."""
+        """Return the collector's state and the stored rollouts."""
         return {**super().tree(), "past": {str(place): rollouts.tree() for place, rollouts in enumerate(self.past)}}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         super().restore(tree)
         self.past.extend(Rollouts.of(tree["past"][str(place)]) for place in range(len(tree["past"])))
 
     def _adjust(self, played: list[Rollouts]) -> None:
-        """Make what was played less likely under the actor, within a trust region.
+        """Make the collected actions less likely under the actor, within a trust region.
 
-        What is frozen in the policy stays frozen here: what a frozen encoder made of images is kept with the decisions.
+        Parameters that are frozen in the policy stay frozen here, because a frozen encoder's features are stored with
+        the chunks.
         """
         parameters = list(self.actor.parameters())
         for mine, learns in zip(parameters, self.policy.parameters(), strict=True):
@@ -278,7 +281,7 @@ class PropsCollector(CopyCollector):
         self.actor.requires_grad_(False)
 
     def _minibatches(self, parts: list[Rollouts]) -> Iterator[Rollouts]:
-        """Yield minibatches of single decisions [n, 1], the parts one after the other in every epoch."""
+        """Yield minibatches of single action chunks [n, 1], one part after the other in every epoch."""
         draws = self.generator
         for _ in range(self.epochs):
             for rollouts in parts:
@@ -288,7 +291,7 @@ class PropsCollector(CopyCollector):
                     yield rollouts.take(index)
 
     def _step(self, batch: Rollouts, optimiser: torch.optim.Optimizer) -> bool:
-        """Take one step of the adjustment; False, and no step, where the actor is too far from the policy already."""
+        """Take one adjustment step; return False without a step when the actor is already too far from the policy."""
         everywhere = torch.ones_like(batch.alive)
         logp = scores_of(self.actor, *decisions_at(batch, everywhere, self.instructions)).logp
         # Clamped for the exponential; the stop below ends the adjustment long before a ratio of e^3 is common.
@@ -304,12 +307,12 @@ class PropsCollector(CopyCollector):
         return True
 
     def _as_own(self, rollouts: Rollouts) -> Rollouts:
-        """Score what the actor played with the policy: it is learned from as the policy's own."""
+        """Recompute the actor's log-probabilities under the policy, so that the data counts as the policy's own."""
         logp, _ = rescored(rollouts, self.policy, self.instructions)
         return replace(rollouts, logp_behaviour=torch.where(rollouts.mask, logp, 0.0))
 
 
 def _marked(rollouts: Rollouts, replayed: bool, iteration: int) -> Rollouts:
-    """Say whether rows are of an earlier iteration; to the learner they are all the present policy's."""
+    """Mark whether rows are from an earlier iteration; to the learner all rows belong to the current policy version."""
     known = replace(rollouts, policy_version=torch.full_like(rollouts.policy_version, iteration))
     return known.with_extras(replayed=torch.full_like(rollouts.terminated, replayed))

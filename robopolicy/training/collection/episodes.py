@@ -29,16 +29,18 @@ from robopolicy.training.experience import with_executed
 
 
 def start_pool(seed: int, starts: int, instructions: int = 1) -> tuple[np.ndarray, list[int]]:
-    """Return the seeds [starts] of a run's pool and, if there are several instructions, each start's: i mod n."""
+    """Return the seeds [starts] of a run's pool of initial states and, with several instructions (n), the instruction
+    of each: i mod n.
+    """
     tasks = [start % instructions for start in range(starts)] if instructions > 1 else []
     return episode_seeds(seed, "starts", starts), tasks
 
 
 class EpisodeCollector:
-    """Plays the groups that the algorithm's sampler and allocator ask for, from where its hint lets them begin.
+    """Collects the groups that the algorithm's sampler and allocator request, from the states that its hint selects.
 
-    seed: root of the starts' seeds; generator: what the policy draws from; demonstrations: states that hints begin in;
-    acts: who plays, None for the policy; images: how what cameras show is kept.
+    seed: root of the initial states' seeds; generator: source of the policy's random numbers; demonstrations: states
+    that hints start from; acts: acting policy, None for the learner; images: storage mode of camera images.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class EpisodeCollector:
         self.begun: dict[int, tuple[int, float]] = {}
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return an iteration's episodes, padded to the longest, made by the policy as it is now."""
+        """Return an iteration's episodes, padded to the longest, collected with the current policy."""
         return self.batch(iteration, iteration)
 
     def batch(self, number: int, version: int) -> Rollouts:
@@ -82,18 +84,22 @@ class EpisodeCollector:
             return found
 
     def _executed(self, held: Rollouts, version: int) -> Tensor:
-        """Score what this version executed of chunks [n, 1, K], while the policy is the one that acted."""
+        """Compute log-probabilities of the executed part of chunks [n, 1, K] while the policy still has the acting
+        weights.
+        """
         return with_executed(held, self.policy, self.world.spec.instructions, version).logp_behaviour
 
     def restart(self) -> None:
-        """Leave the world; episodes that are held go on from their saved states at the next call."""
+        """Release the world; unfinished episodes resume from their saved states at the next call."""
         self.player.suspend()
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing; no background work exists."""
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Let sampler and hint learn, per start, success, mean absolute advantage and how far along it began."""
+        """Update sampler and hint with each initial state's success, mean absolute advantage and depth in its
+        demonstration.
+        """
         found, place = torch.unique(collected.extras["start"][:, 0], return_inverse=True)
 
         def per_start(values: Tensor, index: Tensor) -> np.ndarray:
@@ -112,7 +118,9 @@ class EpisodeCollector:
             self.hint.observe(starts, depth, won / episodes)
 
     def _groups(self, batch: int, version: int) -> Rollouts:
-        """Play the groups that sampler and allocator ask for, and what the allocator adds after seeing them."""
+        """Play the groups that sampler and allocator request, plus the episodes that the allocator adds after seeing
+        the outcomes.
+        """
         # Group numbers never repeat in a run: held groups of an earlier batch keep theirs.
         config, first = self.config, batch * self.provision
         seeds, starts = self._propose(batch, self.provision - len(self.player.held))
@@ -142,9 +150,11 @@ class EpisodeCollector:
         return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
 
     def _more(self, rollouts: Rollouts, first: int, count: int) -> list[int]:
-        """Return how many more episodes the allocator wants of the groups [n] from number `first`, seeing the outcomes.
+        """Return the number of episodes that the allocator adds to each of the groups [n] from number `first`, given
+        the outcomes.
 
-        Raises ConfigError where it wants more of over-provisioned groups, which are learned from as soon as complete.
+        Raises ConfigError when it adds episodes to over-provisioned groups, which are used for learning as soon as they
+        are complete.
         """
         places = (rollouts.group - first).cpu()
         if self.config.overprovision:
@@ -161,7 +171,9 @@ class EpisodeCollector:
         return list(more)
 
     def _hinted(self, batch: int, starts: np.ndarray) -> tuple[list[Snapshot | None], list[float]]:
-        """Return the demonstrated state that each start's group begins in (None: the start), and how far that is."""
+        """Return the demonstrated state that each group starts from (None: the initial state), and its depth in the
+        demonstration.
+        """
         if self.hint is None or self.demonstrations is None:
             return [None] * len(starts), [0.0] * len(starts)
         context = Context(torch.Generator(), iteration=batch, iterations=self.config.iterations)
@@ -174,7 +186,7 @@ class EpisodeCollector:
         return [state for state, _ in found], [depth for _, depth in found]
 
     def _propose(self, batch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return seeds [n] and numbers [n] of the starts to play, n = count unless the pool is smaller."""
+        """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller."""
         config = self.config
         if not config.starts:
             return episode_seeds(self.seed, f"collect/{batch}", count), np.arange(count)
@@ -183,7 +195,7 @@ class EpisodeCollector:
         return start_pool(self.seed, config.starts)[0][starts], starts
 
     def tree(self) -> dict[str, Any]:
-        """Return the sampler's state, the hints', and the groups that are held."""
+        """Return the state of the sampler and the hint, and the unfinished groups."""
         return {
             "sampler": self.sampler.state(),
             "hint": {} if self.hint is None else self.hint.state(),
@@ -192,7 +204,7 @@ class EpisodeCollector:
         }
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         self.sampler.restore(tree["sampler"])
         self.player.restore(tree["player"])
         self.begun = {int(group): (start, depth) for group, (start, depth) in tree["begun"].items()}
@@ -201,10 +213,11 @@ class EpisodeCollector:
 
 
 class StreamCollector:
-    """Plays every row of `world` on from where the last iteration left it, `rollout_length` decisions at a time.
+    """Continues every row of `world` from where the previous iteration stopped, `rollout_length` policy calls at a
+    time.
 
-    seed: root of the episodes' seeds; generator: what the policy draws from; acts: who plays, None for the policy;
-    images: how what cameras show is kept.
+    seed: root of the episodes' seeds; generator: source of the policy's random numbers; acts: acting policy, None for
+    the learner; images: storage mode of camera images.
     """
 
     def __init__(
@@ -228,11 +241,11 @@ class StreamCollector:
         self.streams: Streams | None = None
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return [num_envs, rollout_length] decisions of the policy as it is now."""
+        """Return [num_envs, rollout_length] action chunks of the current policy."""
         return self.batch(iteration, iteration)
 
     def batch(self, number: int, version: int) -> Rollouts:
-        """Return the next decisions; where streams begin anew, the batch's number names their seeds."""
+        """Return the next chunks; when streams restart, the batch number determines their seeds."""
         with while_collecting(number):
             if self.streams is None:
                 self.streams = start_streams(self.world, self.acts, self.seed, f"collect/{number}")
@@ -241,18 +254,18 @@ class StreamCollector:
             return with_executed(found, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Nothing is learned from outcomes: seeds follow one another."""
+        """Do nothing; seeds follow one another regardless of outcomes."""
 
     def restart(self) -> None:
-        """Begin with fresh episodes at the next call."""
+        """Reset the world, so that the next call starts new episodes."""
         self.streams = None
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing; no background work exists."""
 
     def tree(self) -> dict[str, Any]:
-        """Return nothing: after a checkpoint streams begin anew."""
+        """Return an empty tree; after a checkpoint streams restart."""
         return {}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Do nothing; there is no state."""

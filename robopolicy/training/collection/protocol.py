@@ -1,4 +1,4 @@
-"""What collects an iteration's rollouts for the trainer, and what plays one batch for a collector."""
+"""Protocols of rollout collectors, and of collectors that play single batches on request."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,11 +9,11 @@ from robopolicy.core.rollouts import Rollouts
 
 
 class Collector(Protocol):
-    """Where an iteration's rollouts come from.
+    """Source of an iteration's rollouts.
 
-    It holds the world, the policy that acts and its random numbers. The trainer calls `restart` before every checkpoint
-    whether or not the run is killed: what is in flight is dropped there, or becomes part of `tree`, so that a run that
-    is resumed collects what an uninterrupted one does.
+    A collector owns the world, the acting policy and its random numbers. The trainer calls `restart` before every
+    checkpoint, whether or not the run is killed. Unfinished work is then discarded or saved in `tree`, so a resumed run
+    collects the same data as an uninterrupted one.
     """
 
     def collect(self, iteration: int) -> Rollouts:
@@ -21,37 +21,37 @@ class Collector(Protocol):
         ...
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """Learn what came of the starts that were proposed: all that was collected, and what is learned from."""
+        """Record the outcomes of the proposed initial states, from all rollouts and those used for learning."""
         ...
 
     def restart(self) -> None:
-        """Leave the world: the next call begins with resets."""
+        """Release the world; the next call starts with resets."""
         ...
 
     def close(self) -> None:
-        """Stop what runs beside the trainer."""
+        """Stop background work."""
         ...
 
     def tree(self) -> dict[str, Any]:
-        """Return what `restore` needs."""
+        """Return the state that `restore` needs."""
         ...
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Go on from `tree`."""
+        """Restore the state from `tree`."""
         ...
 
 
 class BatchCollector(Collector, Protocol):
-    """A collector whose batches another one may ask for out of step with the iterations."""
+    """A collector whose batches can be requested independently of the iteration count."""
 
     def batch(self, number: int, version: int) -> Rollouts:
-        """Return the rollouts of batch `number`, which names their seeds, marked as made by policy `version`."""
+        """Return the rollouts of batch `number` (it determines their seeds), marked with policy `version`."""
         ...
 
 
 @contextmanager
 def while_collecting(number: int) -> Iterator[None]:
-    """Let a NonFiniteError say that it happened while batch `number` was collected."""
+    """Add to a NonFiniteError that it occurred while batch `number` was collected."""
     try:
         yield
     except NonFiniteError as error:

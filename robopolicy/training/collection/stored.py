@@ -1,4 +1,4 @@
-"""Stored pairs of episodes in the place of an iteration's own: learning from preferences without playing a step."""
+"""Collector of stored preference pairs: learning from preferences without stepping the world."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +20,11 @@ from robopolicy.training.experience import conditions_of
 
 
 class StoredPairs:
-    """A `Collector` that draws `config.groups` groups of stored episodes an iteration, all where there are less.
+    """A `Collector` that samples `config.groups` groups of stored episodes per iteration, or all when there are fewer.
 
-    The draw depends on seed and iteration alone. Episodes are paid their verdict, 1 or -1, so that whatever compares
-    returns follows it. Raises ConfigError where the algorithm does not compare episodes or the configuration says how
-    to play them, and DataError where the episodes are not of such a policy in such a world.
+    Sampling depends on seed and iteration alone. The reward of an episode is its preference label, 1 or -1, so
+    algorithms that compare returns follow it. Raises ConfigError when the algorithm does not compare episodes or the
+    configuration contains collection settings. Raises DataError when the episodes do not match the policy or the world.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class StoredPairs:
         self.groups, self.seed = config.groups, seed
 
     def collect(self, iteration: int) -> Rollouts:
-        """Return whole groups, marked as replayed and as made by no version of this run's policy.
+        """Return whole groups, marked as replayed and as collected by no version of this run's policy.
 
-        What a frozen encoder makes of their images is beside them, for this iteration.
+        A frozen encoder's features of their images are added for this iteration.
         """
         groups = Segments.of(self.rollouts.group)
         # On the CPU and of the iteration's number: the same groups on any device, and after a resume.
@@ -63,24 +63,24 @@ class StoredPairs:
         )
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
-        """There are no starts to learn about."""
+        """Do nothing; no initial states are sampled."""
 
     def restart(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing; no episode is running."""
 
     def close(self) -> None:
         """Nothing runs."""
 
     def tree(self) -> dict[str, Any]:
-        """Return nothing: the pairs stay where they are."""
+        """Return an empty tree; the stored pairs do not change."""
         return {}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
 
 def _paid_by_verdict(rollouts: Rollouts) -> Rollouts:
-    """Replace the rewards by the verdict, paid at the end of an episode."""
+    """Replace the rewards by the preference label, given at the end of each episode."""
     # The last executed step of the last decision: rewards are summed per step, and padding pays nothing.
     length, last = rollouts.alive.sum(1, keepdim=True), (rollouts.duration - 1).clamp(min=0)[..., None]
     final = torch.zeros_like(rollouts.alive).scatter(1, (length - 1).clamp(min=0), True)
@@ -90,7 +90,7 @@ def _paid_by_verdict(rollouts: Rollouts) -> Rollouts:
 
 
 def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
-    """Raise DataError naming what the policy reads or decides otherwise than the stored episodes say."""
+    """Raise DataError naming each observation or action field in which policy and stored episodes differ."""
     steps = rollouts.mask.shape[2]
     if steps != policy.scored_steps:
         raise DataError(

@@ -1,1 +1,3 @@
-"""From recorded data to a policy: critics are fitted, candidates made of them, and a gate lets the better ones in."""
+"""Offline RL from recorded data: fit critics, build candidate policies from them, and accept the better ones through a
+gate.
+"""

@@ -1,4 +1,4 @@
-"""What can be set about learning from recorded data; nothing heavy is imported here."""
+"""Settings of learning from recorded data; this module imports no heavy dependencies."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,13 +10,13 @@ from robopolicy.core.registry import Kinds
 
 @dataclass(frozen=True)
 class CriticFitConfig:
-    """How an agent's critic is fitted to recorded decisions."""
+    """Settings for fitting an agent's critic to recorded action chunks."""
 
     steps: Count = 1500
-    """Updates before the first round."""
+    """Number of updates before the first round."""
     # More did harm: the longer a critic learns from one log, the steeper it is wrong where nothing was recorded.
     batch_size: Count = 256
-    """Decisions an update."""
+    """Number of action chunks per update."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1:
@@ -25,30 +25,34 @@ class CriticFitConfig:
 
 @dataclass(frozen=True)
 class ChainPpoConfig:
-    """PPO through the chain of denoising (or token) steps at recorded observations, paid by a critic: RL-100.
+    """PPO through the chain of denoising (or token) steps at recorded observations, with a critic's values as reward:
+    RL-100.
 
-    The policy decides anew at recorded observations; a decision's advantage is min Q - V, standardised over the batch.
+    The policy samples new chunks at recorded observations; a chunk's advantage is min Q - V, standardised over the
+    batch.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:ChainPpo"
     tunes_chain: ClassVar[bool] = True
-    """It learns through the scored steps that fine-tuning trains, as many as that is set to."""
+    """Whether it learns through the scored denoising steps that fine-tuning trains, as many as are set there."""
     iterations: Count = 1
-    """How often a round draws new decisions; beyond one the candidate itself draws them."""
+    """Number of times per round that new action chunks are sampled; after the first, the candidate itself samples
+    them.
+    """
     decisions: Count = 4096
-    """Recorded observations at which the policy decides anew."""
+    """Number of recorded observations at which the policy samples new action chunks."""
     epochs: Count = 4
-    """Passes over them."""
+    """Number of passes over the sampled chunks."""
     minibatch: Count = 1024
-    """Decisions in a minibatch."""
+    """Minibatch size in action chunks."""
     learning_rate: Positive = 3e-4
-    """The policy's."""
+    """Learning rate of the policy."""
     clip: Positive = 0.05
     """Width of the ratio's clip range."""
     target_kl: Positive | None = 0.1
-    """KL divergence of whole decisions that ends an iteration's epochs, null for no end."""
+    """KL divergence of complete action chunks that ends an iteration's epochs, null for none."""
     ratio_tolerance: NonNegative = 1e-4
-    """How far a policy's score of its own fresh decisions may be from the one it acted with."""
+    """Maximum difference between recomputed and recorded log-probabilities of fresh chunks."""
 
     def __post_init__(self) -> None:
         if min(self.iterations, self.decisions, self.epochs, self.minibatch) < 1:
@@ -57,7 +61,7 @@ class ChainPpoConfig:
 
 @dataclass(frozen=True)
 class WeightedImitationConfig:
-    """Advantage-weighted regression: recorded actions are imitated, with weight exp(temperature * advantage).
+    """Advantage-weighted regression: imitate recorded actions with weight exp(temperature * advantage).
 
     Sources: AWR, Peng et al. 2019, arXiv:1910.00177; with expectile critics as in IQL, arXiv:2110.06169, and for
     denoising policies as in DPPO's baseline DAWR, arXiv:2409.00588. Advantages are standardised over the data.
@@ -65,15 +69,15 @@ class WeightedImitationConfig:
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:WeightedImitation"
     steps: Count = 500
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 256
-    """Decisions an update."""
+    """Number of action chunks per update."""
     learning_rate: Positive = 3e-4
-    """The policy's."""
+    """Learning rate of the policy."""
     temperature: NonNegative = 1.0
-    """How strongly better actions are preferred; 0 is plain imitation."""
+    """Strength of the preference for better actions; 0 is plain imitation."""
     cap: Positive = 20.0
-    """Largest weight."""
+    """Maximum imitation weight."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.temperature < 0 or self.cap <= 0:
@@ -82,26 +86,28 @@ class WeightedImitationConfig:
 
 @dataclass(frozen=True)
 class FilteredImitationConfig:
-    """The better share of the recorded decisions is imitated, the rest left out: filtered behaviour cloning.
+    """Filtered behaviour cloning: imitate the best fraction of the recorded action chunks and ignore the rest.
 
-    Source: CRR's binary weights 1[A > threshold], Wang et al. 2020, arXiv:2006.15134, with the threshold at a share of
-    the data; what RECAP (arXiv:2511.14759) is to be compared with. Deviations: advantages are those that `recap` knows,
-    and the critic was fitted before.
+    Source: CRR's binary weights 1[A > threshold], Wang et al. 2020, arXiv:2006.15134, with the threshold at a quantile
+    of the data; a baseline for RECAP (arXiv:2511.14759). Deviations: the advantages are those that `recap` offers, and
+    the critic is fitted beforehand.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:FilteredImitation"
     steps: Count = 1000
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 256
-    """Decisions an update."""
+    """Number of action chunks per update."""
     learning_rate: Positive = 1e-3
-    """The policy's."""
+    """Learning rate of the policy."""
     advantage: Literal["own", "critic", "steps", "success"] = "own"
-    """Of a decision: as recap's; success, whether its episode succeeded, of which all are imitated."""
+    """Advantage of an action chunk: as in recap, or success (whether its episode succeeded; all such chunks are
+    imitated).
+    """
     decisions: Count = 8
-    """Decisions of the policy at every recorded observation, for own."""
+    """advantage=own: number of action chunks sampled from the policy per recorded observation."""
     positive: Share = 0.3
-    """Share of the decisions that is imitated."""
+    """Fraction of the action chunks that is imitated."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_size, self.decisions) < 1:
@@ -112,26 +118,30 @@ class FilteredImitationConfig:
 
 @dataclass(frozen=True)
 class BestOfConfig:
-    """The policy imitates the best of several decisions of its own, by the critic: IDQL's choice, made its own.
+    """The policy imitates the best of several of its own sampled chunks, as selected by the critic: IDQL's choice,
+    distilled.
 
-    At recorded observations it decides several times; what the smallest critic finds best is imitated. Sources: IDQL,
-    arXiv:2304.10573 (the choice); Digi-Q, arXiv:2502.15760 (imitating it). What is imitated is always something that
-    the proposer would have done, so a critic's errors far from the data are met less than by climbing its gradient.
+    At recorded observations the policy samples several chunks and imitates the one with the highest minimum over the
+    critics. Sources: IDQL, arXiv:2304.10573 (the choice); Digi-Q, arXiv:2502.15760 (imitating it). Every target is an
+    action that the proposing policy could produce, so critic errors far from the data matter less than with gradient
+    ascent.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:BestOf"
     candidates: Count = 16
-    """Decisions at every observation."""
+    """Number of action chunks sampled per observation."""
     proposer: Literal["base", "incumbent"] = "base"
-    """Who makes them: the policy as it came, whose decisions the critic knows best, or the incumbent."""
+    """Policy that samples the candidates: base (the initial policy, on which the critic is most accurate) or the
+    incumbent.
+    """
     decisions: Count = 8192
-    """Recorded observations."""
+    """Number of recorded observations."""
     steps: Count = 500
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 256
-    """Decisions an update."""
+    """Number of action chunks per update."""
     learning_rate: Positive = 1e-3
-    """The policy's."""
+    """Learning rate of the policy."""
 
     def __post_init__(self) -> None:
         if min(self.candidates, self.decisions, self.steps, self.batch_size) < 1:
@@ -140,26 +150,27 @@ class BestOfConfig:
 
 @dataclass(frozen=True)
 class DiffusionQlConfig:
-    """Diffusion-QL: recorded actions are imitated while a critic is climbed through the chain of denoising steps.
+    """Diffusion-QL: imitate recorded actions while maximising a critic through the chain of denoising steps.
 
-    Source: Wang et al. 2022, arXiv:2208.06193: the loss is that of imitation minus eta * Q / mean|Q|, the action being
-    back-propagated through the steps that made it. Deviations: Q is that of the smallest critic, not of one drawn at
-    random; the chain is the noise-free one, which is what is served; the critic is fitted before, not alternately. It
-    climbs mistakes too: give it a critic that knows actions which were not recorded, such as offline.agent=rebrac.
+    Source: Wang et al. 2022, arXiv:2208.06193: the loss is the imitation loss minus eta * Q / mean|Q|, with the action
+    back-propagated through its denoising steps. Deviations: Q is the minimum over the critics, not one chosen at
+    random. The chain is the noise-free one, which is used at inference. The critic is fitted beforehand, not
+    alternately. The policy also exploits critic errors: use a critic trained on actions outside the data, such as
+    offline.agent=rebrac.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.gradients:DiffusionQl"
     steps: Count = 500
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 256
-    """Decisions an update."""
+    """Number of action chunks per update."""
     learning_rate: Positive = 1e-3
-    """The policy's."""
+    """Learning rate of the policy."""
     eta: NonNegative = 0.3
-    """Weight of the critic beside imitation; 0 is plain imitation."""
+    """Weight of the critic relative to imitation; 0 is plain imitation."""
     through: Literal["all", "last"] = "all"
-    """all steps of the chain, or its last alone (deterministic policy gradient through the chain's last step): cheaper,
-    and what earlier steps make stays as it is.
+    """Denoising steps that the critic's gradient passes through: all, or only the last (deterministic policy gradient),
+    which is cheaper and leaves the output of earlier steps unchanged.
     """
 
     def __post_init__(self) -> None:
@@ -169,25 +180,25 @@ class DiffusionQlConfig:
 
 @dataclass(frozen=True)
 class AdjointMatchingConfig:
-    """Adjoint matching: a flow is tilted towards what a critic values, to base(a) exp(strength Q(a)).
+    """Adjoint matching: tilt a flow policy towards a critic, to base(a) exp(strength Q(a)).
 
     Sources: adjoint matching, Domingo-Enrich et al. 2024, arXiv:2409.08861; QAM, arXiv:2601.14234, its use with critics
-    of recorded data. No gradient passes through the chain that learns, and none through a likelihood. Deviations: the
-    base is the policy as it came, which is not trained beside the candidate; chains are drawn by a posterior sampler,
-    which is memoryless on few steps too; the critic is fitted before, not alternately.
+    of recorded data. No gradient passes through the learning chain or through a likelihood. Deviations: the base is the
+    initial policy, which is not trained together with the candidate; chains are sampled with a posterior sampler, which
+    is memoryless even on few steps; the critic is fitted beforehand, not alternately.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.gradients:AdjointMatching"
     steps: Count = 600
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 128
-    """Recorded observations an update, with a chain for each."""
+    """Number of recorded observations per update, with one denoising chain each."""
     learning_rate: Positive = 1e-3
-    """The policy's."""
+    """Learning rate of the policy."""
     strength: NonNegative = 5.0
-    """What a unit of value is worth in log-probability (the inverse temperature); 0 leaves the flow as it is."""
+    """Inverse temperature: log-probability per unit of value; 0 leaves the flow unchanged."""
     pessimism: NonNegative = 1.0
-    """Standard deviations over critics that are taken off their mean value; 1 is the smaller of two."""
+    """Number of standard deviations over the critics subtracted from their mean; 1 gives the minimum of two critics."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or min(self.strength, self.pessimism) < 0:
@@ -196,34 +207,39 @@ class AdjointMatchingConfig:
 
 @dataclass(frozen=True)
 class RecapConfig:
-    """RECAP: everything that was recorded is imitated, told whether it was better than usual; acting, it is told so.
+    """RECAP: imitate all recorded data conditioned on a "better than usual" indicator; at inference the indicator is
+    set to better.
 
-    Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759: an indicator I = [advantage > threshold] is an input
-    of the policy, hidden at random, which makes classifier-free guidance possible; failures are learned from as what
-    not to do. Deviations: labels that scale and shift what the network sees for the words in a prompt; advantages are
-    beside the policy's own decisions, not beside what a state is worth to whoever was recorded; the critic is that of
-    offline.agent, no distribution over returns; a round goes on from the incumbent, not from the pre-trained policy.
+    Source: pi*0.6, Physical Intelligence 2025, arXiv:2511.14759. An indicator I = [advantage > threshold] is an input
+    of the policy and is dropped at random, which allows classifier-free guidance; failures serve as negative examples.
+    Deviations: labels that scale and shift the network's features replace the words in a prompt. Advantages are
+    relative to the policy's own actions, not to the state value under the recorded behaviour. The critic is that of
+    offline.agent, not a distribution over returns. A round continues from the incumbent, not from the pre-trained
+    policy.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.recap:Recap"
     steps: Count = 1000
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 256
-    """Decisions an update."""
+    """Number of action chunks per update."""
     learning_rate: Positive = 1e-3
-    """The policy's."""
+    """Learning rate of the policy."""
     advantage: Literal["own", "critic", "steps"] = "own"
-    """Of a decision: own, min Q minus the mean of what the policy would decide there, so that the action counts and not
-    the state; critic, min Q - V; steps, what was paid during it and V behind it, minus V before it.
+    """Advantage of an action chunk: own (min Q minus its mean over the policy's own chunks at that observation, so that
+    it depends on the action and not the state), critic (min Q - V), or steps (reward during the chunk plus V after it
+    minus V before it).
     """
     decisions: Count = 8
-    """Decisions of the policy at every recorded observation, for own."""
+    """advantage=own: number of action chunks sampled from the policy per recorded observation."""
     positive: Share = 0.3
-    """Share of the decisions that counts as better than usual."""
+    """Fraction of the action chunks labelled better than average."""
     dropout: Share = 0.3
-    """Share of what is learned from which the indicator is hidden."""
+    """Fraction of training samples without the advantage indicator (classifier-free guidance)."""
     guidance: NonNegative = 2.5
-    """Weight of "positive" beside nothing while acting: 1 is positive alone, more exaggerates (two calls a step)."""
+    """Guidance weight of the positive indicator at inference: 1 uses it alone, more extrapolates (two network calls per
+    step).
+    """
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_size, self.decisions) < 1:
@@ -234,21 +250,21 @@ class RecapConfig:
 
 @dataclass(frozen=True)
 class ImaginedPpoConfig:
-    """PPO through the denoising chain in a world model of the log; the settings of fine-tuning are its own.
+    """PPO through the denoising chain in a world model trained on the log; it has its own fine-tuning settings.
 
-    Source: MOPO's and DiWA's setting (arXiv:2005.13239, arXiv:2508.03645), behind a gate. Whoever judges it must not be
-    the model that it learned in.
+    Source: the setting of MOPO and DiWA (arXiv:2005.13239, arXiv:2508.03645), with a gate. The evaluator of the gate
+    must not be the model that the policy was trained in.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.imagined:ImaginedPpo"
     tunes_chain: ClassVar[bool] = True
-    """As of `ChainPpoConfig`."""
+    """Whether it learns through the scored denoising steps, as in `ChainPpoConfig`."""
     imagines: ClassVar[bool] = True
-    """It learns in a world model, not from a critic of the data."""
+    """Whether it learns in a world model instead of from a critic of the data."""
     iterations: Count = 20
-    """Of fine-tuning, a round; its critic is fitted anew in each."""
+    """Number of fine-tuning iterations per round; the critic is retrained in each round."""
     near_base: NonNegative = 0.05
-    """Weight of staying near the incumbent (bc, DiWA's), 0 for none."""
+    """Weight of the loss toward the incumbent (bc, as in DiWA), 0 for none."""
 
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.near_base < 0:
@@ -257,30 +273,31 @@ class ImaginedPpoConfig:
 
 @dataclass(frozen=True)
 class DsrlConfig:
-    """A frozen diffusion or flow policy is steered by its initial noise: an actor over noise climbs the critic.
+    """DSRL: steer a frozen diffusion or flow policy by its initial noise; an actor over noise maximises the critic.
 
-    Source: DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (its noise-aliased form). Whatever is learned, what is done
-    is something that the policy would have done. `robopolicy online` goes on from it.
+    Source: DSRL, Wagenmaker et al. 2025, arXiv:2506.15799 (its noise-aliased form). All executed actions are ones that
+    the frozen policy could produce. `robopolicy online` can continue from it.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.frozen:Dsrl"
     bound: Positive = 1.5
-    """Largest noise that may be chosen, in standard deviations."""
+    """Largest noise that the actor may choose, in standard deviations."""
     steps: Count = 2000
-    """Updates a round."""
+    """Number of updates per round."""
     batch_size: Count = 256
-    """Recorded observations an update."""
+    """Number of recorded observations per update."""
     learning_rate: Positive = 1e-3
-    """Of actor and critics over noise."""
+    """Learning rate of the actor and the critics over noise."""
     own_share: Share = 0.5
-    """Share of a batch in which the noise is the actor's own, so that its critics hold where it is; the paper's is 0.
+    """Fraction of a batch whose noise is chosen by the actor, so that the critics are accurate there; the paper's is
+    0.
     """
     critics: Count = 2
-    """Over noise."""
+    """Number of critics over noise."""
     width: Count = 256
-    """Units of every hidden layer."""
+    """Number of units per hidden layer."""
     depth: Count = 2
-    """Hidden layers."""
+    """Number of hidden layers."""
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_size, self.critics, self.width, self.depth) < 1 or self.bound <= 0:
@@ -291,17 +308,20 @@ class DsrlConfig:
 
 @dataclass(frozen=True)
 class IdqlConfig:
-    """A policy that stays as it is does the best of several of its decisions, by the critic: IDQL, arXiv:2304.10573.
+    """IDQL: an unchanged policy executes the best of several sampled chunks, as selected by the critic,
+    arXiv:2304.10573.
 
-    Nothing is imitated, so nothing is lost on the way, and deciding costs a batch of decisions. The paper's critic is
-    offline.agent=iql with offline.agent.expectile=0.7.
+    Nothing is imitated, so no imitation error arises, but each policy call samples a batch of chunks. The paper's
+    critic is offline.agent=iql with offline.agent.expectile=0.7.
     """
 
     builds: ClassVar[str] = "robopolicy.training.offline.frozen:Idql"
     deploys_critic: ClassVar[bool] = True
-    """The critic acts along, so it sees what the policy reads and nothing else."""
+    """Whether the critic acts together with the policy, so that it reads only the policy's observations."""
     candidates: Count = 4
-    """Decisions that the first round tries; after an acceptance twice as many, after a refusal half as many more."""
+    """Number of candidate action chunks in the first round; doubled after an accepted round, increased by half after a
+    rejected one.
+    """
 
     def __post_init__(self) -> None:
         if self.candidates < 2:
@@ -310,20 +330,22 @@ class IdqlConfig:
 
 @dataclass(frozen=True)
 class GuidedConfig:
-    """Synthetic episodes, drawn by a diffusion model of the log and guided towards the policy: arXiv:2404.06356."""
+    """Synthetic episodes from a diffusion model of the log, guided towards the policy: arXiv:2404.06356."""
 
     count: Count = 1024
-    """Episodes."""
+    """Number of generated episodes."""
     guidance: NonNegative = 1.0
-    """How far their actions are pushed towards the policy's; 0 leaves them like the recorded ones."""
+    """Strength of the guidance of their actions towards the policy's; 0 leaves them like the recorded ones."""
     length: Count = 16
-    """Steps of each, a multiple of 2; recorded episodes must be as long, or end the task."""
+    """Number of steps per generated episode, a multiple of 2; recorded episodes must be at least as long, or end the
+    task.
+    """
     steps: Count = 2500
-    """Training steps of the diffusion model."""
+    """Number of training steps of the diffusion model."""
     width: Count = 128
-    """Of its network."""
+    """Width of the diffusion network."""
     batch_size: Count = 64
-    """Recorded subsequences a training step."""
+    """Number of recorded subsequences per training step."""
 
     def __post_init__(self) -> None:
         if min(self.count, self.steps, self.width, self.batch_size) < 1 or self.length < 2 or self.guidance < 0:
@@ -348,4 +370,6 @@ IMPROVERS = Kinds(
         "imagined_ppo": "robopolicy.training.offline.configuration:ImaginedPpoConfig",
     },
 )
-"""Name -> configuration, a dataclass whose `builds` names what makes a candidate: Class(config), an `Improver`."""
+"""Name -> configuration, a dataclass whose `builds` names the class that produces candidates: Class(config), an
+`Improver`.
+"""

@@ -37,7 +37,7 @@ class Dsrl:
         self.config = config
 
     def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
-        """Return the policy as the base of a steered one, which is yet to steer; see `Wraps`."""
+        """Return the policy as the base of a steered policy whose steering is still off; see `Wraps`."""
         config, spec = self.config, policy.spec
         settings = RlpdConfig(
             width=config.width,
@@ -60,14 +60,14 @@ class Dsrl:
         return cast(Trainable, made)  # the rounds copy, save and restore it, and it learns here alone
 
     def prepare(self, policy: Trainable) -> None:
-        """Nothing is to be done; raises ConfigError for a policy that was not wrapped."""
+        """Do nothing; raises ConfigError for a policy that was not wrapped."""
         if not isinstance(policy, SteeredPolicy):
             raise ConfigError(f"dsrl changes a SteeredPolicy, not {type(policy).__name__}: wrap() makes one.")
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Distil the critic of actions into one of noise, and let the actor climb that; see `Improver`."""
+        """Distil the critic of actions into one of noise and let the actor maximise it; see `Improver`."""
         steering = cast(SteeredPolicy, policy)
         config = self.config
         data = lesson.data
@@ -103,7 +103,7 @@ class Dsrl:
     def _gain(
         self, policy: SteeredPolicy, lesson: Lesson, states: Tensor, keys: list[str], generators: Generators
     ) -> Tensor:
-        """Return how much more the critic of actions finds in the actor's noise than in normal noise, [], a mean."""
+        """Return the mean gain [] in the critic's value of the actor's noise over normal noise."""
         data, count = lesson.data, min(1024, len(lesson.data))
         rows = torch.linspace(0, len(data) - 1, count, device=states.device).long()
         seen = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
@@ -120,16 +120,18 @@ class Dsrl:
 def noise_values(
     policy: SteeredPolicy, lesson: Lesson, seen: TensorObservation, state: Tensor, noise: Tensor
 ) -> Tensor:
-    """Return Q^W(s, w) = min Q(s, pi(s, w)) of flat noise [n, W] in [-1, 1], [n].
+    """Return Q^W(s, w) = min Q(s, pi(s, w)) [n] of flat noise [n, W] in [-1, 1].
 
-    seen: observations [n, H, ...] that the base decides on; state: [n, S], as the critic of actions sees them.
+    seen: observations [n, H, ...] that the base reads; state: [n, S], the input of the critic of actions.
     """
     action = lesson.interface.to_agent(policy.actions_of(seen, noise))
     return lesson.critic.action_values(state, action).amin(0)
 
 
 def drawn_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: torch.Generator) -> Tensor:
-    """Return flat noise [n, W] in states [n, S]: standard normal, brought into the box, a share `own` the actor's."""
+    """Sample flat noise [n, W] for states [n, S]: standard normal scaled to the bounds, with fraction `own` from the
+    actor.
+    """
     shape = policy.base.noise_shape
     normal = torch.randn((len(state), *shape), generator=generator, device=generator.device).to(state.device)
     noise = policy.interface.to_agent(normal)
@@ -141,7 +143,7 @@ def drawn_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: tor
 
 
 LOOKED_AT = 1024
-"""Recorded observations on which the log says what choosing gains, by the critic itself."""
+"""Number of recorded observations on which the log reports the gain of selection, by the critic itself."""
 
 
 class Idql:
@@ -151,19 +153,19 @@ class Idql:
         self.config = config
 
     def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
-        """Return the policy as the base of one that is yet to choose, by the lesson's critic; see `Wraps`."""
+        """Return the policy as the base of one that will select among chunks by the prefitted critic; see `Wraps`."""
         made = BestOfPolicy(policy, lesson.critic, lesson.interface, 1)
         return cast(Trainable, made)  # the rounds copy, save and restore it, and nothing of it learns
 
     def prepare(self, policy: Trainable) -> None:
-        """Nothing is to be done; raises ConfigError for a policy that was not wrapped."""
+        """Do nothing; raises ConfigError for a policy that was not wrapped."""
         if not isinstance(policy, BestOfPolicy):
             raise ConfigError(f"idql changes a BestOfPolicy, not {type(policy).__name__}: wrap() makes one.")
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Let the policy choose among more decisions; see `Improver`. step: share of the further ones."""
+        """Increase the number of sampled chunks; see `Improver`. step: fraction of the configured increment."""
         choosing, data = cast(BestOfPolicy, policy), lesson.data
         now = int(choosing.count)
         further = self.config.candidates - 1 if now == 1 else now

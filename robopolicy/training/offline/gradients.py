@@ -4,17 +4,18 @@ Diffusion-QL climbs the critic through the chain while it imitates what was reco
 critic values, base(a) exp(strength Q(a)), by regression on lean adjoints.
 
 Sources: adjoint matching, Domingo-Enrich et al. 2024, arXiv:2409.08861; with critics of recorded data, QAM, Li and
-Levine 2026, arXiv:2601.14234. Time is ours, 1 = noise, velocity u = noise - data. Chains are drawn from the flow as it
-is now by a memoryless sampler; from their ends a~(0) = -strength grad Q is pulled back along them by vector-Jacobian
-products of the BASE flow's sampler, not of the one that learns (which is what makes it lean), and the flow regresses on
+Levine 2026, arXiv:2601.14234. Time convention here: 1 = noise, velocity u = noise - data. A memoryless sampler draws
+chains from the current flow. From their ends, a~(0) = -strength grad Q is propagated backwards by vector-Jacobian
+products of the BASE flow's sampler, not of the learning one (which makes it lean). The flow regresses on
 
-    u = u_base + g(t) a~(t),   weighed 2 / g(t),   g(t) = t / (1 - t),
+u = u_base + g(t) a~(t), weighted by 2 / g(t), g(t) = t / (1 - t),
 
-which is the sources' || 2 (v - v_base) / sigma + sigma a~ ||^2 with v = -u and sigma^2 = 2 g. Deviation: their sampler
-is Euler's with sigma^2 = 2 (t + h) / (1 - t + h), which on the few steps of a policy's grid is no longer memoryless;
-ours draws the posterior of the next latent given the clean estimate, whose first step forgets the noise entirely.
-Gaussian data under a linear Q should move by strength * std^2 * slope. On 5 steps theirs moves them by 1.38 (std 0.3)
-and 0.76 (std 1) times that, ours by 1.00 and 0.99; on 10 steps 1.18 and 0.88 beside 1.00 and 1.00.
+which equals the sources' || 2 (v - v_base) / sigma + sigma a~ ||^2 with v = -u and sigma^2 = 2 g. Deviation: their
+sampler is Euler's with sigma^2 = 2 (t + h) / (1 - t + h), which is not memoryless on the few steps of a policy's grid.
+This one samples the posterior of the next latent given the clean estimate, and its first step forgets the noise
+entirely. Gaussian data under a linear Q should move by strength * std^2 * slope. On 5 steps, the sources' sampler moves
+them by 1.38 (std 0.3) and 0.76 (std 1) times that, this one by 1.00 and 0.99; on 10 steps, 1.18 and 0.88 compared with
+1.00 and 1.00.
 """
 
 import copy
@@ -36,7 +37,7 @@ from robopolicy.training.offline.configuration import AdjointMatchingConfig, Dif
 from robopolicy.training.offline.improvers import Lesson, descend, imitate
 
 Slope = Callable[[Tensor], Tensor]
-"""Clean latents [N, P, A] -> the gradient of what they are worth, [N, P, A]."""
+"""Clean latents [N, P, A] -> gradient of their value, [N, P, A]."""
 
 
 class AdjointMatching:
@@ -47,13 +48,13 @@ class AdjointMatching:
         self.base: DenoisingPolicy | None = None
 
     def prepare(self, policy: Trainable) -> None:
-        """Keep the flow as it came, which is what is tilted; see `Improver`."""
+        """Store the initial flow, which is the one to tilt; see `Improver`."""
         self.base = copy.deepcopy(require_flow(policy)).requires_grad_(False)
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Regress on the lean adjoints of drawn chains; see `Improver`."""
+        """Regress on the lean adjoints of sampled chains; see `Improver`."""
         flow = require_flow(policy)
         base = self.base
         config = self.config
@@ -74,7 +75,7 @@ class AdjointMatching:
 
 
 def require_flow(policy: Trainable) -> DenoisingPolicy:
-    """Return `policy`, a flow all of whose steps learn; raises ConfigError for others, saying why."""
+    """Return `policy` if it is a flow policy whose steps are all trained; else raises ConfigError with the reason."""
     refused = (
         f"adjoint_matching regresses on velocities, and {type(policy).__name__}%s is no flow: train one "
         "(policy.kind=flow), or climb the critic through a diffusion's steps (diffusion_ql)."
@@ -93,9 +94,9 @@ def require_flow(policy: Trainable) -> DenoisingPolicy:
 
 
 def value_slope(lesson: Lesson, policy: DenoisingPolicy, state: Tensor, clean: Tensor, pessimism: float) -> Tensor:
-    """Return the gradient [N, P, A] of mean Q - pessimism * std over critics by clean latents [N, P, A].
+    """Return the gradient [N, P, A] of mean Q - pessimism * std (over critics) with respect to clean latents [N, P, A].
 
-    state: [N, S], as the critic sees it; what lies behind the executed steps has no slope.
+    state: [N, S], the critic's input; steps after the executed ones have zero gradient.
     """
     with torch.enable_grad():
         clean = clean.detach().requires_grad_()
@@ -113,7 +114,7 @@ def matching_loss(
     strength: float,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss [] and the mean size [] of the pull on velocities, of one chain for each of N observations."""
+    """Return the loss [] and the mean size [] of the velocity correction, for one chain per observation (N)."""
     sampler, times = memoryless(policy.schedule.steps, policy.schedule.clip), policy.schedule.times
     sampler = sampler.to(times.device)
     condition, seen = policy.encode(observation), base.encode(observation)
@@ -134,11 +135,11 @@ def matching_loss(
 
 
 def memoryless(steps: int, clip: float | None = None) -> NoiseSchedule:
-    """Return the sampler that draws x_s ~ p(x_s | x_t, clean estimate) on a flow's grid of so many steps.
+    """Return the sampler of x_s ~ p(x_s | x_t, clean estimate) on a flow's grid with this number of steps.
 
-    x_t = (1 - t) data + t noise is reached from x_s by scaling with r = (1 - t) / (1 - s) and adding noise of variance
-    q^2 = t^2 - r^2 s^2; Bayes' rule then gives mean (1 - s) q^2 / t^2 clean + r s^2 / t^2 x_t and std s q / t.
-    clip: bound on the clean estimate, as the policy's own chain has it.
+    x_t = (1 - t) data + t noise is obtained from x_s by scaling with r = (1 - t) / (1 - s) and adding noise of variance
+    q^2 = t^2 - r^2 s^2. Bayes' rule then gives mean (1 - s) q^2 / t^2 clean + r s^2 / t^2 x_t and std s q / t. clip:
+    bound on the clean estimate, as in the policy's own chain.
     """
     # Double precision: `added` is a difference of nearly equal squares on fine grids.
     time = torch.arange(steps, 0, -1, dtype=torch.float64) / steps
@@ -154,7 +155,7 @@ def memoryless(steps: int, clip: float | None = None) -> NoiseSchedule:
 
 
 def draw_chain(sampler: NoiseSchedule, steps: Steps, noise: Tensor) -> Tensor:
-    """Return chains [N, K+1, P, A] that begin with noise[0] and take step k with noise[k + 1], [K+1, N, P, A]."""
+    """Sample chains [N, K+1, P, A] that start with noise[0] and use noise[k + 1] in step k, [K+1, N, P, A]."""
     latents = [noise[0]]
     for index, drawn in enumerate(noise[1:]):
         x = latents[-1]
@@ -163,10 +164,10 @@ def draw_chain(sampler: NoiseSchedule, steps: Steps, noise: Tensor) -> Tensor:
 
 
 def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tensor) -> Tensor:
-    """Return the adjoints [N, K, P, A] at the latents that enter each step of chains [N, K+1, P, A].
+    """Return the adjoints [N, K, P, A] at the input latents of each step of chains [N, K+1, P, A].
 
-    end: the adjoint [N, P, A] at the clean latents. That of the first step, which forgets its noise, would be zero
-    while its gain is infinite; it has the adjoint of the second instead, to which `gains` knows the finite product.
+    end: the adjoint [N, P, A] at the clean latents. The first step forgets its noise, so its adjoint would be zero and
+    its gain infinite. It uses the adjoint of the second step instead; `gains` contains the finite product.
     """
     adjoint, found = end, list[Tensor]()
     for index in reversed(range(1, sampler.steps)):
@@ -180,10 +181,10 @@ def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tenso
 
 
 def gains(times: Tensor) -> Tensor:
-    """Return what an adjoint moves velocities by, [K], at times [K] from 1 on: t / (1 - t).
+    """Return the gain [K] from adjoints to velocities at times [K], which start at 1: t / (1 - t).
 
-    At t = 1 the product of gain and adjoint is that of the posterior's variance over what a velocity moves its mean by,
-    s^2 / ((1 - s) t), and the adjoint at the next time s.
+    At t = 1 the gain is posterior variance over velocity-to-mean slope, s^2 / ((1 - s) t), applied to the adjoint at
+    the next time s.
     """
     second = times[1]
     rest = times[1:] / (1 - times[1:])
@@ -197,7 +198,7 @@ class DiffusionQl:
         self.config = config
 
     def prepare(self, policy: Trainable) -> None:
-        """Nothing is to be done; see `Improver`."""
+        """Do nothing; see `Improver`."""
         if not isinstance(policy, DecidesFromNoise):
             raise ConfigError(
                 f"diffusion_ql follows a critic's gradient through the denoising steps, and {type(policy).__name__} "
@@ -208,7 +209,7 @@ class DiffusionQl:
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Imitate recorded decisions and climb the critic; see `Improver`."""
+        """Imitate recorded chunks and maximise the critic; see `Improver`."""
         assert isinstance(policy, DecidesFromNoise)
         actor: DecidesFromNoise = policy
         config = self.config
@@ -234,5 +235,5 @@ class DiffusionQl:
 
 
 def scaled_ascent(q: Tensor, eta: float) -> Tensor:
-    """Return -eta mean(Q) / mean|Q| [] of values Q [N]; mean|Q| is held fixed, so eta means the same on any scale."""
+    """Return -eta mean(Q) / mean|Q| [] of values Q [N]; mean|Q| is detached, so eta is independent of Q's scale."""
     return -eta * q.mean() / q.detach().abs().mean().clamp_min(1e-6)

@@ -1,10 +1,11 @@
-"""Synthetic episodes beside recorded ones, drawn as whole subsequences and guided towards the policy that is improved.
+"""Synthetic episodes in addition to recorded ones, sampled as whole subsequences and guided towards the improving
+policy.
 
-Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356; the generator is `worldmodels`'
-TrajectoryDiffusion. A policy of action chunks has no likelihood of single actions: it decides at every C-th step of
-what is denoised, and the action of each step is guided towards its decision, as by a Gaussian around it (the paper does
-so for deterministic policies). Deviation: drawn once, for the policy as it came, not anew while it improves.
-Axes: N subsequence, L step, S state, A action, T decision, H history, C chunk.
+Source: policy-guided diffusion, Jackson et al. 2024, arXiv:2404.06356; the generator is the TrajectoryDiffusion of
+`worldmodels`. A policy of action chunks has no likelihood of single actions. It acts at every C-th step of the denoised
+subsequence, and each step's action is guided towards its chunk as by a Gaussian around it (the paper does so for
+deterministic policies). Deviation: the episodes are sampled once, for the initial policy, not again as it improves.
+Axes: N subsequence, L step, S state, A action, T policy call, H history, C chunk.
 """
 
 import torch
@@ -29,12 +30,12 @@ from worldmodels.trajectory_diffusion import LogProb, TrajectoryDiffusion
 def guided_episodes(
     policy: Policy, episodes: Episodes, config: GuidedConfig, generators: Generators, seed: int
 ) -> Episodes:
-    """Return `config.count` synthetic episodes of a generator trained on `episodes`, guided towards `policy`.
+    """Generate `config.count` synthetic episodes with a model trained on `episodes`, guided towards `policy`.
 
-    seed: of the generator's weights. It learns and draws where `generators` are, as the policy must be. An episode is a
-    subsequence up to success, which ends the task; one that is over without has no end, so the state behind it has a
-    value. Raises ConfigError where states are no vectors or there are several instructions, DataError where rewards,
-    success, or observations after last actions are not recorded.
+    seed: of the generator's weights. Training and sampling run on the device of `generators`, which must be the
+    policy's. An episode is a subsequence up to success, which ends the task; without success it is truncated, so the
+    value after its last state is bootstrapped. Raises ConfigError when states are not vectors or there are several
+    instructions, DataError when rewards, success or the observations after the last actions are not recorded.
     """
     require_vectors(policy, episodes)
     recorded = episodes.to("cpu")
@@ -59,7 +60,7 @@ def guided_episodes(
 
 
 def require_vectors(policy: Policy, episodes: Episodes) -> None:
-    """Raise ConfigError or DataError, saying why, where such episodes cannot be drawn for such a policy."""
+    """Raise ConfigError or DataError with the reason when synthetic episodes cannot be generated for this policy."""
     seen = sorted({*policy.spec.cameras, *episodes.cameras})
     if seen:
         raise ConfigError(
@@ -75,11 +76,11 @@ def require_vectors(policy: Policy, episodes: Episodes) -> None:
 
 
 def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: int) -> LogProb:
-    """Return the log-probability of actions under a Gaussian around what `policy` decides, without its constant.
+    """Return the log-probability of actions under a Gaussian around the chunks of `policy`, up to a constant.
 
-    (states [N * L, S], actions [N * L, A]) of whole subsequences -> [N * L]. The policy decides at every C-th step, of
-    the history within the subsequence, each time with the same noise, so that all denoising steps guide towards the
-    same; the Gaussian is as wide as the recorded actions.
+    (states [N * L, S], actions [N * L, A]) of whole subsequences -> [N * L]. The policy acts at every C-th step, with
+    the history inside the subsequence and always the same noise, so that all denoising steps guide towards the same
+    target. The Gaussian is as wide as the recorded actions.
     """
     spec, length = policy.spec, model.config.length
     begins = torch.arange(0, length, spec.chunk)
@@ -106,7 +107,8 @@ def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: 
 
 @torch.no_grad()
 def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -> Episodes:
-    """Return subsequences [N, L, S + A] as episodes of up to L - 1 actions like `recorded`, ending where they succeed.
+    """Convert subsequences [N, L, S + A] to episodes of up to L - 1 actions in the format of `recorded`, ending at
+    success.
 
     Actions are clipped to the range of the recorded ones.
     """

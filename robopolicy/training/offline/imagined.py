@@ -1,4 +1,4 @@
-"""Candidates that learn in a world model of the log: PPO in imagination, a few iterations a round."""
+"""Candidates trained by PPO in a world model of the log, a few iterations per round."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ class ImaginedPpo:
         self.config = config
 
     def prepare(self, policy: Trainable) -> None:
-        """Let the last denoising steps (or all tokens) learn; see `Improver`."""
+        """Select the last denoising steps (or all tokens) for training; see `Improver`."""
         if not policy.spec.scored_steps:
             raise ConfigError(f"{type(policy).__name__} has no scored steps: imagined_ppo cannot learn through them.")
         policy.prepare_finetuning(None)

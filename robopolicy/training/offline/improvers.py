@@ -1,4 +1,4 @@
-"""How a candidate is made of the incumbent and a critic of recorded data: what `rounds` puts before the gate."""
+"""Improvers: build a candidate from the incumbent and a critic of recorded data, for the gated rounds of `rounds`."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -34,9 +34,9 @@ from robopolicy.training.update import Learner
 
 @dataclass(frozen=True)
 class Imagination:
-    """A world model of the log to play in, the settings of fine-tuning there, and a fresh critic of it by seed.
+    """Training in imagination: a world model of the log, its fine-tuning settings, and a factory of critics by seed.
 
-    as_inside: a policy -> what acts in its place in that world and shares its weights, itself without an encoder say.
+    as_inside: maps a policy to the one that acts in that world with shared weights, for example without its encoder.
     """
 
     world: World
@@ -47,10 +47,10 @@ class Imagination:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What there is to learn from.
+    """Inputs of an improver.
 
-    critic: an agent fitted to `data`, as it sees observations and actions through `interface`; imagination: a world
-    model, where there is one.
+    critic: an agent fitted to `data`, whose observations and actions `interface` prepares; imagination: a world model,
+    if there is one.
     """
 
     critic: OfflineAgent
@@ -64,43 +64,43 @@ class Lesson:
         return self.data.episodes
 
     def recorded(self, rows: Tensor, spec: PolicySpec) -> dict[str, Any]:
-        """Return what `Trainable.loss` of a policy of `spec` takes of the recorded decisions `rows` [n]."""
+        """Return the batch that `Trainable.loss` of a policy of `spec` takes for the recorded chunks `rows` [n]."""
         return self.episodes.windows(self.data.step[rows], spec.history, spec.prediction)
 
     @torch.no_grad()
     def values(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
-        """Return min Q(s, a) and V(s) [N] of states [N, S] and flat chunks [N, C * A] as the critic sees them."""
+        """Return min Q(s, a) and V(s) [N] of states [N, S] and flat chunks [N, C * A], as prepared for the critic."""
         return self.critic.action_values(state, action).amin(0), self.critic.value(state)
 
 
 class Improver(Protocol):
-    """Makes a candidate."""
+    """Produces candidate policies."""
 
     def prepare(self, policy: Trainable) -> None:
-        """Bring the first incumbent into the form that candidates have; what it does stays the same.
+        """Convert the first incumbent into the candidates' form without changing its behaviour.
 
-        Raises ConfigError for a policy that cannot be improved in this way.
+        Raises ConfigError for a policy that this method cannot improve.
         """
         ...
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Change `policy` in place; return figures for the log.
+        """Change `policy` in place; return metrics for the log.
 
-        step: factor of the learning rate, below 1 after candidates were refused; where: names the round in errors.
+        step: factor of the learning rate, below 1 after candidates were refused; where: name of the round in errors.
         """
         ...
 
 
 @runtime_checkable
 class Wraps(Protocol):
-    """An improver whose candidates are policies of another class than the one that is to be improved."""
+    """An improver whose candidates belong to another class than the policy to improve."""
 
     def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
-        """Return a policy of that class which does what `policy` does; the rounds begin with it.
+        """Return a policy of that class that behaves like `policy`; the rounds start from it.
 
-        Raises ConfigError for a policy that cannot be improved in this way.
+        Raises ConfigError for a policy that this method cannot improve.
         """
         ...
 
@@ -108,15 +108,15 @@ class Wraps(Protocol):
 class ChainPpo:
     """See `ChainPpoConfig`.
 
-    Deviations from RL-100: one optimiser step is taken on all scored steps of a minibatch of decisions together, not
-    one a denoising step; and neither learning rate nor clip width decay within a round.
+    Deviations from RL-100: each optimiser step uses all steps with log-probabilities of a minibatch together, not one
+    denoising step; neither learning rate nor clip width decays within a round.
     """
 
     def __init__(self, config: ChainPpoConfig):
         self.config = config
 
     def prepare(self, policy: Trainable) -> None:
-        """Let the last denoising steps (or all tokens) learn; see `Improver`."""
+        """Select the last denoising steps (or all tokens) for training; see `Improver`."""
         if not policy.spec.scored_steps:
             raise ConfigError(f"{type(policy).__name__} has no scored steps: chain_ppo cannot learn through them.")
         policy.prepare_finetuning(None)
@@ -124,7 +124,7 @@ class ChainPpo:
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Draw decisions, pay them, learn from them; see `Improver`."""
+        """Sample chunks, compute their advantages and update the policy; see `Improver`."""
         config = self.config
         settings = FinetuneConfig(
             algorithm="ppo",
@@ -150,10 +150,10 @@ class ChainPpo:
 
 
 def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Generators, version: int = 0) -> Rollouts:
-    """Return `count` decisions of the policy at recorded observations, as rollouts of one decision [B, 1].
+    """Sample `count` chunks of the policy at recorded observations, as rollouts of one policy call [B, 1].
 
-    Their extras hold `q`, min Q, and `v` [B, 1], and `advantage` [B, 1, K], their difference standardised over the
-    batch. version: of the policy, as rollouts say it.
+    Their extras contain `q`, min Q, and `v` [B, 1], and `advantage` [B, 1, K], their difference standardised over the
+    batch. version: of the policy, as stored in rollouts.
     """
     data, episodes = lesson.data, lesson.episodes
     draws = generators["observations"]
@@ -205,12 +205,12 @@ class WeightedImitation:
         self.config = config
 
     def prepare(self, policy: Trainable) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Imitate recorded decisions by how good they were; see `Improver`."""
+        """Imitate recorded chunks weighted by their advantage; see `Improver`."""
         config = self.config
         weight = imitation_weights(lesson, config.temperature, config.cap)
         batch = partial(lesson.recorded, spec=policy.spec)
@@ -226,14 +226,14 @@ class BestOf:
         self.base: Policy | None = None
 
     def prepare(self, policy: Trainable) -> None:
-        """Keep the policy as it came, if it is to propose; see `Improver`."""
+        """Store the initial policy if it is the proposer; see `Improver`."""
         if self.config.proposer == "base":
             self.base = copy.deepcopy(policy).requires_grad_(False)
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Decide several times, imitate the best; see `Improver`."""
+        """Sample several chunks and imitate the best; see `Improver`."""
         config = self.config
         data = lesson.data
         spec = policy.spec
@@ -262,9 +262,9 @@ class BestOf:
 def chosen_decisions(
     policy: Policy, lesson: Lesson, frames: Tensor, candidates: int, generators: Generators
 ) -> tuple[Tensor, float]:
-    """Return the best of so many decisions at each of the recorded `frames` [n], [n, C, A], and how much better it is.
+    """Return the best sampled chunk [n, C, A] at each of the recorded `frames` [n], and its mean gain.
 
-    The latter is the mean over frames of the best candidate's min Q minus the candidates' mean.
+    The gain is the mean over frames of the best candidate's min Q minus the candidates' mean.
     """
     score = smallest_value(lesson.critic, lesson.interface)
     keys = list(dict.fromkeys((*policy.spec.observation, *lesson.interface.keys)))
@@ -280,21 +280,21 @@ def chosen_decisions(
 
 
 class ImitationConfig(Protocol):
-    """What `imitate` and `descend` read of an improver's settings."""
+    """Settings of an improver that `imitate` and `descend` read."""
 
     @property
     def steps(self) -> int:
-        """Updates."""
+        """Number of updates."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """Rows an update."""
+        """Batch rows per update."""
         ...
 
     @property
     def learning_rate(self) -> float:
-        """Of the policy."""
+        """Learning rate of the policy."""
         ...
 
 
@@ -309,10 +309,10 @@ def imitate(
     weight: Tensor | None = None,
     also: Callable[[Tensor, dict[str, Any]], Tensor] | None = None,
 ) -> float:
-    """Fit `policy` to random rows of `count`; return the mean loss.
+    """Fit `policy` to random batches of `count` rows; return the mean loss.
 
-    batch: rows [n] -> what `policy.loss` takes; weight: [count] of the rows' losses, None for 1; also: rows [n] and
-    their batch -> what is added to the loss, []. Raises NonFiniteError naming the round, `where`.
+    batch: rows [n] -> input of `policy.loss`; weight: [count] loss weights of the rows, None for 1; also: (rows [n],
+    their batch) -> additional loss, []. Raises NonFiniteError naming the round, `where`.
     """
 
     def loss(rows: Tensor) -> Tensor:
@@ -333,9 +333,9 @@ def descend(
     generators: Generators,
     where: str,
 ) -> float:
-    """Take `config.steps` steps down `loss`, rows [n] of `count` -> []; return its mean.
+    """Take `config.steps` optimiser steps on `loss`, which maps rows [n] of `count` to []; return its mean.
 
-    Nobody else's weights get a gradient. Raises NonFiniteError naming the round, `where`.
+    Only the policy's weights receive gradients. Raises NonFiniteError naming the round, `where`.
     """
     parameters = list(policy.trainable_parameters())
     # A fresh optimiser in every round: moments of a refused candidate must not outlive it.
@@ -356,7 +356,9 @@ def descend(
 
 
 def imitation_weights(lesson: Lesson, temperature: float, cap: float) -> Tensor:
-    """Return min(exp(temperature * A), cap) of every recorded decision [N], A standardised over them, mean 1."""
+    """Return min(exp(temperature * A), cap), normalised to mean 1, of every recorded chunk [N]; A is standardised over
+    them.
+    """
     data = lesson.data.transitions
     q, v = lesson.values(data.state, data.action)
     advantage = q - v
@@ -367,7 +369,7 @@ def imitation_weights(lesson: Lesson, temperature: float, cap: float) -> Tensor:
 
 
 def _in_rows(seen: TensorObservation) -> TensorObservation:
-    """Return observations [B, H, ...] as those of one decision a row, [B, 1, H, ...]."""
+    """Reshape observations [B, H, ...] to one policy call per row, [B, 1, H, ...]."""
     return {key: value[:, None] for key, value in seen.items() if key != TASK and isinstance(value, Tensor)}
 
 

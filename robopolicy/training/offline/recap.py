@@ -1,6 +1,6 @@
-"""Imitation of what was recorded by how good it was: all of it, told what was better than usual (RECAP), or the best.
+"""Advantage-conditioned imitation of all recorded data (RECAP), or imitation of the best of it (filtered BC).
 
-RECAP acts as told "better"; filtered imitation leaves the rest out.
+RECAP acts with the indicator "better"; filtered imitation ignores the rest of the data.
 """
 
 from typing import Any
@@ -32,13 +32,13 @@ class Recap:
         self.config = config
 
     def prepare(self, policy: Trainable) -> None:
-        """Give the network an input for the indicator, which changes nothing yet; see `Improver`."""
+        """Add a network input for the indicator, which has no effect yet; see `Improver`."""
         network_to_tell(policy)
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Imitate all decisions under their indicators; see `Improver`."""
+        """Imitate all chunks conditioned on their indicators; see `Improver`."""
         config, data = self.config, lesson.data
         network_to_tell(policy).guidance.fill_(config.guidance)
         better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
@@ -57,7 +57,7 @@ class Recap:
 
 
 def network_to_tell(policy: Trainable) -> AdvantageConditioned:
-    """Return the network of `policy`, with an input for the indicator; raises ConfigError where it can have none."""
+    """Return the network of `policy` with an input for the indicator; raises ConfigError when it cannot have one."""
     refused = (
         f"recap tells the policy's network what to do, and {type(policy).__name__} is no DenoisingPolicy: "
         "weighted_imitation and best_of take any policy."
@@ -72,12 +72,14 @@ class FilteredImitation:
         self.config = config
 
     def prepare(self, policy: Trainable) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
-        """Imitate the better decisions; see `Improver`. ConfigError where none is, or success is not recorded."""
+        """Imitate the better chunks; see `Improver`. Raises ConfigError when there are none, or success is not
+        recorded.
+        """
         config = self.config
         if config.advantage == "success":
             better = successful(lesson)
@@ -97,7 +99,7 @@ class FilteredImitation:
 def advantages(
     policy: Policy, lesson: Lesson, config: RecapConfig | FilteredImitationConfig, generators: Generators
 ) -> Tensor:
-    """Return the advantage of every recorded decision, [N], as `config.advantage` says: own, critic or steps."""
+    """Return the advantage of every recorded chunk, [N], by `config.advantage`: own, critic or steps."""
     data, critic = lesson.data.transitions, lesson.critic
     q, v = lesson.values(data.state, data.action)
     if config.advantage == "critic":
@@ -117,7 +119,7 @@ def advantages(
 
 
 def successful(lesson: Lesson) -> Tensor:
-    """Return which decisions [N] bool are of episodes that succeeded; ConfigError where that is not recorded."""
+    """Return a mask [N] bool of the chunks from successful episodes; raises ConfigError without recorded success."""
     episodes = lesson.episodes
     if episodes.success is None:
         raise ConfigError("advantage=success asks which episodes succeeded, and the data does not say.")
@@ -125,12 +127,14 @@ def successful(lesson: Lesson) -> Tensor:
 
 
 def corrections(lesson: Lesson) -> Tensor | None:
-    """Return which decisions [N] bool an operator made while intervening; None where the episodes do not say."""
+    """Return a mask [N] bool of the chunks from operator interventions; None when the episodes do not record them."""
     inside = intervened(lesson.episodes)
     return None if inside is None else inside[lesson.data.step]
 
 
 def improvements(advantage: Tensor, share: float, corrected: Tensor | None = None) -> Tensor:
-    """Return which decisions are positive [N] bool: the best `share` by advantage [N], and all that are `corrected`."""
+    """Return a mask [N] bool of positive chunks: the best fraction `share` by advantage [N], and all that are
+    `corrected`.
+    """
     better = advantage > quantile(advantage, 1 - share)
     return better if corrected is None else better | corrected

@@ -1,7 +1,7 @@
-"""Gated rounds: a candidate is made of the incumbent, and replaces it only where the gate says so.
+"""Gated rounds: each builds a candidate from the incumbent, which replaces it only if the gate accepts it.
 
-Every round starts from the incumbent, whatever became of the last candidate: a refused one is gone with all it learned,
-and steps become smaller. Nothing here plays in the real world, and what is kept is chosen without it.
+Every round starts from the incumbent. A refused candidate is discarded completely, and the step size shrinks. Nothing
+here runs in the real world, and policies are selected without it.
 """
 
 import copy
@@ -19,15 +19,15 @@ from robopolicy.training.state import load_trainer, save_trainer
 
 
 class Verdict(Protocol):
-    """What a gate says of a candidate."""
+    """Result of a gate for one candidate."""
 
     @property
     def accepted(self) -> bool:
-        """Whether it may replace the incumbent."""
+        """Whether the candidate may replace the incumbent."""
         ...
 
     def line(self, what: str) -> str:
-        """Return the reasons in a line; what: of which candidate, such as "round 3"."""
+        """Return the reasons in one line; what: name of the candidate, such as "round 3"."""
         ...
 
     def to_json(self) -> dict[str, Any]:
@@ -36,23 +36,23 @@ class Verdict(Protocol):
 
 
 class Decides(Protocol):
-    """A gate."""
+    """Gate: decides whether a candidate replaces the incumbent."""
 
     def decide(self, candidate: Policy, incumbent: Policy) -> Verdict:
-        """Compare both, scored anew."""
+        """Evaluate both policies anew and compare them."""
         ...
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What came of it: how many rounds were accepted, and a record of each."""
+    """Result of the rounds: number of accepted rounds, and a record of each."""
 
     accepted: int
     records: tuple[Mapping[str, Any], ...] = field(default=())
 
     @property
     def lines(self) -> list[str]:
-        """The gate's log."""
+        """Log lines of the gate."""
         return [str(record["gate"]) for record in self.records if "gate" in record]
 
 
@@ -67,11 +67,11 @@ def improve_in_rounds(
     shrink: float = 0.5,
     run: RunFolder | None = None,
 ) -> Rounds:
-    """Improve `policy` in place, in so many rounds; it ends as the last accepted candidate, or as it came.
+    """Improve `policy` in place, in `rounds` rounds; it ends as the last accepted candidate, or unchanged.
 
-    gate: None accepts every candidate. shrink: factor of the step size after a refusal, undone by an acceptance. run:
-    gets a line of metrics a round, the policy as it came in `base`, the incumbent in `checkpoint` and a resume point
-    after every round: the same call after a kill goes on from there and ends bit for bit in the same place.
+    gate: None accepts every candidate. shrink: factor of the step size after a refusal, reset by an acceptance. run:
+    receives one line of metrics per round, the initial policy in `base`, the incumbent in `checkpoint` and a resume
+    point after every round. After a kill, the same call resumes and gives a bit-identical result.
     """
     improver.prepare(policy)
     place = None if run is None else run.path / "resume" / "rounds"

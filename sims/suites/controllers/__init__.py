@@ -1,1 +1,1 @@
-"""Small scripted controllers for outside environments, given to the command line by their dotted path."""
+"""Scripted controllers for external environments; pass them to the command line by import path."""

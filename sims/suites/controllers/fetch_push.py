@@ -1,4 +1,4 @@
-"""A scripted controller for Gymnasium-Robotics' FetchPush: go behind the block, then push it towards the goal."""
+"""Scripted controller for Gymnasium-Robotics' FetchPush: move behind the block, then push it towards the goal."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ STEP = 0.05
 
 
 class FetchPushController:
-    """Decides from the newest observation alone; all of it is geometry on arrays of rows.
+    """Acts on the newest observation alone; all computations are vectorised geometry over rows.
 
-    behind: where the gripper waits before a push, metres behind the block's centre; above: how high it travels over the
-    table, metres above the block; gain: share of the remaining distance covered in one control step.
+    behind: waiting position of the gripper before a push, metres behind the block's centre; above: travel height,
+    metres above the block; gain: fraction of the remaining distance covered per control step.
     """
 
     def __init__(self, behind: float = 0.075, above: float = 0.08, gain: float = 0.7):
@@ -22,13 +22,13 @@ class FetchPushController:
         self._gain = gain
 
     def reset(self, rows: Rows = None) -> None:
-        """Nothing is remembered. rows: [R] indices, which make no difference."""
+        """Do nothing; there is no state. rows: [R] indices, ignored."""
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 4]: gripper motion in x, y, z (1 is 5 cm), and the fingers, kept closed.
 
-        observation: `observation.state` [B, H, 25] begins with gripper and block, `observation.environment_state`
-        [B, H, 6] is the achieved and the desired goal; positions in m.
+        observation: `observation.state` [B, H, 25] starts with gripper and block, `observation.environment_state` [B,
+        H, 6] is the achieved and the desired goal; positions in m.
         """
         state = observation[STATE][:, -1].astype(np.float64)
         goal = observation[ENVIRONMENT_STATE][:, -1, 3:6].astype(np.float64)

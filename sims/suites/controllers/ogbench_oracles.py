@@ -1,4 +1,4 @@
-"""OGBench's own oracles as a controller: on their way to the goal, or at play as OGBench's data sets were recorded.
+"""OGBench's own oracles as a controller: goal-directed, or playing as in the recording of OGBench's data sets.
 
 On the way to a goal it is one cube, button, drawer or window at a time. Positions in m.
 """
@@ -21,22 +21,22 @@ from robopolicy.core.world import Rows
 from sims.suites.ogbench_environment import GOAL, goal_entries, named, observed_entries, open_inner, split_name
 
 NEAR = 0.03
-"""Metres within which something is taken to be at its goal; OGBench's own success asks for 4 cm."""
+"""Distance in metres within which an object counts as at its goal; OGBench's own success threshold is 4 cm."""
 CUBE = 0.04
 """Edge of a cube, m."""
 OPEN = -0.16
-"""Slide of the open drawer, m; 0 is closed."""
+"""Slide position of the open drawer, m; 0 is closed."""
 RIDE = 0.85
-"""A cube in the drawer rides along with it; it is put deeper, where the drawer's front is not in the fingers' way."""
+"""A cube in the drawer moves with it; it is placed deeper, so that the drawer's front does not block the fingers."""
 LOCKED = 0
 """State of a button while the drawer (button 0) or the window (button 1) cannot be moved."""
 SPOTS = np.array([(x, y, CUBE / 2) for x in (0.425, 0.35, 0.5) for y in np.linspace(-0.25, 0.25, 6)])
-"""Where a cube that is in the way is put down."""
+"""Spots for cubes that must be moved out of the way."""
 
 
 @dataclass(frozen=True)
 class Things:
-    """Where things are, or shall be.
+    """Current or desired states of all objects.
 
     blocks: [n, 3] centres; yaws: [n] of the blocks, rad; buttons: [m] states, 0 or 1; drawer, window: slides, m.
     """
@@ -50,7 +50,7 @@ class Things:
 
 @dataclass(frozen=True)
 class Target:
-    """One thing's target: task is "cube", "button", "drawer" or "window"; index: which cube or button; place: [3] and
+    """Target of one object: task is "cube", "button", "drawer" or "window"; index: which cube or button; place: [3] and
     yaw (rad) of a cube; value: a button's state, or a slide in m.
     """
 
@@ -62,9 +62,9 @@ class Target:
 
 
 def next_target(scene: str, seen: Things, goal: Things, columns: int = 1) -> Target | None:
-    """Return what to bring where next, None where all is at its goal.
+    """Return the next object to move and its target; None when all are at their goal.
 
-    scene: "cube", "scene" or "puzzle"; columns: buttons in a row of the puzzle.
+    scene: "cube", "scene" or "puzzle"; columns: buttons per row of the puzzle.
     """
     if scene == "scene":
         return scene_target(seen, goal)
@@ -102,7 +102,7 @@ def cube(index: int, place: np.ndarray, yaw: float) -> Target:
 
 
 def cubes_target(seen: Things, goal: Things) -> Target | None:
-    """Return the next cube and its place: its goal where that is free and supported, else a spot out of the way."""
+    """Return the next cube and its place: its goal if that is free and supported, else a temporary spot."""
     blocks = seen.blocks
     off = np.linalg.norm(blocks - goal.blocks, axis=1) > NEAR
     movable = [index for index in np.flatnonzero(off) if not _above(blocks[index], np.delete(blocks, index, 0)).any()]
@@ -123,7 +123,7 @@ def cubes_target(seen: Things, goal: Things) -> Target | None:
 
 
 def _above(block: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which of `others` [n, 3] stand on `block` [3]."""
+    """Return the `others` [n, 3] that stand on `block` [3]."""
     aside = np.linalg.norm(others[:, :2] - block[:2], axis=1)
     return (aside < CUBE / 2) & (others[:, 2] > block[2] + CUBE / 2)
 
@@ -135,10 +135,10 @@ def puzzle_target(seen: Things, goal: Things, columns: int) -> Target | None:
 
 
 def lights_out(wrong: np.ndarray, columns: int) -> np.ndarray:
-    """Return which buttons [m] bool to press so that exactly `wrong` [m] toggle; a press toggles its neighbours too.
+    """Return the buttons [m] bool to press so that exactly `wrong` [m] toggle; a press also toggles its neighbours.
 
-    Presses commute and undo themselves, so this is a linear system over the field of two elements; where it has no
-    solution, buttons that cannot be set right are left as they are.
+    Presses commute and are self-inverse, so this is a linear system over GF(2). When it has no solution, buttons that
+    cannot be corrected stay unchanged.
     """
     count = len(wrong)
     row, column = np.divmod(np.arange(count), columns)
@@ -163,32 +163,32 @@ def lights_out(wrong: np.ndarray, columns: int) -> np.ndarray:
 CENTRE, LENGTH = np.array([0.425, 0.0, 0.0]), 10.0
 """Positions are observed as LENGTH * (position - CENTRE), in m."""
 OPENING = 3.0
-"""Factor of the observed opening of the gripper (0 to 1)."""
+"""Scale factor of the observed gripper opening (0 to 1)."""
 BUTTON = 120.0
-"""Factors of the observed slides, m."""
+"""Scale factors of the observed slides, m."""
 DRAWER = 18.0
 WINDOW = 15.0
 FINGER = 0.8
-"""Angle of the finger's joint where the gripper is closed, rad."""
+"""Angle of the finger joint when the gripper is closed, rad."""
 PLAN_NOISE, SMOOTHING = 0.1, 0.5
 """Noise on the plans of play, and the width over which it is smoothed, control steps: OGBench's defaults."""
 NOISE, NOISE_SHAPE = 0.1, np.array([1.0, 1.0, 1.0, 3.0, 10.0])
-"""An episode of noisy play draws a level evenly up to NOISE; its actions' standard deviation is level * shape."""
+"""An episode of noisy play samples a level uniformly up to NOISE; its actions' standard deviation is level * shape."""
 STACKING = {"cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35), "cube-quadruple": (0.1, 0.5)}
 STACKING |= {"cube-octuple": (0.0, 0.35)}
 """Range of an episode's chance that a cube is put onto another one, by the task's first words: OGBench's."""
 CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}
-"""Height of the gripper, m, above which a target that is reached is left behind: the oracles' own."""
+"""Height of the gripper, m, above which a reached target is finished; as in OGBench's oracles."""
 
 
 class OGBenchOracles:
-    """OGBench's scripted oracles; every row has its own, and a generator seeded by the first observation that it sees,
-    so an episode is the same in any row of any batch.
+    """OGBench's scripted oracles. Every row has its own, with a generator seeded by its first observation, so an
+    episode is the same in any row of any batch.
 
-    name: of the world, without its prefix. Without a style: closed-loop (Markov) oracles bring one thing after another
-    to the goal. "play": plans with noise between targets drawn as OGBench draws them, whatever the goal; "noisy": the
-    closed-loop oracles and white noise on their actions. Raises ConfigError where the world does not show what they
-    read, or OGBench lacks the task.
+    name: of the world, without its prefix. Without a style: closed-loop (Markov) oracles bring one object after another
+    to the goal. "play": plans with noise between targets sampled as in OGBench, regardless of the goal; "noisy": the
+    closed-loop oracles with white noise on their actions. Raises ConfigError when the world lacks an observation that
+    they read, or OGBench lacks the task.
     """
 
     def __init__(self, name: str, spec: WorldSpec):
@@ -199,7 +199,7 @@ class OGBenchOracles:
         self._rows: list[_Row | None] = []
 
     def reset(self, rows: Rows = None) -> None:
-        """Forget the targets of `rows` [R], None for all."""
+        """Discard the targets of `rows` [R], None for all."""
         for row in range(len(self._rows)) if rows is None else np.asarray(rows).tolist():
             if row < len(self._rows):
                 self._rows[row] = None
@@ -219,7 +219,7 @@ class OGBenchOracles:
         return actions
 
     def _one(self, row: "_Row", flat: np.ndarray) -> np.ndarray:
-        """Return the action [5] of one row that sees `flat` [D]."""
+        """Return the action [5] of one row with observation `flat` [D]."""
         twin = self._twin
         seen = twin.lay(flat)
         if row.target is None or row.oracle.done or (not self._style and twin.left_behind(row.target, seen)):
@@ -240,7 +240,7 @@ class OGBenchOracles:
 
 @dataclass
 class _Row:
-    """What is remembered of an episode: its generator, chance of stacking, level of noise, target, and time in s."""
+    """State of an episode: its generator, stacking probability, noise level, target, and time in s."""
 
     generator: np.random.Generator
     stacking: float
@@ -251,10 +251,10 @@ class _Row:
 
 
 class Twin:
-    """An OGBench simulation that is laid as an observation shows it, so that OGBench's oracles can be asked in it.
+    """A separate OGBench simulation that is set to an observation, so that OGBench's oracles can be queried in it.
 
-    Nothing is simulated in it: places of hands and handles follow from those of joints and objects. step: s of a
-    control step. Raises ConfigError where `spec` does not show OGBench's entries in their order.
+    No physics runs in it; positions of hands and handles follow from those of joints and objects. step: s of a control
+    step. Raises ConfigError when `spec` does not list OGBench's entries in their order.
     """
 
     def __init__(self, env_id: str, spec: WorldSpec):
@@ -268,7 +268,7 @@ class Twin:
         inner._mode = "data_collection"
 
     def _read_goal(self, spec: WorldSpec) -> tuple[Things | None, list[tuple[str, int]]]:
-        """Return the goal of a single task, else None, and the entries in which the world shows the goal."""
+        """Return the goal of a single-task environment, else None, and the entries that contain the world's goal."""
         inner = self._inner
         names = [name for key in (STATE, ENVIRONMENT_STATE) if key in spec.observation for name in _names(spec, key)]
         shown: list[tuple[str, int]] = []
@@ -289,7 +289,7 @@ class Twin:
         return Things(places, np.zeros(cubes), buttons, *slides), []
 
     def lay(self, flat: np.ndarray) -> Things:
-        """Lay arm and objects as observed, flat [D], and return where the objects are."""
+        """Set arm and objects as observed, flat [D], and return the objects' states."""
         inner, data = self._inner, self._inner.data
         entries = named(self._entries, flat[: self._size])
         things = things_of(entries)
@@ -306,12 +306,14 @@ class Twin:
         return things
 
     def known(self, flat: np.ndarray, time: float) -> dict[str, Any]:
-        """Return what OGBench's environment would tell its oracles; flat: [D] as observed; time: s since the start."""
+        """Return the info dictionary that OGBench's environment would give its oracles; flat: [D] as observed; time: s
+        since the start.
+        """
         contact = named(self._entries, flat[: self._size])["gripper_contact"]
         return {**self._inner.compute_ob_info(), "proprio/gripper_contact": contact, "time": np.array([time])}
 
     def wanted(self, seen: Things, flat: np.ndarray) -> Target | None:
-        """Return the next target on the way to the goal, None where all is there; flat: [D] as observed."""
+        """Return the next target on the way to the goal, None when the goal is reached; flat: [D] as observed."""
         goal = self._goal if self._goal is not None else things_of(self._shown_goal(flat))
         return next_target(self._scene, seen, goal, getattr(self._inner, "_num_cols", 1))
 
@@ -320,7 +322,7 @@ class Twin:
         return {name.removeprefix(GOAL): value for name, value in shown.items()}
 
     def left_behind(self, target: Target, seen: Things) -> bool:
-        """Whether a target is reached and the gripper high above it, so that the next one may follow."""
+        """Whether a target is reached and the gripper is high above it, so that the next one may follow."""
         if self._inner.data.site_xpos[self._inner._pinch_site_id][2] < CLEAR[target.task]:
             return False
         if target.task == "cube":
@@ -330,7 +332,7 @@ class Twin:
         return abs((seen.drawer if target.task == "drawer" else seen.window) - target.value) < 0.01
 
     def draw(self, generator: np.random.Generator, stacking: float) -> Target:
-        """Return a target drawn by OGBench's law for data sets; stacking: chance of a cube on another."""
+        """Sample a target with OGBench's distribution for data sets; stacking: probability of a cube on another."""
         inner = self._inner
         inner._np_random = generator
         inner.set_new_target(return_info=False, p_stack=stacking)
@@ -347,7 +349,7 @@ class Twin:
         return replace(found, value=float(getattr(inner, f"_target_{found.task}_pos")))
 
     def aim(self, target: Target) -> None:
-        """Write a target where OGBench's environment keeps it."""
+        """Write a target into the fields that OGBench's environment uses."""
         inner, index = self._inner, target.index
         inner._target_task = target.task
         if target.task == "cube":
@@ -363,10 +365,10 @@ class Twin:
         mujoco.mj_kinematics(inner.model, inner.data)
 
     def oracle(self, target: Target, style: str) -> Any:
-        """Make OGBench's oracle of a target: a plan for "play", else a closed loop.
+        """Build OGBench's oracle for a target: a plan for "play", else a closed loop.
 
-        On the way to a goal, a cube is put into the drawer by a plan without noise: the closed loop lets go of it only
-        within 2 cm of its place, which the drawer's walls may keep it from.
+        With a goal, a plan without noise puts a cube into the drawer: the closed loop releases it only within 2 cm of
+        its target, which the drawer's walls can prevent.
         """
         task = target.task
         stored = not style and self._scene == "scene" and task == "cube" and target.place[2] > CUBE
@@ -384,7 +386,7 @@ def _names(spec: WorldSpec, key: str) -> tuple[str, ...]:
 
 
 def things_of(entries: Mapping[str, np.ndarray]) -> Things:
-    """Read where things are from entries [n] by name, of an observation or of either form of goal."""
+    """Read object states from entries [n] by name, of an observation or of either form of goal."""
     cubes = sum(name.startswith("block_") and name.endswith("_pos") for name in entries)
     blocks = [CENTRE + entries[f"block_{index}_pos"] / LENGTH for index in range(cubes)]
     yaws = [
@@ -404,7 +406,7 @@ SLIDES = (("drawer_pos", DRAWER), ("window_pos", WINDOW))
 
 @contextlib.contextmanager
 def drawing(generator: np.random.Generator) -> Iterator[None]:
-    """Let oracles draw from a generator of ours: they use numpy's global one, which is as before afterwards."""
+    """Make oracles use our own generator: they use numpy's global one, which is restored afterwards."""
     before = np.random.get_state()  # noqa: NPY002
     np.random.seed(int(generator.integers(2**32)))  # noqa: NPY002
     try:
