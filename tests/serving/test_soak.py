@@ -150,8 +150,9 @@ class Robot(threading.Thread):
         targets = {"held": np.zeros(2)} if held else {"wanted": wanted(self.number, step - late)}
         if not held and self.served.may_be_outside():
             targets["outside"] = np.full(2, OUTSIDE)
+        before = np.zeros(2) if last is None else last  # an episode's first action counts from where it holds still
         for name, target in targets.items():
-            allowed = target if last is None else np.clip(target, last - CHANGE, last + CHANGE)
+            allowed = np.clip(target, before - CHANGE, before + CHANGE)
             if np.allclose(action, np.clip(allowed, LOW, HIGH), atol=1e-5):
                 self.counts[f"judged {name}"] += 1
                 return
