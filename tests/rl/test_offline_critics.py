@@ -483,7 +483,6 @@ def test_what_cannot_be_is_refused():
         (ReBracConfig, {"beta_actor": -1.0}),
         (ReBracConfig, {"beta_critic": -1.0}),
         (PrdcConfig, {"beta": -1.0}),
-        (PrdcConfig, {"slack": -0.1}),
         (CqlConfig, {"samples": 0}),
         (CqlConfig, {"alpha": -1.0}),
         (PrdcConfig, {"delay": 0}),
