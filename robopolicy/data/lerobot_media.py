@@ -90,7 +90,7 @@ def read_images(
                         continue
                     frame, episode = columns["frame_index"][position], columns["episode_index"][position]
                     what = f"'{key}', frame {frame} of episode {episode},"
-                    image = _decoded(folder, what, item.as_py(), sizes)
+                    image = decode_image(folder, what, item.as_py(), sizes)
                     if found is None:
                         require_room(folder, f"'{key}'", 2 * count * image.size)
                         found = np.empty((count, *image.shape), dtype=np.uint8)
@@ -118,7 +118,7 @@ def _rows_at_once(folder: Path, file: Any, key: str) -> int:
     return max(1, min(_MOST_ROWS, _AT_ONCE // max(1, largest)))
 
 
-def _decoded(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndarray:
+def decode_image(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndarray:
     """Decode an image as stored by LeRobot (bytes or a path) to uint8 [height, width, 3]."""
     from PIL import Image
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from robopolicy.core.candidates import repeated
 from robopolicy.core.delayed import steps_ahead
 from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
 from robopolicy.core.holding import keeps_value
@@ -420,12 +421,7 @@ class Coherent:
         """Return each row's most coherent plan [B, P, A], the first sample if there is no previous plan; see
         `Plans`.
         """
-        many: TensorObservation = {
-            key: [text for text in value for _ in range(self.samples)]
-            if isinstance(value, list)
-            else value.repeat_interleave(self.samples, 0)
-            for key, value in observation.items()
-        }
+        many = repeated(observation, self.samples)
         drawn = policy.predict(many, generator, deterministic=deterministic).unflatten(0, (-1, self.samples))
         overlap = underway.rest.shape[1]
         apart = turns_of(policy.spec.action).like(drawn).shortest(drawn[:, :, :overlap] - underway.rest[:, None])

@@ -8,7 +8,7 @@ dataset, after their columns, shapes and rates were compared. Episodes are left 
 convert.episodes, and cut by convert.trim_start and convert.trim_end, in steps.
 """
 
-from pathlib import Path
+import shlex
 
 from robopolicy.configuration import Config
 from robopolicy.core.errors import ConfigError
@@ -51,11 +51,5 @@ def run(config: Config) -> int:
         episodes, steps = conversion.write(section.target)
     publish(config, figures | {"steps": steps, "dataset": str(section.target)})
     output.print(f"Converted {episodes} episodes, {steps} steps -> {section.target}", markup=False)
-    output.print(f"Examine it: robopolicy doctor {_quoted(section.target)} world=demonstrations", markup=False)
+    output.print(f"Examine it: robopolicy doctor {shlex.quote(str(section.target))} world=demonstrations", markup=False)
     return 0
-
-
-def _quoted(path: Path) -> str:
-    import shlex
-
-    return shlex.quote(str(path))

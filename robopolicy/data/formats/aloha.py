@@ -29,7 +29,7 @@ _IMAGES = "observations/images/"
 
 
 class Aloha(DatasetFormat):
-    """Protocol of replay mechanisms; see the module."""
+    """HDF5 files of ALOHA and ACT, one per episode."""
 
     title = "ALOHA's HDF5"
 

@@ -6,6 +6,7 @@ both are refused before an array is allocated.
 
 import json
 import math
+import re
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,6 +123,23 @@ def children(group: Group, path: Path, prefix: str = "") -> dict[str, Any]:
         elif isinstance(item, h5py.Dataset):
             found[f"{prefix}{name}"] = item
     return found
+
+
+def numbered(group: Group, pattern: str) -> list[str]:
+    """Return the names in `group` that match `pattern` as a whole, by the number in its first parentheses."""
+    found = ((re.fullmatch(pattern, name), name) for name in group)
+    return [name for _, name in sorted((int(match[1]), name) for match, name in found if match)]
+
+
+def lengths_of(group: Group, names: Sequence[str], key: str, promise: str, path: Path) -> list[int]:
+    """Return the rows of `key` in the groups `names`; raises DataError where the attribute `promise` differs."""
+    lengths = [int(array(group, f"{name}/{key}", path).shape[0]) for name in names]
+    for name, length in zip(names, lengths, strict=True):
+        promised = group[name].attrs.get(promise, length)
+        if int(promised) != length:
+            place = f"{group.name}/{name}".lstrip("/")
+            raise DataError(f"{path}: '{place}' promises {promised} steps and holds {length} {key}.")
+    return lengths
 
 
 def described(dataset: Dataset, path: Path, key: str) -> Column | None:

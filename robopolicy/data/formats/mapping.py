@@ -1,5 +1,6 @@
 """Which column of a source becomes which column of the LeRobotDataset: guessed from keys and shapes, or set."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def _guessed(key: str, column: Column) -> Iterable[tuple[Part, str]]:
     if column.targets is not None:
         yield from ((Part(key), target) for target in column.targets)
         return
-    leaf = re.split(r"[/]", key)[-1]
+    leaf = key.rsplit("/", 1)[-1]
     if is_picture(column):
         yield Part(key), camera_key(key) if key.startswith("observation.") else IMAGE_PREFIX + _camera(leaf)
         return
@@ -182,10 +183,7 @@ def names_of(parts: tuple[Part, ...], columns: Mapping[str, Column]) -> tuple[st
 
 
 def _size(column: Column) -> int:
-    count = 1
-    for size in column.shape:
-        count *= size
-    return count
+    return math.prod(column.shape)
 
 
 def in_words(column: Column) -> str:

@@ -5,7 +5,6 @@ tuples have the keys _index_0, ... The files do not say at what rate steps follo
 Source: Farama-Foundation/Minari, minari/dataset/_storages/hdf5_storage.py.
 """
 
-import re
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,17 @@ import numpy as np
 from robopolicy.core.errors import DataError
 from robopolicy.core.storage import read_object
 from robopolicy.data.formats.format import Column, DatasetFormat
-from robopolicy.data.formats.hdf5 import Hdf5Source, array, children, described, has, is_hdf5, member, opened
+from robopolicy.data.formats.hdf5 import (
+    Hdf5Source,
+    children,
+    described,
+    has,
+    is_hdf5,
+    lengths_of,
+    member,
+    numbered,
+    opened,
+)
 
 MAIN, METADATA = "main_data.hdf5", "metadata.json"
 USUAL_FPS = 20.0
@@ -25,7 +34,7 @@ _TARGETS = {"rewards": ("next.reward",), "terminations": ("next.terminated",), "
 
 
 class Minari(DatasetFormat):
-    """Protocol of replay mechanisms; see the module."""
+    """HDF5 files of Minari."""
 
     title = "Minari's HDF5"
 
@@ -47,15 +56,11 @@ class Minari(DatasetFormat):
                 '(data_format="hdf5").'
             )
         with opened(found) as file:
-            names = sorted((name for name in file if _number(name) is not None), key=lambda name: _number(name) or 0)
+            names = numbered(file, r"episode_(\d+)")
             if not names:
                 raise DataError(f"{found} holds no episode: it has no group 'episode_0'.")
             _require_all(path, len(names))
-            lengths = [int(array(file, f"{name}/rewards", found).shape[0]) for name in names]
-            for name, length in zip(names, lengths, strict=True):
-                promised = file[name].attrs.get("total_steps", length)
-                if int(promised) != length:
-                    raise DataError(f"{found}: '{name}' promises {promised} steps and holds {length} rewards.")
+            lengths = lengths_of(file, names, "rewards", "total_steps", found)
             columns = _columns(member(file, names[0], found), found)
             source = _MinariSource(path, [(found, name) for name in names], columns, lengths, file)
             source.usual_fps = USUAL_FPS
@@ -107,11 +112,6 @@ def _require_all(path: Path, count: int) -> None:
             promised = read_object(file, DataError).get("total_episodes", count)
             if promised != count:
                 raise DataError(f"{file} promises {promised} episodes and there are {count}: the copy is incomplete.")
-
-
-def _number(name: str) -> int | None:
-    found = re.fullmatch(r"episode_(\d+)", name)
-    return int(found[1]) if found else None
 
 
 def _columns(group: Any, path: Path) -> dict[str, Column]:

@@ -26,7 +26,7 @@ _AT_ONCE = 2**20
 
 
 class Npz(DatasetFormat):
-    """Protocol of replay mechanisms; see the module."""
+    """Arrays in one .npz file."""
 
     title = "arrays in an .npz file"
 
@@ -108,7 +108,7 @@ class _Member:
 
 
 class _NpzSource(Source):
-    """Protocol of replay mechanisms; see the module."""
+    """An opened .npz file."""
 
     def __init__(self, path: Path, members: Mapping[str, _Member]):
         self.path = path

@@ -15,18 +15,16 @@ import numpy as np
 from robopolicy.core.errors import DataError, in_one_line
 from robopolicy.core.storage import read_json_lines, read_object
 from robopolicy.data.formats.format import Column, DatasetFormat, Source
-from robopolicy.data.formats.pixels import decoded
 from robopolicy.data.lerobot_checks import check_columns, check_information, file_within, is_depth, require_room
-from robopolicy.data.lerobot_media import decode_video, filled_in, promised_sizes
+from robopolicy.data.lerobot_media import decode_image, decode_video, filled_in, promised_sizes
 from robopolicy.data.lerobot_reading import WHO_ACTED
 
 INFORMATION = "meta/info.json"
 _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index", "next.done", *WHO_ACTED)
-_OUTCOMES = {"next.reward": "next.reward", "next.success": "next.success", "next.terminated": "next.terminated"}
 
 
 class OlderLeRobot(DatasetFormat):
-    """Protocol of replay mechanisms; see the module."""
+    """LeRobotDatasets of formats v2.0 and v2.1."""
 
     title = "LeRobotDataset v2"
 
@@ -54,7 +52,7 @@ def _version(path: Path) -> str:
 
 
 class _OlderSource(Source):
-    """Protocol of replay mechanisms; see the module."""
+    """An opened LeRobotDataset v2."""
 
     def __init__(self, path: Path, version: str):
         self.path = path
@@ -104,8 +102,15 @@ class _OlderSource(Source):
             if self.features[key]["dtype"] == "video":
                 found[key] = self._video(episode, key)
             elif self.features[key]["dtype"] == "image":
-                rows = [self._picture(each, path, key, step) for step, each in enumerate(table.column(key))]
-                found[key] = np.stack(rows)
+                sizes = promised_sizes(self.path, key, self.features[key])
+                what = f"of episode {self.numbers[episode]},"
+                rows = enumerate(table.column(key))
+                found[key] = np.stack(
+                    [
+                        decode_image(self.path, f"'{key}', frame {step} {what}", each.as_py(), sizes)
+                        for step, each in rows
+                    ]
+                )
             else:
                 found[key] = _numbers(table.column(key), path, key).reshape(shape)
         return found
@@ -123,13 +128,6 @@ class _OlderSource(Source):
         if frames is None or count != length:
             raise DataError(f"{path} has {count} frames and the episode {length} steps. Leave that episode out.")
         return frames
-
-    def _picture(self, item: Any, path: Path, key: str, step: int) -> np.ndarray:
-        value = item.as_py() or {}
-        data, what = value.get("bytes"), f"'{key}', frame {step},"
-        if data is None:
-            data = file_within(self.path, str(value.get("path")), what).read_bytes()
-        return decoded(data, path, what)
 
     def _file(self, episode: int, template: str, key: str) -> Path:
         """Return a file of an episode, inside of the dataset's folder."""
@@ -173,8 +171,7 @@ def _column(path: Path, key: str, feature: Mapping[str, Any]) -> Column | None:
         return Column((height, width, 3), "uint8", names=())
     if not re.fullmatch(r"(float|int|uint)\d+|bool", feature["dtype"]):
         return None
-    targets: tuple[str, ...] | None = (_OUTCOMES[key],) if key in _OUTCOMES else None
-    return Column(tuple(feature["shape"]), feature["dtype"], targets, names=_names(feature.get("names")))
+    return Column(tuple(feature["shape"]), feature["dtype"], names=_names(feature.get("names")))
 
 
 def _names(names: Any) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ MOST_EPISODES = 2**24
 
 
 class ReplayBuffer(DatasetFormat):
-    """Protocol of replay mechanisms; see the module."""
+    """Zarr replay buffers of diffusion_policy."""
 
     title = "diffusion_policy's zarr"
 
@@ -57,7 +57,7 @@ class ReplayBuffer(DatasetFormat):
 
 
 class _ReplayBufferSource(Source):
-    """Protocol of replay mechanisms; see the module."""
+    """An opened replay buffer."""
 
     usual_fps = USUAL_FPS
 

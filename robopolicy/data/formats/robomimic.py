@@ -17,12 +17,13 @@ from robopolicy.core.spec import ENVIRONMENT_STATE, IMAGE_PREFIX, STATE
 from robopolicy.data.formats.format import Column, DatasetFormat
 from robopolicy.data.formats.hdf5 import (
     Hdf5Source,
-    array,
     children,
     described,
     has,
     is_hdf5,
+    lengths_of,
     member,
+    numbered,
     object_of,
     opened,
 )
@@ -30,6 +31,7 @@ from robopolicy.data.formats.pixels import layout
 
 USUAL_FPS = 20.0
 """Control steps per second of robosuite's tasks."""
+_EPISODE = r"(?:demo|ep|episode|traj)_?(\d+)"
 _STATES = (
     *(r"robot\d+_eef_pos", r"robot\d+_eef_quat", r"robot\d+_gripper_qpos"),
     *("ee_pos", "ee_ori", "gripper_states"),  # LIBERO's
@@ -38,7 +40,7 @@ _STATES = (
 
 
 class Robomimic(DatasetFormat):
-    """Protocol of replay mechanisms; see the module."""
+    """HDF5 files of robomimic and LIBERO."""
 
     title = "robomimic's HDF5"
 
@@ -47,22 +49,18 @@ class Robomimic(DatasetFormat):
         if not is_hdf5(path):
             return False
         with opened(path) as file:
-            return has(file, "data") and any(_number(name) is not None for name in member(file, "data", path))
+            return has(file, "data") and bool(numbered(member(file, "data", path), _EPISODE))
 
     @contextmanager
     def open(self, path: Path) -> Generator[Hdf5Source]:
         """See `DatasetFormat`."""
         with opened(path) as file:
             data = member(file, "data", path)
-            names = sorted((name for name in data if _number(name) is not None), key=lambda name: _number(name) or 0)
+            names = numbered(data, _EPISODE)
             if not names:
                 raise DataError(f"{path} holds no episode: its group 'data' has no 'demo_0'.")
             said = object_of(data.attrs.get("env_args"), path, "env_args")
-            lengths = [int(array(data, f"{name}/actions", path).shape[0]) for name in names]
-            for name, length in zip(names, lengths, strict=True):
-                promised = data[name].attrs.get("num_samples", length)
-                if int(promised) != length:
-                    raise DataError(f"{path}: 'data/{name}' promises {promised} steps and holds {length} actions.")
+            lengths = lengths_of(data, names, "actions", "num_samples", path)
             columns = _columns(member(data, names[0], path), path, upside_down=_upside_down(data.attrs))
             source = Hdf5Source(path, [(path, f"data/{name}") for name in names], columns, lengths, file)
             source.final = {"obs/": "next_obs/"}
@@ -72,11 +70,6 @@ class Robomimic(DatasetFormat):
             source.tasks = tuple(_task(data.attrs, data[name].attrs, path) for name in names)
             source.notes = _notes(data.attrs, columns)
             yield source
-
-
-def _number(name: str) -> int | None:
-    found = re.fullmatch(r"(?:demo|ep|episode|traj)_?(\d+)", name)
-    return int(found[1]) if found else None
 
 
 def _columns(group: Any, path: Path, upside_down: bool) -> dict[str, Column]:
