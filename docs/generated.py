@@ -68,8 +68,8 @@ def algorithms() -> str:
     """Return the page of presets: which mechanism each of them puts into which slot."""
     rows = []
     for name in sorted(PRESETS):
-        resolved = AlgorithmConfig(name).resolved()
-        rows.append((f"`{name}`", *_preset(resolved)))
+        entries = AlgorithmConfig(name).resolved().entries
+        rows.append((f"`{name}`", ", ".join(f"{entry.slot.value}: `{entry.name}`" for entry in entries)))
     parts = [
         "# Algorithms",
         "Choose one with `finetune.algorithm=NAME`; `robopolicy algorithms NAME` explains it, its options and its "
@@ -77,11 +77,6 @@ def algorithms() -> str:
         table(("preset", "mechanisms"), rows),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _preset(resolved: Any) -> tuple[str]:
-    """Return the cell that lists what a preset resolves to."""
-    return (", ".join(f"{entry.slot.value}: `{entry.name}`" for entry in resolved.entries),)
 
 
 def api() -> str:
@@ -95,9 +90,8 @@ def api() -> str:
     for heading, modules in API.items():
         parts.append(f"## {heading}")
         for module in modules:
-            options = ":imported-members:\n:members:" if module == "robopolicy" else ":members:"
-            body = f"```{{eval-rst}}\n.. automodule:: {module}\n" + "\n".join(f"   {o}" for o in options.split("\n"))
-            parts += [f"### {module}", f"{body}\n```"]
+            options = "   :members:\n" + ("   :imported-members:\n" if module == "robopolicy" else "")
+            parts += [f"### {module}", f"```{{eval-rst}}\n.. automodule:: {module}\n{options}```"]
     return "\n\n".join(parts) + "\n"
 
 
