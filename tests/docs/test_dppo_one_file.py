@@ -111,7 +111,7 @@ def test_the_chain_without_noise_is_the_policys(pair):
     condition = policy.encode(observation | {"task": [""] * 6})["condition"]
     x = noise
     for k in range(STEPS):
-        x = mine.noise_free(x, torch.full((6,), k), condition)
+        x, _ = mine.transition(x, torch.full((6,), k), condition, eta=0.0)
         assert torch.allclose(x, expected[:, k + 1], atol=1e-5)
 
 
