@@ -25,6 +25,7 @@ from robopolicy.core.errors import (
     as_setting,
     did_you_mean,
 )
+from robopolicy.core.holding import unit_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,9 @@ QUEUE = "observation.action_queue"
 LONGEST_LATENCY, LONGEST_HISTORY = 1000, 1000
 """Maximum latency in control steps and maximum history in frames; larger numbers are mistakes and exhaust memory."""
 LATENCY, HOLD = "latency_steps", "latency_hold"
-"""Options of every world: latency of a policy call in control steps; hold action before the first chunk."""
+"""Options of every world: latency of a policy call in control steps; hold action before the first chunk ("zero" or
+"last", see `core.holding`).
+"""
 ENVIRONMENT_STATE = "observation.environment_state"
 IMAGE_PREFIX = "observation.images."
 TASK = "task"
@@ -53,7 +56,8 @@ class Field:
     """One array of an observation or action, without its leading axes.
 
     shape: shape of one frame, e.g. (7,) or (64, 64, 3); dtype: numpy dtype name; low, high: range, a number or one per
-    element; unit: SI unit text such as "m, rad"; names: one per element of a vector.
+    element; unit: SI unit of all elements ("rad"), of each ("m, rad") or by name ("x, y: m; gripper: 0 to 1"); names:
+    one per element of a vector.
     """
 
     shape: tuple[int, ...]
@@ -108,10 +112,10 @@ class WorldSpec:
     observation: fields by LeRobot key (one frame each); action: one control step [A]; fps: control steps per second;
     horizon: control steps until the time limit; history: H frames in every observation; rewards: names of the reward
     terms, already scaled, whose sum is the reward; instructions: the natural-language tasks it may set; paraphrases:
-    instruction -> alternative wordings, whether or not the world uses them; success: description of the success
-    criterion; terminate_on_success: whether success ends the episode; reports_success: False if success is unknown, so
-    that only returns can be compared; clips_actions: whether actions beyond the bounds are clipped to them or executed
-    unchanged.
+    instruction -> alternative wordings, whether or not the world uses them; success: success criterion in words, of
+    which exactly "return >= NUMBER" is also parsed (`least_return`); terminate_on_success: whether success ends the
+    episode; reports_success: False if success is unknown, so that only returns can be compared; clips_actions: whether
+    actions beyond the bounds are clipped to them or executed unchanged.
     """
 
     name: str
@@ -170,13 +174,13 @@ class WorldSpec:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """Inputs and outputs of a policy.
+    """Inputs and outputs of a policy. Checkpoints, servers and clients write its fields by name.
 
     observation: the fields it reads, by key; action: one control step; history: H frames; chunk: C control steps
-    executed per decision; prediction: P >= C predicted control steps; scored_steps: K steps of a decision with
-    log-probabilities (denoising steps or tokens); fps: control rate during training; categorical: whether steps are
-    drawn from categorical distributions (tokens) instead of Gaussians; steps_per_action: number of steps per control
-    step, 0 if they belong to the whole chunk.
+    executed per policy call; prediction: P >= C predicted control steps; scored_steps: K steps with log-probabilities
+    per policy call (denoising steps or tokens); fps: control rate during training; categorical: whether steps are
+    drawn from categorical distributions (tokens) instead of Gaussians; steps_per_action: number of scored steps
+    per control step, 0 if they belong to the whole chunk; instructions: tasks it was trained for, ("",) if unknown.
     """
 
     observation: Mapping[str, Field]
@@ -284,7 +288,7 @@ def require_alike(
             mine, theirs = own.names[place], other.names[place]
             apart = {one: another for one, another in zip(own.names, other.names, strict=False) if one != another}
             way_out = renamed.replace("{train.rename}", as_setting("train.rename", apart))
-            if not set(apart.values()).isdisjoint(own.names):  # a renaming would say what is not so
+            if not set(apart.values()).isdisjoint(own.names):  # same names in another order: renaming would be wrong
                 way_out = REORDERED
             raise error(f"Element {place} of {what} is '{mine}' {sides[0]}, but '{theirs}' {sides[1]}. {way_out}")
         if not same_units(own, other):
@@ -299,8 +303,8 @@ def require_alike(
 def misnamed(own: Sequence[str], other: Sequence[str]) -> int | None:
     """Return the first index where two lists of names contradict each other; None if they do not.
 
-    A name that is a mere number (motor_0) identifies only its position, so it contradicts no other name, unless the
-    same names appear in another order.
+    A generic name, a word and a number (motor_0), matches any name at its index, unless the same names appear in
+    another order.
     """
     if not own or not other:
         return None
@@ -345,7 +349,9 @@ def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list
 
 
 def same_rate(own: float, other: float) -> bool:
-    """Whether two control rates agree or one is unknown (0); LeRobot rounds them to whole numbers."""
+    """Whether two control rates agree or one is unknown (0): within 5 % if one is the other rounded to a whole number,
+    as in LeRobot datasets, else within 1 %.
+    """
     if not own or not other:
         return True
     rounded = own in (round(other), other) or other == round(own)
@@ -355,7 +361,7 @@ def same_rate(own: float, other: float) -> bool:
 def same_units(own: Field, other: Field) -> bool:
     """Whether two fields declare the same unit in any spelling, or one of them declares none.
 
-    A unit is one string for all elements, or a comma-separated list with one unit per element.
+    See `Field.unit` for the forms of a unit.
     """
     mine, theirs = _units(own), _units(other)
     if len(mine) == len(theirs):
@@ -364,7 +370,10 @@ def same_units(own: Field, other: Field) -> bool:
 
 
 def _units(field: Field) -> tuple[str, ...]:
-    """Return a field's units in normalised spelling: one per element if it lists them, else one for all."""
+    """Return a field's units in normalised spelling: one per element if it lists or names them, else one for all."""
+    if ":" in field.unit and len(field.names) == field.size:
+        by_name = unit_of(field.unit, field.names)
+        return tuple(_spelled(by_name.get(name, "")) for name in field.names)
     parts = tuple(_spelled(part) for part in re.split(r"[,;]", field.unit))
     return parts[:1] * field.size if len(set(parts)) == 1 else parts
 

@@ -1,6 +1,7 @@
-"""Smoothness of executed actions: differences between consecutive actions, and jumps at chunk boundaries.
+"""Smoothness of the actions passed to the world: differences of consecutive actions, and jumps at chunk boundaries.
 
-All values are in the world's action units per control step, averaged over action dimensions and steps. Axes: B row, C
+Values are in the world's action units: jumps per control step, second differences per step^2, jerk per step^3. They are
+averaged over steps and action dimensions, whatever the units of each. Axes: B row, C
 chunk step, T control step, A action dimension.
 """
 
@@ -18,10 +19,11 @@ from robopolicy.core.turns import turns_of
 
 @dataclass(frozen=True)
 class Smoothness:
-    """Smoothness over all episodes; NaN for values that could not be measured.
+    """Mean roughness over all episodes (lower is smoother); NaN for values that could not be measured.
 
     second_difference, jerk: mean |second| and |third difference| of consecutive actions; border_jump, inner_jump: mean
-    |a_t - a_(t-1)| at chunk boundaries, and elsewhere; borders: number of chunk boundaries.
+    |a_t - a_(t-1)| at chunk boundaries, and elsewhere; borders: number of boundaries counted, over all rows and
+    episodes.
     """
 
     second_difference: float
@@ -37,7 +39,7 @@ class Smoothness:
 
     @staticmethod
     def told(figures: Mapping[str, Any]) -> dict[str, str]:
-        """Return a `to_json` dictionary with descriptive labels as keys, without missing values."""
+        """Return a `to_json` dictionary, perhaps of a saved result, with labels as keys and without missing values."""
         named = {
             f"jump at {figures['borders']:,} chunk borders": figures["border_jump"],
             "elsewhere": figures["inner_jump"],
@@ -55,8 +57,9 @@ class SmoothnessMeter:
     """Measures smoothness while episodes are played (`evaluation.waves.play_wave`).
 
     seams: positions in each chunk where another chunk takes over; start: control steps at the beginning of an episode
-    whose jumps are not counted, since the robot starts to move; action: field of the executed actions, whose periodic
-    elements (see `core.turns`) use the shorter difference; None: no periodic elements.
+    whose jumps are not counted, since the robot starts to move (second differences and jerk count from the first);
+    action: field of the executed actions, whose periodic elements (see `core.turns`) use the shorter difference; None:
+    no element is treated as periodic.
     """
 
     def __init__(self, seams: tuple[int, ...] = (0,), start: int = 0, action: Field | None = None):
@@ -84,6 +87,7 @@ class SmoothnessMeter:
         """Add the differences within the episodes since the last start."""
         if not self._parts:
             return
+        # `border` is [T] for all rows, the others [B, T, ...].
         actions, valid, border = (
             np.concatenate(part, -1 if part[0].ndim == 1 else 1) for part in zip(*self._parts, strict=True)
         )
@@ -95,7 +99,7 @@ class SmoothnessMeter:
                 jumps.shape
             )
         for order, name in ((2, "second_difference"), (3, "jerk")):
-            # Steps are executed one after another, so a difference counts where its last step was.
+            # Valid steps come first in each row: if the last step of a difference is valid, so are its earlier ones.
             self._add(name, np.diff(jumps, order - 1, axis=1), valid[:, order:])
         counted = np.arange(1, len(border)) > self.start
         self._add("border_jump", jumps, valid[:, 1:] & border[1:] & counted)

@@ -1,11 +1,11 @@
 """Action chunking under inference latency: simulate the delay in any world, and connect consecutive chunks.
 
-A decision takes d control steps: what is seen at step t leads to a plan that is at hand at t + d. A chunking is a way
-of living with that. Each is a function that returns a `core.policy.Policy` around another one, so players, worlds and
-imagination need not know of the delay. The policy predicts P steps and is asked every s (its spec's chunk); meanwhile
-the last plan goes on, of which s + d steps are then needed. An episode begins with nothing to go on with: the robot
-holds still for d steps, and its first plan begins after them. Those here need nothing of the network: one plan after
-another, averages of plans, the most coherent of many; real-time chunking is in `rtc`.
+A policy call takes d control steps: the observation at step t leads to a plan that is available at t + d. A chunking
+decides what the robot does meanwhile. Each is a function that wraps a `core.policy.Policy`, so players, worlds and
+imagination need not know of the delay. The policy predicts P steps and is called every s steps (its spec's chunk); the
+previous plan continues during a call, so plans need s + d steps. At the start of an episode there is no previous plan:
+the robot holds still for d steps. The chunkings here only use predictions: switch, average, choose the most coherent of
+several samples; real-time chunking is in `rtc`.
 Axes: B row, N sample, P predicted step, A action dimension; s chunk, d delay.
 """
 
@@ -31,15 +31,15 @@ from robopolicy.core.world import Rows
 from robopolicy.inference.configuration import CHUNKINGS, SYNCHRONOUS
 
 REACH = (
-    "train it with more prediction_steps, or let it execute fewer of those that it predicts (of LeRobot's policies "
-    "n_action_steps in config.json, and more are chunk_size or horizon)"
+    "train it with more prediction_steps, or execute fewer of the predicted steps (for LeRobot policies: lower "
+    "n_action_steps in config.json, or train with a larger chunk_size or horizon)"
 )
 """Remedy for plans that are too short."""
 
 
 @dataclass(frozen=True)
 class Delay:
-    """Inference latency in control steps, and the hold action: see `RobotSettings.hold` of serving.
+    """Inference latency in control steps, and the hold action: see `RobotSettings.hold` of serving, without "auto".
 
     hold: for elements whose kind follows from neither name nor unit: zero (no motion) for velocities or differences;
     last (the last action) for positions. positions: names of action elements that are positions even if the others are
@@ -52,13 +52,13 @@ class Delay:
 
     def __post_init__(self) -> None:
         if self.steps < 0:
-            raise ConfigError(f"latency_steps is {self.steps}: a decision takes 0 control steps or more.")
+            raise ConfigError(f"latency_steps is {self.steps}: it must be 0 or more control steps.")
 
     def still(self, action: Field, plan: Tensor, last: Tensor | None = None) -> Tensor:
         """Return the hold actions [B, d, A] of robots waiting for `plan` [B, P, A].
 
         action: field whose names and unit identify positions and velocities, if declared; last: last actions [B, A]. At
-        the start of an episode there are none, and the plan's first action stands for the current position.
+        the start of an episode there are none, and the plan's first action is used as the current position.
         """
         position = plan[:, 0] if last is None else last
         kept = keeps_value(self.hold, self.positions, action.names, position.shape[-1], action.unit)
@@ -108,7 +108,7 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
     """
     if kind == SYNCHRONOUS and not delay.steps and not options:
         return policy
-    _require_deciding_now(policy, kind, delay.steps)
+    _refuse_lookahead(policy, kind, delay.steps)
     make: Chunking = CHUNKINGS.load(kind)
     known = [name for name in fixed_arguments(make) if name not in ("policy", "delay")]
     for name, value in (options or {}).items():
@@ -123,8 +123,9 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
 def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None) -> "Plans | None":
     """Return the function by which `policy` plans given the plan in execution; None for synchronous chunking.
 
-    For callers that track the executed plan themselves, such as robots that query a server; see `with_chunking`. Raises
-    ConfigError, also when the policy predicts no more than it executes, so that no remaining actions exist.
+    For callers that track the executed plan themselves, such as robots that query a server: they pass their delay with
+    each `Underway`. Only an `OverlappingPolicy` can be served. Raises ConfigError, also when the policy predicts no
+    more than it executes, so that no remaining actions exist.
     """
     if kind == SYNCHRONOUS:
         return None
@@ -195,9 +196,9 @@ class WaitingPolicy:
 class Underway:
     """Plan in execution while the next plan is computed.
 
-    rest: remaining actions of the last plan from now on [B, P - s, A] in world units, of which the first d steps will
-    be executed in any case; decisions: number of plans in each row's episode so far [B] int64, 0 means no remaining
-    actions; delay: d; chunk: s.
+    rest: remaining actions of the last plan from now on [B, n, A] in world units (n = P - s in simulation, any n <= P
+    on a server), of which the first d steps will be executed in any case; decisions: number of plans in each row's
+    episode so far [B] int64, 0 means no remaining actions; delay: d; chunk: s.
     """
 
     rest: Tensor
@@ -294,6 +295,7 @@ class OverlappingPolicy:
         chunk, steps = self.policy.spec.chunk, self.delay.steps
         underway = self._underway(observation, generator.device)
         plan = self.plans(self.policy, observation, generator, underway, deterministic=deterministic)
+        # At the start of an episode, hold still for d steps, then execute the plan from its first step.
         begun = torch.cat([self.delay.still(self.policy.spec.action, plan), plan], 1)[:, : plan.shape[1]]
         going_on = torch.cat([underway.rest[:, :steps], plan[:, steps:]], 1)
         plan = torch.where(underway.known[:, None, None], going_on, begun)
@@ -320,8 +322,8 @@ class OverlappingPolicy:
         return Underway(self._rest, self._decisions, self.delay.steps, spec.chunk)
 
 
-def _require_deciding_now(policy: Policy, kind: str, steps: int) -> None:
-    """Raise ConfigError for a policy that predicts ahead."""
+def _refuse_lookahead(policy: Policy, kind: str, steps: int) -> None:
+    """Raise ConfigError for a policy trained with its delay, which predicts ahead by itself."""
     ahead = steps_ahead(policy.spec.observation, policy.spec.action)
     if ahead:
         raise ConfigError(
@@ -329,21 +331,6 @@ def _require_deciding_now(policy: Policy, kind: str, steps: int) -> None:
             f"was trained for ({QUEUE}), and its robot need not go on with an old plan: leave chunking=synchronous and "
             f"latency_steps=0. Its delay is its world's ({LATENCY} among its options), and any other adds to it."
         )
-
-
-def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
-    """Raise ConfigError if an option does not have the type of its parameter: a finite number, a string."""
-    parameter = inspect.signature(make).parameters.get(name)
-    wanted = None if parameter is None else parameter.annotation
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    fits = {int: type(value) is int, float: number, str: isinstance(value, str), bool: isinstance(value, bool)}
-    if not fits.get(wanted, True):
-        words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
-        raise ConfigError(f"The chunking '{kind}' takes {words[wanted]} as {name}, not {value!r}.")
-
-
-def _takes_anything(make: Chunking) -> bool:
-    return any(item.kind is item.VAR_KEYWORD for item in inspect.signature(make).parameters.values())
 
 
 def ensembling(policy: Policy, delay: Delay, decay: float = 0.01) -> Policy:
@@ -361,7 +348,8 @@ def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float 
 
     Backward coherence of bidirectional decoding (arXiv:2408.17355): the sum over the overlap of decay^step times the
     distance. The paper also contrasts the samples with those of a weaker policy (forward contrast), which requires
-    another checkpoint and is omitted. Raises ConfigError for fewer than one sample, or a decay outside (0, 1].
+    another checkpoint and is omitted. Samples differ only by their noise, so a deterministic policy returns equal ones.
+    Raises ConfigError for fewer than one sample, or a decay outside (0, 1].
     """
     if samples < 1 or not 0 < decay <= 1:
         raise ConfigError(f"samples is {samples} and decay {decay}: draw 1 plan or more, and decay is in (0, 1].")
@@ -370,7 +358,7 @@ def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float 
 
 @dataclass(frozen=True)
 class Averaged:
-    """`Plans` that average the next prediction with the running average of earlier ones."""
+    """`Plans` that average the next prediction with the running average of earlier ones; see `ensembling`."""
 
     decay: float
 
@@ -388,10 +376,11 @@ class Averaged:
         overlap = underway.rest.shape[1]
         if not overlap:
             return plan
-        # The plan of i decisions ago says something of the steps up to P - 1 - i s: so many plans are in the average.
+        # The plan made i calls ago reaches to step P - 1 - i s, which gives the number of plans in each average.
         reach = torch.arange(overlap, 0, -1, device=plan.device)  # overlap - step
         count = torch.minimum(underway.decisions[:, None], (reach + underway.chunk - 1) // underway.chunk)
-        # The share of the newest of `count` + 1, exp(-decay count) / sum_i exp(-decay i), without what overflows.
+        # The weight of the newest of `count` + 1, exp(-decay count) / sum_i exp(-decay i), divided by the numerator: if
+        # the sum overflows, it is 0 and not NaN.
         sums = torch.exp(self.decay * torch.arange(int(count.max()) + 1, device=plan.device)).cumsum(0)
         share = (1 / sums[count])[..., None]
         # Angles that go round are averaged the short way round, near what the newest plan says; of what switches the
@@ -429,3 +418,18 @@ class Coherent:
         weights = self.decay ** torch.arange(overlap, device=distance.device)
         best = torch.where(underway.known, (weights * distance).sum(-1).argmin(1), 0)
         return drawn[torch.arange(len(drawn), device=best.device), best]
+
+
+def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
+    """Raise ConfigError if an option does not have the type of its parameter: a finite number, a string."""
+    parameter = inspect.signature(make).parameters.get(name)
+    wanted = None if parameter is None else parameter.annotation
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    fits = {int: type(value) is int, float: number, str: isinstance(value, str), bool: isinstance(value, bool)}
+    if not fits.get(wanted, True):
+        words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+        raise ConfigError(f"The chunking '{kind}' takes {words[wanted]} as {name}, not {value!r}.")
+
+
+def _takes_anything(make: Chunking) -> bool:
+    return any(item.kind is item.VAR_KEYWORD for item in inspect.signature(make).parameters.values())

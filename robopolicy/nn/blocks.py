@@ -1,4 +1,6 @@
-"""Small layers that several networks share: normalised linear layers, perceptrons (one, or M at once), time, noise."""
+"""Small layers shared by several networks: normalised linear layers, MLPs (one, or M at once), time embedding, noise
+head; `follow` for target networks.
+"""
 
 import math
 from itertools import pairwise
@@ -15,7 +17,9 @@ def dense(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def perceptron(inputs: int, width: int, layers: int, outputs: int, scale: float = 1.0) -> nn.Sequential:
-    """MLP with `layers` dense layers and a linear output layer, whose initial weights are multiplied by `scale`."""
+    """MLP with `layers` dense layers and a linear output layer; its initial weights are multiplied by `scale`, its
+    biases are zero.
+    """
     head = nn.Linear(width if layers else inputs, outputs)
     with torch.no_grad():
         head.weight.mul_(scale)
@@ -52,21 +56,21 @@ class TimeEmbedding(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """ReinFlow's learned noise: bounded std of every step and action dimension, from observation and time.
+    """ReinFlow's learned noise: bounded std per denoising step and action dimension, from observation and time.
 
     The last layer is initialised to zero, so exploration starts in the middle of [low, high].
     """
 
     def __init__(self, condition: int, action_size: int, low: float, high: float, width: int = 64):
         super().__init__()
-        self.low, self.high = low, max(low, high)
+        self.low, self.high = low, max(low, high)  # min_sampling_std may have raised `low` above `high`
         last = nn.Linear(width, action_size)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.layers = nn.Sequential(nn.Linear(condition + 1, width), nn.SiLU(), last)
 
     def forward(self, condition: Tensor, times: Tensor) -> Tensor:
-        """Return stds [N, K, 1, A] of conditions [N, D] at times [K] or [N, K]."""
+        """Return stds [N, K, 1, A] for conditions [N, D] at times [K] or [N, K]; the 1 is for all predicted steps."""
         times = times.expand(len(condition), -1)
         inputs = torch.cat([condition[:, None].expand(-1, times.shape[1], -1), times[..., None]], -1)
         return (self.low + (self.high - self.low) * self.layers(inputs).sigmoid())[:, :, None]
@@ -95,12 +99,14 @@ class Members(nn.Module):
         for before, after in pairwise(sizes):
             self.weights.append(nn.Parameter(torch.randn(members, before, after) / before**0.5))
             self.biases.append(nn.Parameter(torch.zeros(members, 1, after)))
-        self.scales = nn.ParameterList(nn.Parameter(torch.ones(members, 1, width)) for _ in range(depth * layer_norm))
+        scales = (torch.ones(members, 1, width) for _ in range(depth if layer_norm else 0))
+        self.scales = nn.ParameterList(nn.Parameter(scale) for scale in scales)
+        # Each is called with inplace=.
         self.activation = {"silu": functional.silu, "relu": functional.relu}[activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Run every member on its own batch, x [M, N, inputs] -> [M, N, outputs]."""
-        last, fresh = len(self.weights) - 1, not torch.is_grad_enabled()
+        last, inplace = len(self.weights) - 1, not torch.is_grad_enabled()
         # Indexing a ParameterList costs as much as multiplying a small batch: what it holds is read directly.
         layers = zip(self.weights._parameters.values(), self.biases._parameters.values(), strict=True)
         for layer, (weight, bias) in enumerate(layers):
@@ -110,12 +116,14 @@ class Members(nn.Module):
                 return x
             if len(self.scales):
                 x = functional.layer_norm(x, x.shape[-1:]) * self.scales[layer]
-            x = self.activation(x, inplace=fresh)  # what nobody differentiates may be overwritten
+            x = self.activation(x, inplace=inplace)  # without gradients, activations may be overwritten
         return x
 
 
 @torch.no_grad()
 def follow(slow: nn.Module, fast: nn.Module, rate: float) -> None:
-    """Polyak-average the weights of a target network: move them by `rate` of the difference towards `fast`."""
+    """Polyak-average the parameters of a target network: move them by `rate` of the difference towards `fast`. Buffers
+    are not copied.
+    """
     for old, new in zip(slow.parameters(), fast.parameters(), strict=True):
         old.lerp_(new, rate)

@@ -5,7 +5,7 @@ transitions of the last epochs, and updates on batches mixed with a fraction of 
 it MOPO, the agent's many critics make it RAVL. The end of imagination is not treated as the end of the task.
 
 Monitored: whether values exceed the range that the rewards allow (`alarm`), and the number of transitions into states
-from which none starts.
+from which none starts. The benchmark edge_of_reach runs this loop; no command does.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,8 +52,8 @@ class Agent(Protocol):
 @dataclass(frozen=True)
 class ImaginedValuesConfig:
     """epochs: number of epochs, each with `rollouts` imagined rollouts and `updates` batches; keep: number of past
-    epochs whose transitions are stored; real_share: fraction of recorded transitions per batch; alarm: stop when values
-    exceed the rewards' bound by this multiple of it, 0 to disable.
+    epochs whose transitions are stored; real_share: fraction of recorded transitions per batch; alarm: largest
+    allowed `beyond_bound` (see `learn_in_imagination`); training stops above it; 0 disables it.
     """
 
     epochs: int = 20
@@ -69,6 +69,8 @@ class ImaginedValuesConfig:
             raise ConfigError("epochs, rollouts, updates, batch_size and keep must be at least 1.")
         if not 0 <= self.real_share <= 1:
             raise ConfigError(f"real_share {self.real_share} must be in [0, 1].")
+        if not self.alarm >= 0:
+            raise ConfigError(f"alarm {self.alarm} must be 0 (disabled) or more.")
 
 
 class AgentController:
@@ -104,7 +106,9 @@ class Explorer:
 
 
 EdgeValue = Callable[[Tensor], Tensor]
-"""Values of states [N, S] where imagination stops; true values are the oracle remedy for the edge-of-reach problem."""
+"""Discounted values (discount * V) of states [N, S] where imagination stops; true values are the oracle remedy for the
+edge-of-reach problem.
+"""
 
 
 def roll_out(
@@ -117,9 +121,9 @@ def roll_out(
     generator: torch.Generator,
     edge_value: EdgeValue | None = None,
 ) -> Transitions:
-    """Play at least `rollouts` episodes (or as many as the imagination horizon allows) and return their transitions.
+    """Play `rollouts` episodes, rounded up to full batches, and return their transitions.
 
-    edge_value: its discounted value is added to the reward where imagination stops, and the transition ends there.
+    edge_value: added to the reward where imagination stops, and the transition ends there.
     """
     player = Player(world, Explorer(interface, lambda state: agent.act(state, generator)))
     parts = []
@@ -158,9 +162,10 @@ def learn_in_imagination(
     """Improve `agent` in the imagined `world`; returns one record per epoch.
 
     world: its resets give the initial states, its truncation the horizon; recorded: transitions with actions in [-1,
-    1]. evaluate: called with the epoch number; its metrics are added to the record. The record contains the mean value
-    at initial states, the bound that rewards allow, the relative excess over it, and the fraction of transitions at the
-    edge of reach.
+    1]. evaluate: called with the epoch number; its metrics are added to the record. Each record contains the mean
+    value of the first 2048 recorded states, the bound that rewards allow (looser with `edge_value`, which is part of
+    them), `beyond_bound` (the relative excess over it), the fraction of transitions at the edge of reach, and the
+    metrics of the last update.
     """
     interface, records = Interface.of(world.spec), []
     kept: list[Transitions] = []
@@ -190,13 +195,13 @@ def learn_in_imagination(
                 "value_bound": highest,
                 "beyond_bound": max(value - highest, lowest - value, 0.0) / max(abs(lowest), abs(highest), 1e-9),
                 "edge_share": float(edge_of_reach(imagined).float().mean()),
-                **{name: float(figure) for name, figure in figures.items()},
+                **{key: float(figure) for key, figure in figures.items()},
                 **({} if evaluate is None else evaluate(epoch)),
             }
             records.append(record)
             if run is not None:
                 run.log(record)
             advance(note=f"value {value:.2f}")
-            if config.alarm and record["beyond_bound"] > config.alarm:
+            if config.alarm and not record["beyond_bound"] <= config.alarm:  # NaN stops too
                 break
     return records

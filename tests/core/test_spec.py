@@ -61,6 +61,23 @@ def test_units_are_compared_however_they_are_spelled(own: str, other: str, same:
     assert same_units(Field((3,), unit=other), Field((3,), unit=own)) is same
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "same"),
+    [
+        ("x, y: m; grip: 1", "m, m, 1", True),
+        ("x: m; y: m; grip: m", "m", True),
+        ("x, y: m; grip: 1", "grip: 1; x, y: metres", True),
+        ("x, y: m; grip: 1", "m, mm, 1", False),
+        ("x: m; y: rad; grip: 1", "y: m; x: rad; grip: 1", False),
+        ("x: m", "m, rad, deg", True),  # what is not declared matches anything
+    ],
+)
+def test_units_by_name_are_compared_with_units_by_place(own: str, other: str, same: bool) -> None:
+    fields = [Field((3,), unit=unit, names=("x", "y", "grip")) for unit in (own, other)]
+    assert same_units(*fields) is same
+    assert same_units(*reversed(fields)) is same
+
+
 def test_other_bounds_and_rates_are_said_once() -> None:
     narrow, fast = replace(ACTION, low=-0.4, high=0.4), world(fps=20.0)
     with pytest.warns(RobopolicyWarning, match=r"lower bound of the action is -1 in 'velocity' to the policy, -0.4 in"):
