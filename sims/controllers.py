@@ -68,12 +68,13 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
     if not callable(make):
         raise ConfigError(f"Controller '{dotted_path}' is {make!r}: it must be a class or a function that makes one.")
     arguments = fixed_arguments(make)
-    required = [name for name, needed in arguments.items() if needed]
+    required_arguments = [name for name, is_required in arguments.items() if is_required]
     by_name = {"spec": spec} if "spec" in arguments else {}
-    by_place = () if by_name or not required else (spec,)
-    if len(set(required) - set(by_name)) > len(by_place):
+    by_place = () if by_name or not required_arguments else (spec,)
+    if len(set(required_arguments) - set(by_name)) > len(by_place):
         raise ConfigError(
-            f"Controller '{dotted_path}' needs {', '.join(required)}; it may take one argument, the world's spec."
+            f"Controller '{dotted_path}' needs {', '.join(required_arguments)}; it may take one argument, the world's "
+            f"spec."
         )
     try:
         controller: Any = make(*by_place, **by_name)
@@ -81,17 +82,17 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
         raise
     except Exception as error:
         raise ConfigError(f"Controller '{dotted_path}' could not be made: {type(error).__name__}: {error}") from error
-    missing = [name for name in ("reset", "act") if not callable(getattr(controller, name, None))]
-    if missing:
+    missing_methods = [name for name in ("reset", "act") if not callable(getattr(controller, name, None))]
+    if missing_methods:
         raise ConfigError(
-            f"Controller '{dotted_path}' made {type(controller).__name__}, which lacks {' and '.join(missing)}: a "
-            "controller has reset(rows) and act(observation) -> actions [B, A]."
+            f"Controller '{dotted_path}' made {type(controller).__name__}, which lacks "
+            f"{' and '.join(missing_methods)}: a controller has reset(rows) and act(observation) -> actions [B, A]."
         )
-    beyond = [name for name, needed in list(fixed_arguments(controller.act).items())[1:] if needed]
+    beyond = [name for name, is_required in list(fixed_arguments(controller.act).items())[1:] if is_required]
     if beyond:
-        what = "is a policy" if "generator" in beyond else "is no controller"
+        problem = "is a policy" if "generator" in beyond else "is no controller"
         raise ConfigError(
-            f"'{dotted_path}' {what}: its act also needs {', '.join(beyond)}, and a controller is called as "
+            f"'{dotted_path}' {problem}: its act also needs {', '.join(beyond)}, and a controller is called as "
             "act(observation) -> actions [B, A]."
         )
     return NamedController(controller, dotted_path)

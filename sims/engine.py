@@ -112,8 +112,8 @@ class MujocoWorld:
         instructions: str = TRAINING,
         phrasing: str = PLAIN,
     ):
-        given = {name: value for name, value in locals().items() if name != "batch_size"}
-        require_types(MujocoWorld, given, "world.options.")
+        arguments = {name: value for name, value in locals().items() if name != "batch_size"}
+        require_types(MujocoWorld, arguments, "world.options.")
         require_sizes(batch_size=batch_size, history=history)
         for camera in cameras:
             if camera not in task.cameras:
@@ -187,15 +187,15 @@ class MujocoWorld:
         options = dict(options or {})
         numbers, instruction = options.pop("uniforms", None), options.pop("task", None)
         if options:
-            unknown = next(iter(options))
-            raise ConfigError(f"Unknown reset option '{unknown}'.{did_you_mean(unknown, ['uniforms', 'task'])}")
+            option = next(iter(options))
+            raise ConfigError(f"Unknown reset option '{option}'.{did_you_mean(option, ['uniforms', 'task'])}")
         index, seeds = self._episodes.reset_rows(rows, seeds)
         # Two numbers behind the task's own, so that those stay what they are without instructions.
-        drawn, spoken = np.split(uniforms(seeds, self.task.uniforms + 2), [self.task.uniforms], axis=1)
-        numbers = np.asarray(drawn if numbers is None else numbers, dtype=np.float64)
+        task_draws, wording_draws = np.split(uniforms(seeds, self.task.uniforms + 2), [self.task.uniforms], axis=1)
+        numbers = np.asarray(task_draws if numbers is None else numbers, dtype=np.float64)
         if numbers.shape != (len(index), self.task.uniforms):
             raise SpecError(f"uniforms have shape {numbers.shape}, expected [{len(index)}, {self.task.uniforms}].")
-        self._start(index, numbers, spoken, instruction)
+        self._start(index, numbers, wording_draws, instruction)
         return self._episodes.observation()
 
     def _instructed(self, asked: np.ndarray, drawn: np.ndarray) -> np.ndarray:
@@ -235,8 +235,8 @@ class MujocoWorld:
             _, sensors = self._simulate(state, control[:, None])
         observed = self._observe(state[:, None], control[:, None], goal, sensors)
         images = {key: image[:, None] for key, image in self._images(state, goal).items()}
-        own = {"state": state, "control": control, "goal": goal}
-        self._episodes.start(index, {**observed, **images}, instruction=instruction, own=own)
+        own_arrays = {"state": state, "control": control, "goal": goal}
+        self._episodes.start(index, {**observed, **images}, instruction=instruction, own=own_arrays)
 
     def step(self, actions: np.ndarray) -> Step:
         """Run a chunk [B, C, A] in the rows that have not ended; never resets.
@@ -271,19 +271,19 @@ class MujocoWorld:
         newest = {key: np.ascontiguousarray(value[:, self._history - 1 :]) for key, value in path.items()}
         instructed = {TASK: self._wording.meant(arrays["instruction"][index])[:, None]}
         potential = task.potential(newest | instructed).astype(np.float64)
-        moved = episodes.advance(index, task.succeeded(observed | instructed))
+        advanced = episodes.advance(index, task.succeeded(observed | instructed))
 
-        rewards = {"progress": np.diff(potential, axis=1) * moved.live, "success": moved.first.astype(np.float64)}
-        trace = episodes.trace(index, observed, moved.length)
-        images = self._image_history(index, states, goal, moved.length)
-        episodes.update_history(index, path, moved.length)
+        rewards = {"progress": np.diff(potential, axis=1) * advanced.live, "success": advanced.first.astype(np.float64)}
+        trace = episodes.trace(index, observed, advanced.length)
+        images = self._image_history(index, states, goal, advanced.length)
+        episodes.update_history(index, path, advanced.length)
         for key, value in images.items():
             arrays[f"history/{key}"][index] = value
-        final = (np.arange(len(states)), moved.length - 1)
+        final = (np.arange(len(states)), advanced.length - 1)
         arrays["state"][index] = states[final]
         arrays["control"][index] = control[final]
         spread = {name: episodes.scatter(index, value) for name, value in rewards.items()}
-        return episodes.step(trace, spread, episodes.scatter(index, moved.live))
+        return episodes.step(trace, spread, episodes.scatter(index, advanced.live))
 
     # -- physics and observation ---------------------------------------------------------------------------------
 

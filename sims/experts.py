@@ -123,10 +123,10 @@ class NoisyController:
         noise, size = self._noise, int(np.prod(actions.shape[1:]))
         if len(self._spell) != len(actions):
             self._start(len(actions))
-        drawn = uniforms(keyed(self._seed, self._episodes, self._step), 2 * size + 1)
+        draws = uniforms(keyed(self._seed, self._episodes, self._step), 2 * size + 1)
         self._step += 1
-        chances, random = drawn[:, 0], drawn[:, 1 : size + 1].reshape(actions.shape)
-        normal = ndtri(np.maximum(drawn[:, size + 1 :], 2.0**-54)).reshape(actions.shape)
+        chances, random = draws[:, 0], draws[:, 1 : size + 1].reshape(actions.shape)
+        normal = ndtri(np.maximum(draws[:, size + 1 :], 2.0**-54)).reshape(actions.shape)
         noisy = actions + noise.gaussian * 0.5 * (self._high - self._low) * normal
         fresh = self._low + (self._high - self._low) * random
         # A free row starts a spell with the chance that makes `random` the long-run share of steps in spells.

@@ -75,19 +75,19 @@ def placing_potential(observation: Arrays, lift: float) -> np.ndarray:
     gripper = parts(state)["gripper"]
     reach = np.maximum(length(environment[..., TO_CUBE]) - HELD_WITHIN, 0.0)
     distance = length(environment[..., TO_GOAL])
-    raised = np.clip((environment[..., CUBE][..., 2] - CUBE_HALF) / lift, 0.0, 1.0)
+    lift_progress = np.clip((environment[..., CUBE][..., 2] - CUBE_HALF) / lift, 0.0, 1.0)
     closed = np.clip(1.0 - np.abs(gripper - GRIPPER_HOLDS) / (GRIPPER_OPEN - GRIPPER_HOLDS), 0.0, 1.0)
-    placed = np.clip((0.04 - distance) / 0.03, 0.0, 1.0)
-    opened = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
+    placement = np.clip((0.04 - distance) / 0.03, 0.0, 1.0)
+    release = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
     near = 1.0 - np.tanh(reach / 0.1)
     grasped = np.clip(1.0 - reach / 0.02, 0.0, 1.0) * closed
-    carried = raised * (1.0 - np.tanh(distance / 0.1))
+    carrying = lift_progress * (1.0 - np.tanh(distance / 0.1))
     return (
-        0.5 * np.maximum(near, placed)
-        + 0.5 * np.maximum(grasped, placed)
-        + raised
-        + 2.0 * carried
-        + 0.5 * placed * opened
+        0.5 * np.maximum(near, placement)
+        + 0.5 * np.maximum(grasped, placement)
+        + lift_progress
+        + 2.0 * carrying
+        + 0.5 * placement * release
     )
 
 
@@ -99,9 +99,9 @@ def cube_rests_at_goal(observation: Arrays, tolerance: float) -> np.ndarray:
     """
     state, environment = observation[STATE], observation[ENVIRONMENT_STATE]
     offset = environment[..., TO_GOAL]
-    there = (length(offset[..., :2]) < tolerance) & (np.abs(offset[..., 2]) < 0.008)
+    at_goal = (length(offset[..., :2]) < tolerance) & (np.abs(offset[..., 2]) < 0.008)
     still = length(environment[..., VELOCITY]) < 0.05
-    return there & still & (parts(state)["gripper"] > RELEASED)
+    return at_goal & still & (parts(state)["gripper"] > RELEASED)
 
 
 def length(vector: np.ndarray) -> np.ndarray:
@@ -138,17 +138,17 @@ class PlaceExpert:
             & (to_cube[:, 1] < 0.018)
             & (np.abs(to_cube[:, 2]) < 0.015)
         )
-        placed = (length(to_goal[:, :2]) < 1.5 * self.precision) & (np.abs(to_goal[:, 2]) < 0.006)
-        held = between & (arm["gripper"] < GRIPPER_HOLDS + 0.06) & ~placed
+        at_goal = (length(to_goal[:, :2]) < 1.5 * self.precision) & (np.abs(to_goal[:, 2]) < 0.006)
+        is_held = between & (arm["gripper"] < GRIPPER_HOLDS + 0.06) & ~at_goal
         # Where the tip is to go, later lines overruling earlier ones: carry a held cube, else approach; wait while the
         # jaws close on the cube; at the goal wait while they open, then rise.
-        tip = np.where(held[:, None], self._carry(arm["tip"], to_goal), _approach(arm["tip"], cube))
-        tip = np.where((between & ~held)[:, None], arm["tip_target"], tip)
-        let_go = placed & (arm["gripper"] > RELEASED)
-        tip[:, 2] = np.where(placed, np.where(let_go, self.carry_height, arm["tip_target"][:, 2]), tip[:, 2])
-        tip[:, :2] = np.where(placed[:, None], arm["tip_target"][:, :2], tip[:, :2])
+        tip = np.where(is_held[:, None], self._carry(arm["tip"], to_goal), _approach(arm["tip"], cube))
+        tip = np.where((between & ~is_held)[:, None], arm["tip_target"], tip)
+        let_go = at_goal & (arm["gripper"] > RELEASED)
+        tip[:, 2] = np.where(at_goal, np.where(let_go, self.carry_height, arm["tip_target"][:, 2]), tip[:, 2])
+        tip[:, :2] = np.where(at_goal[:, None], arm["tip_target"][:, :2], tip[:, :2])
         move = np.clip((tip - arm["tip_target"]) / TIP_STEP, -1.0, 1.0)
-        gripper = np.where(between & ~placed, -1.0, 1.0)
+        gripper = np.where(between & ~at_goal, -1.0, 1.0)
         return np.concatenate([move, gripper[:, None]], axis=1)
 
     def _carry(self, tip: np.ndarray, to_goal: np.ndarray) -> np.ndarray:
@@ -164,6 +164,6 @@ class PlaceExpert:
 def _approach(tip: np.ndarray, cube: np.ndarray) -> np.ndarray:
     """Hover over the cube with clearance for the fixed jaw, then descend: tip targets [B, 3] from two [B, 3], m."""
     target = cube - np.array([0.0, 0.008, 0.0])
-    aside = length(target[:, :2] - tip[:, :2]) > 0.008
-    target[:, 2] += np.where(aside, 0.055, 0.0)
+    is_aside = length(target[:, :2] - tip[:, :2]) > 0.008
+    target[:, 2] += np.where(is_aside, 0.055, 0.0)
     return target

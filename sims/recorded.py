@@ -95,15 +95,15 @@ class DemonstratedWorld:
         invalid rows or seeds.
         """
         index, seeds = self._episodes.reset_rows(rows, seeds)
-        drawn = uniforms(seeds, 1)[:, 0]
-        wanted = np.broadcast_to(-1 if options is None else options.get("task", -1), len(index))
-        chosen = np.zeros(len(index), dtype=np.int64)
-        for place, task in enumerate(wanted):
+        draws = uniforms(seeds, 1)[:, 0]
+        tasks = np.broadcast_to(-1 if options is None else options.get("task", -1), len(index))
+        demonstrations = np.zeros(len(index), dtype=np.int64)
+        for place, task in enumerate(tasks):
             allowed = np.flatnonzero(self._instruction == task) if task >= 0 else np.arange(len(self._lengths))
-            chosen[place] = allowed[int(drawn[place] * len(allowed))]
-        first = self._frames_at(chosen, np.zeros((len(index), 1), dtype=np.int64))
-        own = {"episode": chosen, "patched": np.zeros(len(index), dtype=np.int64)}
-        self._episodes.start(index, first, instruction=self._instruction[chosen], own=own)
+            demonstrations[place] = allowed[int(draws[place] * len(allowed))]
+        first = self._frames_at(demonstrations, np.zeros((len(index), 1), dtype=np.int64))
+        own_arrays = {"episode": demonstrations, "patched": np.zeros(len(index), dtype=np.int64)}
+        self._episodes.start(index, first, instruction=self._instruction[demonstrations], own=own_arrays)
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
@@ -123,15 +123,15 @@ class DemonstratedWorld:
         error = np.abs(actions - self._actions[self._first[episode, None] + np.minimum(time, length - 1)])
         same = (error <= self._allowed + 1e-9).reshape(*time.shape, -1).all(-1)
         failed = arrays["patched"][index, None] + np.cumsum(~same, axis=1) > self._patches
-        moved = episodes.advance(index, (time + 1 >= length) & ~failed, terminated=failed)
-        arrays["patched"][index] += (~same & moved.live).sum(axis=1)
+        advanced = episodes.advance(index, (time + 1 >= length) & ~failed, terminated=failed)
+        arrays["patched"][index] += (~same & advanced.live).sum(axis=1)
 
         frames = self._frames_at(episode, np.minimum(time + 1, length))
         vectors = {key: value for key, value in frames.items() if not key.startswith(IMAGE_PREFIX)}
-        trace = episodes.trace(index, vectors, moved.length)
-        episodes.update_history(index, episodes.extended_history(index, frames), moved.length)
-        rewards = {"agreement": episodes.scatter(index, (same & moved.live).astype(np.float64))}
-        return episodes.step(trace, rewards, episodes.scatter(index, moved.live))
+        trace = episodes.trace(index, vectors, advanced.length)
+        episodes.update_history(index, episodes.extended_history(index, frames), advanced.length)
+        rewards = {"agreement": episodes.scatter(index, (same & advanced.live).astype(np.float64))}
+        return episodes.step(trace, rewards, episodes.scatter(index, advanced.live))
 
     def snapshot(self, rows: Rows = None) -> Snapshot:
         """Copy each row's demonstration, position and observation history, [R, ...].

@@ -53,12 +53,12 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
     named as cameras.
     """
     try:
-        made = _made(name, batch_size, without_latency(options))
+        inner = _made(name, batch_size, without_latency(options))
     except Exception as error:
         if text := graphics_trouble(error):
             raise ConfigError(text) from error
         raise
-    world = with_latency_of(options, made)
+    world = with_latency_of(options, inner)
     try:
         require_cameras_named(world.spec.observation, f"The world '{name}'")
     except SpecError:
@@ -85,22 +85,24 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
             f"There is no world '{name}'.{did_you_mean(name, WORLDS.names())} Outside suites: {forms}. Your own is "
             "named by its dotted path, package.module:Name."
         )
-    found = WORLDS.load(name)
-    task = _task(name, found)
+    target = WORLDS.load(name)
+    task = _task(name, target)
     if task is not None:
         from sims.engine import MujocoWorld
 
-        known = [each for each in signature(MujocoWorld).parameters if each not in ("task", "batch_size")]
+        option_names = [each for each in signature(MujocoWorld).parameters if each not in ("task", "batch_size")]
         for option in options:
-            if option not in known:
-                there = f"There are {', '.join(known)}."
-                raise ConfigError(f"World '{name}' has no option '{option}'.{did_you_mean(option, known)} {there}")
+            if option not in option_names:
+                listing = f"There are {', '.join(option_names)}."
+                raise ConfigError(
+                    f"World '{name}' has no option '{option}'.{did_you_mean(option, option_names)} {listing}"
+                )
         return MujocoWorld(task, batch_size, **options)
-    if _is_environment(found):
+    if _is_environment(target):
         from sims.suites.environment_class import make_environment_world
 
-        return make_environment_world(name, found, batch_size, **options)
-    return _called(name, found, batch_size, options)
+        return make_environment_world(name, target, batch_size, **options)
+    return _called(name, target, batch_size, options)
 
 
 def make_saved_world(origin: WorldOrigin, where: Path, batch_size: int, **given: Any) -> World:
@@ -118,16 +120,16 @@ def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]
     Raises CheckpointError when an option refers to a module that the user has not named in this process, and the errors
     of `check_saved_options`.
     """
-    taken = {key: value for key, value in origin.options.items() if key not in given}
-    check_saved_options(taken, where)
-    for key, value in taken.items():
+    saved_options = {key: value for key, value in origin.options.items() if key not in given}
+    check_saved_options(saved_options, where)
+    for key, value in saved_options.items():
         for path in texts(value):
             if is_dotted(path) and not asked_for(path):
                 raise CheckpointError(
                     f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust it, "
                     f"name it: world.options.{key}={path} or run.plugins=[{path.partition(':')[0]}]."
                 )
-    return taken
+    return saved_options
 
 
 def require_trusted(name: str, where: object, way_out: str) -> None:
@@ -202,10 +204,10 @@ def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> W
             f"World '{name}' could not be made: {type(error).__name__}: {error}. It is called as "
             f"{getattr(make, '__name__', 'make')}({batch_size}, {', '.join(options)})."
         ) from error
-    missing = [part for part in ("spec", "batch_size", "reset", "step", "close") if not hasattr(world, part)]
-    if missing:
+    missing_parts = [part for part in ("spec", "batch_size", "reset", "step", "close") if not hasattr(world, part)]
+    if missing_parts:
         raise ConfigError(
-            f"World '{name}' made {type(world).__name__}, which lacks {', '.join(missing)}: see World in "
+            f"World '{name}' made {type(world).__name__}, which lacks {', '.join(missing_parts)}: see World in "
             "robopolicy/core/world.py, and try `robopolicy check`."
         )
     return cast(World, world)

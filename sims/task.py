@@ -116,13 +116,13 @@ class Task:
 
 def model_path(task: Task) -> Path:
     """Return the path of the task's MJCF; raises ConfigError naming the searched places when it is missing."""
-    beside = getattr(sys.modules.get(task.start.__module__), "__file__", None)
-    places = [resource("assets", task.model), *([Path(beside).parent / task.model] if beside else [])]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        tried = ", ".join(dict.fromkeys(map(str, places)))
-        raise ConfigError(f"Task '{task.name}' names the model {task.model}, which does not exist: {tried}.")
-    return found
+    module_file = getattr(sys.modules.get(task.start.__module__), "__file__", None)
+    places = [resource("assets", task.model), *([Path(module_file).parent / task.model] if module_file else [])]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        searched = ", ".join(dict.fromkeys(map(str, places)))
+        raise ConfigError(f"Task '{task.name}' names the model {task.model}, which does not exist: {searched}.")
+    return path
 
 
 def scale(uniforms: np.ndarray, low: Any, high: Any) -> np.ndarray:
@@ -157,7 +157,7 @@ def elements(field: Field, names: str) -> slice:
     """
     each = tuple(names.split())
     first = field.names.index(each[0]) if each and each[0] in field.names else 0
-    found = slice(first, first + len(each))
-    if not each or field.names[found] != each:
+    place = slice(first, first + len(each))
+    if not each or field.names[place] != each:
         raise SpecError(f"'{names}' are not neighbours in this order in {' '.join(field.names)}.")
-    return found
+    return place

@@ -41,13 +41,13 @@ class Wording:
 
         goal: [R] instructions sampled by the task itself, as indices; used where this world offers them.
         """
-        given = np.unique(self.goals)
-        chosen = given[(numbers[:, 0] * len(given)).astype(np.int64)]
+        goals = np.unique(self.goals)
+        goal_of_row = goals[(numbers[:, 0] * len(goals)).astype(np.int64)]
         if goal is not None:
-            chosen = np.where(np.isin(goal, given), goal, chosen)
-        spoken = self.goals[None] == chosen[:, None]
-        place = (numbers[:, 1] * spoken.sum(axis=1)).astype(np.int64)
-        return np.argmax(spoken.cumsum(axis=1) > place[:, None], axis=1)
+            goal_of_row = np.where(np.isin(goal, goals), goal, goal_of_row)
+        has_goal = self.goals[None] == goal_of_row[:, None]
+        place = (numbers[:, 1] * has_goal.sum(axis=1)).astype(np.int64)
+        return np.argmax(has_goal.cumsum(axis=1) > place[:, None], axis=1)
 
 
 def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> Wording:
@@ -59,35 +59,35 @@ def wording(task: Task, instructions: str = TRAINING, phrasing: str = PLAIN) -> 
     _require_known("instructions", instructions, INSTRUCTIONS)
     _require_known("phrasing", phrasing, PHRASINGS)
     require_consistent(task)
-    wanted = [
+    indices = [
         index
         for index, text in enumerate(task.instructions)
         if instructions == ALL or (text in task.held_out) == (instructions == HELD_OUT)
     ]
-    if not wanted:
+    if not indices:
         raise ConfigError(f"instructions={instructions}: '{task.name}' has none of these (`Task.held_out`).")
     texts: list[str] = []
     goals: list[int] = []
-    for index in wanted:
+    for index in indices:
         plain = task.instructions[index]
-        others = task.paraphrases.get(plain, ())
-        if phrasing != PLAIN and not others:
+        paraphrases = task.paraphrases.get(plain, ())
+        if phrasing != PLAIN and not paraphrases:
             raise ConfigError(
                 f"phrasing={phrasing}: '{task.name}' has no paraphrase of '{plain}' (`Task.paraphrases`)."
             )
-        said = {PLAIN: (plain,), PARAPHRASED: tuple(others), ALL: (plain, *others)}[phrasing]
-        texts += said
-        goals += [index] * len(said)
+        wordings = {PLAIN: (plain,), PARAPHRASED: tuple(paraphrases), ALL: (plain, *paraphrases)}[phrasing]
+        texts += wordings
+        goals += [index] * len(wordings)
     return Wording(tuple(texts), np.array(goals), task.instructions)
 
 
 def require_consistent(task: Task) -> None:
     """Raise ConfigError unless all held-out or paraphrased texts are instructions and every text has one meaning."""
-    for what, named in (("held_out", task.held_out), ("paraphrases", task.paraphrases)):
-        for text in named:
+    for attribute, listed_texts in (("held_out", task.held_out), ("paraphrases", task.paraphrases)):
+        for text in listed_texts:
             if text not in task.instructions:
-                raise ConfigError(f"Task '{task.name}': {what} names '{text}', which is no instruction of it.")
-    texts = [*task.instructions, *(text for others in task.paraphrases.values() for text in others)]
+                raise ConfigError(f"Task '{task.name}': {attribute} names '{text}', which is no instruction of it.")
+    texts = [*task.instructions, *(text for paraphrases in task.paraphrases.values() for text in paraphrases)]
     twice = sorted({text for text in texts if texts.count(text) > 1})
     if twice:
         raise ConfigError(f"Task '{task.name}' says '{twice[0]}' for two things: give every paraphrase one meaning.")
@@ -98,7 +98,7 @@ class InPlainWords:
 
     def __init__(self, controller: Controller, paraphrases: Mapping[str, Sequence[str]]):
         self.controller = controller
-        self._plain = {text: plain for plain, others in paraphrases.items() for text in others}
+        self._plain = {text: plain for plain, wordings in paraphrases.items() for text in wordings}
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the controller for `rows` [R], or for all when None."""

@@ -58,8 +58,8 @@ def _kind_in(checkpoint: Checkpoint) -> str:
     """Return the kind of the world model in a checkpoint, or raise CheckpointError when it contains none."""
     name = _name_in(checkpoint.description)
     if name is None:
-        kind, known = str(checkpoint.description.get("kind")), [PREFIX + each for each in WORLD_MODELS.names()]
-        raise CheckpointError(f"{checkpoint.folder} holds '{kind}', not a world model.{did_you_mean(kind, known)}")
+        kind, kinds = str(checkpoint.description.get("kind")), [PREFIX + each for each in WORLD_MODELS.names()]
+        raise CheckpointError(f"{checkpoint.folder} holds '{kind}', not a world model.{did_you_mean(kind, kinds)}")
     return name
 
 
@@ -72,12 +72,12 @@ def load_world_model(folder: Path, device: torch.device | str = "cpu") -> Learne
     description = checkpoint.description
     name = _kind_in(checkpoint)
     require_format(folder, description)
-    made = WORLD_MODELS.saved(name, folder)
+    model_kind = WORLD_MODELS.saved(name, folder)
     weights = load_weights(folder, device)
     with restoring(folder, "a world model"):
         spec = WorldSpec.from_json(description["spec"])
         try:
-            model: LearnedModel = made.restore(description["model"], spec, weights)
+            model: LearnedModel = model_kind.restore(description["model"], spec, weights)
         except CheckpointError as error:  # of a part that the description names
             raise CheckpointError(f"{folder}: {error}") from error
     remember_described(model, description, folder / "config.json")

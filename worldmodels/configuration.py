@@ -274,8 +274,8 @@ class RssmConfig:
     @property
     def networks(self) -> RssmSize:
         """The preset with its overrides."""
-        given = {item.name: getattr(self, item.name) for item in fields(RssmSize)}
-        return replace(RSSM_SIZES[self.size], **{name: value for name, value in given.items() if value is not None})
+        values = {item.name: getattr(self, item.name) for item in fields(RssmSize)}
+        return replace(RSSM_SIZES[self.size], **{name: value for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -496,9 +496,9 @@ class VideoConfig:
     @property
     def sizes(self) -> VideoSize:
         """The selected sizes."""
-        given = {name: getattr(self, name) for name in ("channels", "latent", "patch", "width", "depth", "heads")}
+        values = {name: getattr(self, name) for name in ("channels", "latent", "patch", "width", "depth", "heads")}
         return replace(
-            VIDEO_SIZES[self.size], **{name: value for name, value in given.items() if value not in (None, ())}
+            VIDEO_SIZES[self.size], **{name: value for name, value in values.items() if value not in (None, ())}
         )
 
     @property

@@ -72,21 +72,26 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
         if first.endswith("cos") and second == first.removesuffix("cos") + "sin"
     ]
     on_circle = {index for pair in circles for index in pair}
-    kept: list[int] = []
+    independent: list[int] = []
     derived: list[int] = []
     for index in range(samples.shape[1]):
         varies = bool(scale[index] > 1e-9)
         # Both elements of an angle stay free: `complete` needs the two to put them back on the circle.
-        if varies and kept and index not in on_circle and _residual(samples, kept, index) < TOLERANCE * scale[index]:
+        if (
+            varies
+            and independent
+            and index not in on_circle
+            and _residual(samples, independent, index) < TOLERANCE * scale[index]
+        ):
             derived.append(index)
         elif varies:
-            kept.append(index)
+            independent.append(index)
     # One affine fit of all derived elements on those kept; its last row, that of the column of ones, is the bias.
-    design = torch.cat([samples[:, kept], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
+    design = torch.cat([samples[:, independent], torch.ones(len(samples), 1, dtype=torch.float64)], 1)
     solution = torch.linalg.lstsq(design, samples[:, derived]).solution
     # What the fit leaves of a zero must be exactly 0, or every kept element would leak into every derived one.
     solution[solution.abs() < 1e-6] = 0.0
-    free = [index for index in kept if moves[index]]
+    free = [index for index in independent if moves[index]]
     # Goals vary between episodes but not within them: kept, not free.
     constant = [index for index in range(samples.shape[1]) if index not in free and index not in derived]
     return StateStructure(
@@ -94,7 +99,7 @@ def find_structure(state: Tensor, next_state: Tensor, names: tuple[str, ...]) ->
         torch.tensor(constant, dtype=torch.int64),
         torch.tensor(derived, dtype=torch.int64),
         # Derived elements may rest on constants too, as "object minus goal" does.
-        torch.tensor(kept),
+        torch.tensor(independent),
         solution[:-1].float(),
         solution[-1].float(),
         torch.tensor(circles, dtype=torch.int64).reshape(-1, 2),
@@ -203,23 +208,25 @@ def read_statistics(spec: WorldSpec, episodes: Episodes) -> tuple[StateStructure
         "change": state[frames + 1] - state[frames],
         "reward": progress_reward(episodes)[:, None],
     }
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    statistics: dict[str, tuple[Tensor, Tensor]] = {}
     for name, value in values.items():
         check_finite(f"episodes: {name}", value)
         mean = value.mean(0)
-        found[name] = mean, (value - mean).square().mean(0).sqrt().clamp_min(1e-6)
+        statistics[name] = mean, (value - mean).square().mean(0).sqrt().clamp_min(1e-6)
     structure = find_structure(state[frames], state[frames + 1], vector.names) if vector.size else no_structure()
-    return structure, found
+    return structure, statistics
 
 
 def require_fields(spec: WorldSpec, fields: Mapping[str, Field], episodes: Episodes) -> None:
     """Raise DataError unless `episodes` contain `fields` of the world of `spec`, and its actions, in their shapes."""
-    wanted = {key: field.shape for key, field in fields.items()}
-    given = {key: tuple(value.shape[1:]) for key, value in episodes.observation.items() if key in wanted}
-    if given != wanted or episodes.actions.shape[1:] != spec.action.shape:
+    expected_shapes = {key: field.shape for key, field in fields.items()}
+    actual_shapes = {
+        key: tuple(value.shape[1:]) for key, value in episodes.observation.items() if key in expected_shapes
+    }
+    if actual_shapes != expected_shapes or episodes.actions.shape[1:] != spec.action.shape:
         raise DataError(
-            f"World '{spec.name}' shows {wanted} and takes actions {list(spec.action.shape)}, the episodes hold "
-            f"{given} and {list(episodes.actions.shape[1:])}: the data comes from another world."
+            f"World '{spec.name}' shows {expected_shapes} and takes actions {list(spec.action.shape)}, the episodes "
+            f"hold {actual_shapes} and {list(episodes.actions.shape[1:])}: the data comes from another world."
         )
 
 

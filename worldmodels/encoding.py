@@ -58,15 +58,15 @@ def encoded(model: DecoderFree, episodes: Episodes) -> Episodes:
     Raises SpecError when the episodes lack a field that the model reads.
     """
     fields = model.spec.observation
-    found: dict[str, list[Tensor]] = {key: [] for key in fields}
+    latents: dict[str, list[Tensor]] = {key: [] for key in fields}
     # An episode has one frame more than steps. The last one is encoded too: values bootstrap from it.
     for rows in torch.arange(episodes.step_count + len(episodes)).split(PART):
-        shown = encode(
+        encoding = encode(
             model, {key: episodes.observation[key][rows] for key in model.reads if key in episodes.observation}
         )
-        for key, parts in found.items():
-            parts.append(shown[key].to(episodes.device))
-    observation = {key: torch.cat(parts) for key, parts in found.items()}
+        for key, parts in latents.items():
+            parts.append(encoding[key].to(episodes.device))
+    observation = {key: torch.cat(parts) for key, parts in latents.items()}
     return replace(episodes, observation_fields=fields, observation=observation)
 
 
@@ -85,9 +85,9 @@ class EncodedPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """Spec of the policy, with the fields that the model reads instead of the latent."""
-        spec, shown = self.policy.spec, self.model.spec.observation
-        others = {key: field for key, field in spec.observation.items() if key not in shown}
-        return replace(spec, observation={**self.model.reads, **others})
+        spec, encoded_fields = self.policy.spec, self.model.spec.observation
+        other_fields = {key: field for key, field in spec.observation.items() if key not in encoded_fields}
+        return replace(spec, observation={**self.model.reads, **other_fields})
 
     @property
     def inner(self) -> Policy:
@@ -153,8 +153,8 @@ class EncodedPolicy(nn.Module):
 
     def encode(self, observation: TensorObservation) -> Mapping[str, Tensor]:
         """Return the model's latent observation of the newest frames, key -> [N, ...]: features for critics."""
-        seen = self.seen(observation)
-        return {key: value[:, -1] for key in self.model.spec.observation if isinstance(value := seen[key], Tensor)}
+        features = self.seen(observation)
+        return {key: value[:, -1] for key in self.model.spec.observation if isinstance(value := features[key], Tensor)}
 
     def save(self, folder: Path) -> None:
         """Write the policy's checkpoint with the encoder inside, atomically."""
@@ -172,8 +172,8 @@ class EncodedPolicy(nn.Module):
         validate_observation(observation, self.model.reads, history=self.spec.history)
         frames = {key: value for key in self.model.reads if isinstance(value := observation[key], Tensor)}
         first = next(iter(frames.values()))
-        shown = encode(self.model, {key: value.flatten(0, 1) for key, value in frames.items()})
-        return {key: value.unflatten(0, first.shape[:2]).to(first.device) for key, value in shown.items()}
+        encoding = encode(self.model, {key: value.flatten(0, 1) for key, value in frames.items()})
+        return {key: value.unflatten(0, first.shape[:2]).to(first.device) for key, value in encoding.items()}
 
 
 def save_encoder(model: DecoderFree, folder: Path) -> None:

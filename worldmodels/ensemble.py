@@ -140,8 +140,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         bounds = 0.01 * (self.max_logvar - self.min_logvar).mean()
         # The heads are no ensemble: they learn from the rows of the first member.
         first = {name: value[0] for name, value in batch.items() if not name.startswith("success")}
-        others = {name: value for name, value in batch.items() if name.startswith("success")}
-        return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | others, generator)}
+        success_rows = {name: value for name, value in batch.items() if name.startswith("success")}
+        return {"dynamics": likelihood.mean(0) + bounds, **self.heads.loss(first | success_rows, generator)}
 
     def batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
         """Yield training batches indefinitely; each member samples its own steps, and the only state is `generator`.
@@ -154,8 +154,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         config, device = self.config, self.state_mean.device
         won = data.won.nonzero()[:, 0]
         while True:
-            shape, where = (config.members, config.batch_size), generator.device
-            rows = torch.randint(len(data), shape, generator=generator, device=where).cpu()
+            shape, generator_device = (config.members, config.batch_size), generator.device
+            rows = torch.randint(len(data), shape, generator=generator, device=generator_device).cpu()
             batch = {name: getattr(data, name)[rows] for name in ("state", "action", "next_state", "reward")}
             batch |= success_batch(data, rows[0], won, config.positive_share, generator)
             yield {name: value.to(device) for name, value in batch.items()}
@@ -167,11 +167,11 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         """
         data, device = recorded_transitions(episodes, self.state_vector), self.state_mean.device
         self.heads.calibrate(data)
-        found = []
+        disagreements = []
         for state, action in zip(data.state.split(8192), data.action.split(8192), strict=True):
-            read = self.standard("state", state.to(device)), self.standard("action", action.to(device))
-            found.append(_disagreement(self._outputs(*read).chunk(2, -1)[0]))
-        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(found)))
+            inputs = self.standard("state", state.to(device)), self.standard("action", action.to(device))
+            disagreements.append(_disagreement(self._outputs(*inputs).chunk(2, -1)[0]))
+        self.uncertainty_quantiles.copy_(quantiles_of(torch.cat(disagreements)))
 
     def initial(self, context: Context, seeds: np.ndarray) -> Latent:
         """Return the latent: the state vector, the episode's seed and the number of the next step.
@@ -184,8 +184,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
     def imagine(self, latent: Latent, actions: Tensor) -> tuple[Latent, Imagined]:
         """Advance every row by one control step with actions [B, A], in the world's units; see `generate`."""
-        latent, found = self.generate(latent, actions[:, None])
-        return latent, found[0]
+        latent, outcomes = self.generate(latent, actions[:, None])
+        return latent, outcomes[0]
 
     @torch.no_grad()
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
@@ -200,35 +200,35 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
         path = [latent["state"]]
         means = []
         rows = torch.arange(actions.shape[1], device=actions.device)
-        for step, taken in enumerate(self.standard("action", actions)):
-            output = self._outputs(self.standard("state", path[-1]), taken)
+        for step, action in enumerate(self.standard("action", actions)):
+            output = self._outputs(self.standard("state", path[-1]), action)
             mean, logvar = output.chunk(2, -1)
             # Each row draws its member anew at every step (PETS calls this TS1), so that the bias of one member does
             # not add up along a rollout.
-            chosen = mean[members[step], rows]
+            sample = mean[members[step], rows]
             if self.config.sample:
                 deviation = (0.5 * self._bounded(logvar[members[step], rows])).exp()
-                chosen = chosen + deviation * noise[step]
-            change = torch.addcmul(self.delta_mean, self.delta_std, chosen)
+                sample = sample + deviation * noise[step]
+            change = torch.addcmul(self.delta_mean, self.delta_std, sample)
             # The change is added to the state before, so constants keep their value bit by bit.
             path.append(structure.complete(path[-1].index_add(1, structure.free, change)))
             means.append(mean)
         states = torch.stack(path)
         progress, success = self.heads.judge(states, actions)
         # Never terminated by itself: success ends an episode, once the world around the model has debounced it.
-        paid, never = self.success_bonus * success.to(states.dtype), torch.zeros_like(success)
+        bonus, never = self.success_bonus * success.to(states.dtype), torch.zeros_like(success)
         fields, doubt = self.state_vector.unpack(states[1:]), _disagreement(torch.stack(means, 1))
-        found = [
+        outcomes = [
             Imagined(
                 {key: fields[key][step] for key in self._spec.observation},
-                {PROGRESS: progress[step], SUCCESS: paid[step]},
+                {PROGRESS: progress[step], SUCCESS: bonus[step]},
                 success[step],
                 never[step],
                 doubt[step],
             )
             for step in range(len(actions))
         ]
-        return {"state": states[-1], "seed": latent["seed"], "step": latent["step"] + len(actions)}, found
+        return {"state": states[-1], "seed": latent["seed"], "step": latent["step"] + len(actions)}, outcomes
 
     def _outputs(self, state: Tensor, action: Tensor) -> Tensor:
         """Return every member's outputs for the same standardised rows, [M, N, 2 F]: means, unbounded log-variances."""
@@ -252,8 +252,8 @@ class EnsembleModel(Described[EnsembleConfig], Standardised):
 
         # The counters that single steps would have: a chunk imagined at once draws what `imagine` draws in turn.
         step = latent["step"] + torch.arange(steps, device=latent["step"].device)[:, None]
-        counted = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
-        draws = draws_of(counted, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)
+        counts = {"seed": latent["seed"].repeat(steps), "step": step.flatten()}
+        draws = draws_of(counts, 1 + len(self.structure.free) * self.config.sample).reshape(*step.shape, -1)
         members = torch.from_numpy((draws[..., 0] * self.config.members).astype(np.int64))
         # ndtri inverts the normal distribution's cumulative one: uniforms become standard normal numbers.
         noise = torch.from_numpy(ndtri(np.clip(draws[..., 1:], 1e-9, 1 - 1e-9)).astype(np.float32))

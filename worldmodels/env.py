@@ -98,13 +98,13 @@ class ImaginedWorld:
         """
         if options:
             raise ConfigError(f"An imagined world takes no reset options, got {sorted(options)}.")
-        index, chosen = self._episodes.reset_rows(rows, seeds)
-        context = self._starts(chosen)
-        latent = self.model.initial(context, chosen)
+        index, episode_seeds = self._episodes.reset_rows(rows, seeds)
+        context = self._starts(episode_seeds)
+        latent = self.model.initial(context, episode_seeds)
         self._latent = _scatter(self._latent, latent, index, self._batch_size)
         instruction = 0 if context.task is None else self._episodes.instruction_index(context.task)
-        own = {"streak": np.zeros(len(index), dtype=np.int64), "paid": np.zeros(len(index))}
-        self._episodes.start(index, self._first_frames(context, latent), instruction=instruction, own=own)
+        counters = {"streak": np.zeros(len(index), dtype=np.int64), "paid": np.zeros(len(index))}
+        self._episodes.start(index, self._first_frames(context, latent), instruction=instruction, own=counters)
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
@@ -116,7 +116,7 @@ class ImaginedWorld:
         episodes, arrays = self._episodes, self._episodes.arrays
         actions = np.asarray(actions)
         validate_actions(actions, self._spec.action, self._batch_size)
-        chosen = executed(self._spec, actions)
+        executed_actions = executed(self._spec, actions)
         index, shape = episodes.running_index, actions.shape[:2]
         rewards = {name: np.zeros(shape) for name in self._spec.rewards}
         valid, uncertainty = np.zeros(shape, dtype=bool), np.zeros(shape)
@@ -125,17 +125,17 @@ class ImaginedWorld:
             limit = min(self._spec.horizon, self._truncation.steps or self._spec.horizon)
             # The row with the most steps left decides how many are imagined; the others' surplus steps are not valid.
             count = min(shape[1], limit - int(arrays["steps"][index].min()))
-            future = self._imagine(chosen[:, :count], index)
-            moved = self._advance(index, future)
-            path = self._seen(index, future, moved)
+            future = self._imagine(executed_actions[:, :count], index)
+            progress = self._advance(index, future)
+            path = self._seen(index, future, progress)
             for key, frames in path.items():
                 # Steps of the chunk that nobody imagined repeat the last frame.
                 trace[key][index] = frames[:, self._spec.history :][:, np.minimum(np.arange(shape[1]), count - 1)]
-            episodes.update_history(index, path, moved.length)
-            valid[index, :count] = moved.live
-            uncertainty[index, :count] = np.where(moved.live, future.uncertainty.cpu().numpy(), 0.0)
+            episodes.update_history(index, path, progress.length)
+            valid[index, :count] = progress.live
+            uncertainty[index, :count] = np.where(progress.live, future.uncertainty.cpu().numpy(), 0.0)
             for name in self.model.spec.rewards:
-                rewards[name][index, :count] = np.where(moved.live, future.rewards[name].cpu().numpy(), 0.0)
+                rewards[name][index, :count] = np.where(progress.live, future.rewards[name].cpu().numpy(), 0.0)
         if self._penalty:
             rewards[PENALTY] = -self._penalty * uncertainty
         return episodes.step(trace, rewards, valid, uncertainty)
@@ -145,8 +145,8 @@ class ImaginedWorld:
 
         Raises SpecError on invalid rows and before the first reset.
         """
-        own, index = self._episodes.snapshot(rows), self._episodes.index(rows)
-        return Snapshot({f"latent/{name}": value.cpu().numpy()[index] for name, value in self._latent.items()} | own)
+        arrays, index = self._episodes.snapshot(rows), self._episodes.index(rows)
+        return Snapshot({f"latent/{name}": value.cpu().numpy()[index] for name, value in self._latent.items()} | arrays)
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` with a snapshot and return all rows' observation [B, H, ...].
@@ -171,8 +171,8 @@ class ImaginedWorld:
         """
         if not isinstance(self.model, DecoderFree):
             return {key: context.observation[key] for key in self._spec.observation}
-        shown = self.model.show(latent)
-        frames = {key: shown[key].cpu().numpy()[:, None] for key in self._spec.observation}
+        decoded = self.model.show(latent)
+        frames = {key: decoded[key].cpu().numpy()[:, None] for key in self._spec.observation}
         for key, frame in frames.items():
             check_finite(f"the first {key}", frame)
         return frames
@@ -181,19 +181,19 @@ class ImaginedWorld:
         """Return the outcome of a chunk [B, C, A] in the running rows `index` [R]: [R, C, ...], including steps after
         an episode's end.
         """
-        everyone, device = isinstance(index, slice), next(iter(self._latent.values())).device
+        all_rows, device = isinstance(index, slice), next(iter(self._latent.values())).device
         rows = torch.from_numpy(np.arange(self._batch_size)[index]).to(device)
-        latent = self._latent if everyone else {name: value[rows] for name, value in self._latent.items()}
-        chunk, found = torch.from_numpy(actions[index]).to(device), list[Imagined]()
+        latent = self._latent if all_rows else {name: value[rows] for name, value in self._latent.items()}
+        chunk, outcomes = torch.from_numpy(actions[index]).to(device), list[Imagined]()
         with torch.no_grad():
             if isinstance(self.model, ChunkModel):
-                latent, found = self.model.generate(latent, chunk)
+                latent, outcomes = self.model.generate(latent, chunk)
             else:
-                for taken in chunk.unbind(1):
-                    latent, imagined = self.model.imagine(latent, taken)
-                    found.append(imagined)
-        self._latent = latent if everyone else _scatter(self._latent, latent, rows.cpu().numpy(), self._batch_size)
-        return combined(found, lambda steps: torch.stack(steps, 1))
+                for action in chunk.unbind(1):
+                    latent, outcome = self.model.imagine(latent, action)
+                    outcomes.append(outcome)
+        self._latent = latent if all_rows else _scatter(self._latent, latent, rows.cpu().numpy(), self._batch_size)
+        return combined(outcomes, lambda steps: torch.stack(steps, 1))
 
     def _advance(self, index: slice | np.ndarray, future: Imagined) -> Advanced:
         """Count the steps of an imagined chunk [R, C] in the rows `index`, and mark ended episodes."""
@@ -203,19 +203,19 @@ class ImaginedWorld:
         if least is None:
             # The model's success is not believed before it is debounced, so it must not end the episode here either.
             terminated &= ~future.success.cpu().numpy()
-        moved = self._episodes.advance(index, success, terminated=terminated, cut=self._cut(index, uncertainty))
+        advanced = self._episodes.advance(index, success, terminated=terminated, cut=self._cut(index, uncertainty))
         # Rows that ended go on being imagined and may leave the data; only steps that count must be finite.
-        if not np.isfinite(uncertainty[moved.live]).all():
+        if not np.isfinite(uncertainty[advanced.live]).all():
             raise NonFiniteError("The world model's uncertainty is not finite: train it longer or check its data.")
-        return moved
+        return advanced
 
     def _looks_done(self, index: slice | np.ndarray, future: Imagined) -> np.ndarray:
         """Return a mask of a chunk's steps [R, C] after which success counts (debounced), in the rows `index`."""
-        seen, streak = future.success.cpu().numpy(), self._episodes.arrays["streak"]
+        success, streak = future.success.cpu().numpy(), self._episodes.arrays["streak"]
         # How many of the latest steps looked successful, after each of them: those since the latest that did not, or
         # since the chunk's beginning, where what was seen before it counts as well.
-        place = np.arange(1, seen.shape[1] + 1)
-        failed = np.maximum.accumulate(np.where(seen, 0, place), axis=1)
+        place = np.arange(1, success.shape[1] + 1)
+        failed = np.maximum.accumulate(np.where(success, 0, place), axis=1)
         streaks = place - failed + np.where(failed == 0, streak[index, None], 0)
         streak[index] = streaks[:, -1]  # of a row that ends in the chunk nobody asks again
         return streaks >= self._debounce
@@ -224,11 +224,11 @@ class ImaginedWorld:
         """Return a mask of a chunk's steps [R, C] after which an episode is over with a return of at least `least`."""
         arrays = self._episodes.arrays
         terms = [future.rewards[name].cpu().numpy() for name in self.model.spec.rewards if name != SUCCESS]
-        paid = arrays["paid"][index, None] + np.cumsum(np.sum(terms, axis=0, dtype=np.float64), axis=1)
-        steps = arrays["steps"][index, None] + np.arange(1, paid.shape[1] + 1)
-        arrays["paid"][index] = paid[:, -1]  # of a row that ends in the chunk nobody asks again
+        returns = arrays["paid"][index, None] + np.cumsum(np.sum(terms, axis=0, dtype=np.float64), axis=1)
+        steps = arrays["steps"][index, None] + np.arange(1, returns.shape[1] + 1)
+        arrays["paid"][index] = returns[:, -1]  # of a row that ends in the chunk nobody asks again
         # Only the return at the end counts: one that is reached on the way may be lost again.
-        return (paid >= least) & (future.terminated.cpu().numpy() | (steps >= self._spec.horizon))
+        return (returns >= least) & (future.terminated.cpu().numpy() | (steps >= self._spec.horizon))
 
     def _seen(self, index: slice | np.ndarray, future: Imagined, moved: Advanced) -> dict[str, np.ndarray]:
         """Return the history of the rows `index` and the following frames, key -> [R, H + C, *shape]; the last frame of

@@ -62,11 +62,11 @@ class FrameAutoencoder(nn.Module):
     def __init__(self, images: Mapping[str, Field], config: LatentEnsembleConfig):
         super().__init__()
         self.images, self.size = tuple(images), config.features * len(images)
-        chosen = ImageEncoderConfig(features=config.features, channels=config.channels)
+        encoder_config = ImageEncoderConfig(features=config.features, channels=config.channels)
         encoders, decoders = nn.ModuleDict(), nn.ModuleDict()
         for key, field in images.items():
             height, width, depth = field.shape
-            encoders[module_name(key)] = ImageEncoder(chosen)
+            encoders[module_name(key)] = ImageEncoder(encoder_config)
             decoders[module_name(key)] = ImageDecoder(
                 (height // 2, width // 2, depth), DECODER_CHANNELS, config.features
             )
@@ -89,9 +89,9 @@ class FrameAutoencoder(nn.Module):
         errors: list[Tensor] = []
         for key in self.images:
             name, frames = module_name(key), batch["frames"][key]
-            drawn = self.decoders[name](self.encoders[name](frames))
+            reconstruction = self.decoders[name](self.encoders[name](frames))
             # Divided by the variance over time: 1 is the error of always drawing the mean frame, however little moves.
-            errors.append((drawn - halved(frames)).square().flatten(1).mean(-1) / batch["variance"][key])
+            errors.append((reconstruction - halved(frames)).square().flatten(1).mean(-1) / batch["variance"][key])
         return {"drawn": torch.stack(errors).mean(0)}
 
 
@@ -129,8 +129,8 @@ class LatentEnsembleModel(nn.Module):
             torch.manual_seed(seed)
             self.autoencoder = FrameAutoencoder(images, config)
         latent = Field((self.vector.size + self.autoencoder.size,))
-        shown = replace(spec, observation={LATENT: latent}, history=1)
-        self.ensemble = EnsembleModel(config.ensemble, shown, structure, success_bonus, seed)
+        latent_spec = replace(spec, observation={LATENT: latent}, history=1)
+        self.ensemble = EnsembleModel(config.ensemble, latent_spec, structure, success_bonus, seed)
         self._learns_encoder = False
 
     @classmethod
@@ -145,11 +145,13 @@ class LatentEnsembleModel(nn.Module):
         vector = StateVector.of(reads)
         frames = torch.arange(episodes.step_count) + episodes.episode_of_step
         state = vector.pack(episodes.observation)
-        known = find_structure(state[frames], state[frames + 1], vector.names) if vector.size else no_structure()
+        state_structure = (
+            find_structure(state[frames], state[frames + 1], vector.names) if vector.size else no_structure()
+        )
         features = config.features * sum(key.startswith(IMAGE_PREFIX) for key in reads)
         # Nothing is known of the features' structure: behind the vectors, all of them are predicted.
-        free = torch.cat([known.free, vector.size + torch.arange(features)])
-        model = cls(config, spec, reads, replace(known, free=free), success_bonus(episodes), seed)
+        free = torch.cat([state_structure.free, vector.size + torch.arange(features)])
+        model = cls(config, spec, reads, replace(state_structure, free=free), success_bonus(episodes), seed)
         # Set here and not in the constructor: `restore` must not train the encoder of a finished model again.
         if config.encoder is None:
             model._learns_encoder = True
@@ -163,15 +165,17 @@ class LatentEnsembleModel(nn.Module):
         other = load_world_model(config.encoder)
         if not isinstance(other, LatentEnsembleModel):
             raise ConfigError(f"{config.encoder} holds a {type(other).__name__}, which has no encoder of images.")
-        own, given = self.autoencoder.state_dict(), other.autoencoder.state_dict()
-        same = own.keys() == given.keys() and all(own[name].shape == given[name].shape for name in own)
+        weights, other_weights = self.autoencoder.state_dict(), other.autoencoder.state_dict()
+        same = weights.keys() == other_weights.keys() and all(
+            weights[name].shape == other_weights[name].shape for name in weights
+        )
         if other.reads != self.reads or not same:
             raise ConfigError(
                 f"The encoder of {config.encoder} reads {', '.join(other.reads)} and makes {other.autoencoder.size} "
                 f"features, this model's reads {', '.join(self.reads)} and makes {self.autoencoder.size}: give both "
                 "the same cameras, image size and settings of the encoder."
             )
-        self.autoencoder.load_state_dict(given)
+        self.autoencoder.load_state_dict(other_weights)
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
         """The encoder is trained first, unless it was copied or is already trained; then the ensemble, on latents."""
@@ -196,10 +200,10 @@ class LatentEnsembleModel(nn.Module):
 
     def latent_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield batches for `EnsembleModel.loss` indefinitely; the statistics are replaced by those of the latents."""
-        seen = encoded(self, episodes)
+        latent_episodes = encoded(self, episodes)
         # The statistics of `build` would be those of an untrained encoder's latents.
-        self.ensemble.fit_statistics(recorded_transitions(seen, self.ensemble.state_vector))
-        yield from self.ensemble.batches(seen, generator)
+        self.ensemble.fit_statistics(recorded_transitions(latent_episodes, self.ensemble.state_vector))
+        yield from self.ensemble.batches(latent_episodes, generator)
 
     def calibrate(self, episodes: Episodes) -> None:
         """Calibrate the success threshold, the uncertainty quantiles and the choice of reward head on held-out
@@ -251,8 +255,8 @@ class LatentEnsembleModel(nn.Module):
         if self.vector.size:
             vectors = self.vector.pack({key: context.last(key) for key in self.vector.keys})
             parts.insert(0, torch.from_numpy(vectors).to(device))
-        shown = torch.cat(parts, -1)[:, None].cpu().numpy()
-        return self.ensemble.initial(Context({LATENT: shown}), seeds)
+        features = torch.cat(parts, -1)[:, None].cpu().numpy()
+        return self.ensemble.initial(Context({LATENT: features}), seeds)
 
     def show(self, latent: Latent) -> Mapping[str, Tensor]:
         """Return the latent as the only observation field, [B, S]."""

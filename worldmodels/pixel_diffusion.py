@@ -103,8 +103,8 @@ class PixelDenoiser(nn.Module):
         x = torch.cat([maps, functional.pixel_unshuffle(noisy, self.patch)], 1)
         with autocast(self.config.precision, x.device):
             # diffusers embeds time steps of up to 1000; EDM's label log(sigma) / 4 spans about one unit.
-            found = self.unet(x, 100 * label, class_labels=steering).sample
-        return functional.pixel_shuffle(found.float(), self.patch)
+            output = self.unet(x, 100 * label, class_labels=steering).sample
+        return functional.pixel_shuffle(output.float(), self.patch)
 
     def conditions(self, context: Tensor, actions: Tensor, pose: Tensor) -> dict[str, Tensor]:
         """Return the conditions of all denoising steps: maps [N, M, grid, grid] and steering [N, S].
@@ -136,9 +136,9 @@ class PixelDenoiser(nn.Module):
         past, rows = config.context, len(frames)
         context = pixels[:, :past]
         if config.context_noise:
-            drawn = torch.randn(context.shape, generator=generator, device=generator.device).to(context.device)
-            context = context + config.context_noise * drawn
-        total, known = torch.zeros(rows, device=pixels.device), torch.zeros(rows, device=pixels.device)
+            context_noise = torch.randn(context.shape, generator=generator, device=generator.device).to(context.device)
+            context = context + config.context_noise * context_noise
+        total, valid_count = torch.zeros(rows, device=pixels.device), torch.zeros(rows, device=pixels.device)
         for step in range(1 + config.unroll):
             count = rows if step == 0 else round(UNROLL_SHARE * rows)
             if not count:
@@ -153,11 +153,11 @@ class PixelDenoiser(nn.Module):
             counts = valid[:count, past + step - 1].float()
             # Rows that do not go on add nothing to the sums.
             total = total + functional.pad(error * counts, (0, rows - count))
-            known = known + functional.pad(counts, (0, rows - count))
+            valid_count = valid_count + functional.pad(counts, (0, rows - count))
             # No gradient through time, and rounded to 8 bits: the context is what imagination will read.
             new = self._shown(context[:, -1], denoised.detach())
             context = torch.cat([context[:, 1:], to_pixels(new)[:, None]], 1)
-        return total * rows / known.sum().clamp_min(1)
+        return total * rows / valid_count.sum().clamp_min(1)
 
     @torch.no_grad()
     def next_frame(self, frames: Tensor, actions: Tensor, pose: Tensor, noise: Tensor) -> Tensor:
@@ -177,8 +177,8 @@ class PixelDenoiser(nn.Module):
         """
         change = self.change_std * change
         # Pixels lie in -1 to 1 and the threshold in 0 to 1: hence the factor 2.
-        moved = change.abs().amax(1, keepdim=True) >= 2 * self.config.change_threshold
-        return to_frames(torch.where(moved, last + change, last))
+        changed_mask = change.abs().amax(1, keepdim=True) >= 2 * self.config.change_threshold
+        return to_frames(torch.where(changed_mask, last + change, last))
 
 
 MEASURED = 2000
@@ -262,8 +262,8 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
             window = slice(step, step + past)
             new = self.denoiser.next_frame(frames[:, window], actions[:, window], poses[:, step + past - 1], noise)
             # Where no step was recorded, the repeated true frame stays.
-            known = cut.valid[:, step + past - 1].to(frames.device)
-            frames[known, step + past] = new[known]
+            valid_rows = cut.valid[:, step + past - 1].to(frames.device)
+            frames[valid_rows, step + past] = new[valid_rows]
         return frames[:, -3:]
 
     @torch.no_grad()
@@ -291,14 +291,14 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         """
         actions = actions.to(latent["state"].dtype)
         frame, after, inputs, uncertainty = self._advance(latent, actions)
-        moved = {
+        next_latent = {
             "frames": torch.cat([latent["frames"][:, 1:], frame[:, None]], 1),
             "actions": torch.cat([latent["actions"], actions[:, None]], 1)[:, 1:],
             "state": after,
             "seed": latent["seed"],
             "step": latent["step"] + 1,
         }
-        return moved, self.reader.imagined(frame, after, inputs, uncertainty)
+        return next_latent, self.reader.imagined(frame, after, inputs, uncertainty)
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
         """See `ImageModel._judge`."""
@@ -318,5 +318,5 @@ class PixelDiffusionModel(ImageModel[PixelDiffusionConfig]):
         frame = self.denoiser.next_frame(frames, recent, reader.poses(state), noise)
         # With a context of one frame, that frame stands for its own predecessor.
         before = frames[:, max(0, frames.shape[1] - 2)]
-        seen = torch.stack([before, frames[:, -1], frame], 1)
-        return frame, *reader.read(seen, state, actions)
+        window = torch.stack([before, frames[:, -1], frame], 1)
+        return frame, *reader.read(window, state, actions)

@@ -78,8 +78,8 @@ class PlannedPolicy(nn.Module):
         config = self.config
 
         def score(several: TensorObservation, actions: Tensor) -> Tensor:
-            imagined = self._imagine(repeated(several, config.rollouts), actions, generator)
-            return AGGREGATED[config.aggregate](imagined.reshape(-1, config.candidates, config.rollouts))
+            scores = self._imagine(repeated(several, config.rollouts), actions, generator)
+            return AGGREGATED[config.aggregate](scores.reshape(-1, config.candidates, config.rollouts))
 
         decision, self.last_scores = best_of(
             self.policy, observation, generator, config.candidates, score, deterministic=deterministic
@@ -93,35 +93,37 @@ class PlannedPolicy(nn.Module):
         world = self._begin(observation, len(chunk))
         # Every rollout has a seed of its own: rollouts of one candidate differ by the model's noise.
         seeds = integers(2**62, (len(chunk),), generator).cpu().numpy()
-        seen = world.reset(seeds=seeds)
+        imagined_observation = world.reset(seeds=seeds)
         total = np.zeros(len(chunk))
-        taken = np.zeros(len(chunk), dtype=np.int64)
+        step_counts = np.zeros(len(chunk), dtype=np.int64)
         while True:
             step = world.step(chunk.double().cpu().numpy())
             assert step.uncertainty is not None
-            # [rows, C] each; the discount's powers count the steps since now, of which `taken` [rows] are earlier.
-            earned = step.reward + config.uncertainty * step.uncertainty
-            decay = config.discount ** (taken[:, None] + np.arange(chunk.shape[1]))
-            total += np.where(step.valid, earned * decay, 0.0).sum(1)
-            taken += step.valid.sum(1)
-            seen = step.observation
-            if taken.max() >= config.horizon or step.ended.all():
+            # [rows, C] each; the discount's powers count the steps since now: `step_counts` [rows] come before.
+            penalised = step.reward + config.uncertainty * step.uncertainty
+            decay = config.discount ** (step_counts[:, None] + np.arange(chunk.shape[1]))
+            total += np.where(step.valid, penalised * decay, 0.0).sum(1)
+            step_counts += step.valid.sum(1)
+            imagined_observation = step.observation
+            if step_counts.max() >= config.horizon or step.ended.all():
                 break
             # After its first chunk the policy itself goes on: the score of a candidate estimates the policy's Q.
-            chunk = self.policy.act(to_tensors(seen, chunk.device), generator).actions
+            chunk = self.policy.act(to_tensors(imagined_observation, chunk.device), generator).actions
         if self.value is not None:
-            beyond = self.value(to_tensors(seen, chunk.device)).cpu().numpy()
+            beyond = self.value(to_tensors(imagined_observation, chunk.device)).cpu().numpy()
             # Nothing comes after the task's end. A row that a time limit cut is worth what its last frame is,
             # discounted by the steps that it took and by none of those that the others took after it.
-            total += np.where(step.terminated, 0.0, config.discount**taken * beyond)
+            total += np.where(step.terminated, 0.0, config.discount**step_counts * beyond)
         return torch.from_numpy(total)
 
     def _begin(self, observation: TensorObservation, rows: int) -> ImaginedWorld:
         """Return an imagined world of `rows` rows that starts at `observation`."""
         fields = fields_read(self.model)
-        missing = [key for key in fields if key not in observation]
-        if missing:
-            raise ConfigError(f"The world model that plans sees {', '.join(missing)}, and what is observed lacks it.")
+        missing_fields = [key for key in fields if key not in observation]
+        if missing_fields:
+            raise ConfigError(
+                f"The world model that plans sees {', '.join(missing_fields)}, and what is observed lacks it."
+            )
         frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
         task = np.array(observation[TASK]) if TASK in observation else None
         self._context = Context(frames, task)
@@ -133,17 +135,18 @@ class PlannedPolicy(nn.Module):
 
 def _require_same_task(policy: Policy, model: WorldModel) -> None:
     """Raise ConfigError when policy and model define an action, or a field that both read, differently."""
-    own, its = policy.spec, fields_read(model)
-    both = {f"'{key}'": (field, its[key]) for key, field in own.observation.items() if key in its}
-    pairs = {**both, "actions": (own.action, model.spec.action)}
-    begun = "The world model that plans is of another task than the policy:"
-    for what, (mine, theirs) in pairs.items():
-        if mine.shape != theirs.shape:
+    policy_spec, its = policy.spec, fields_read(model)
+    both = {f"'{key}'": (field, its[key]) for key, field in policy_spec.observation.items() if key in its}
+    pairs = {**both, "actions": (policy_spec.action, model.spec.action)}
+    prefix = "The world model that plans is of another task than the policy:"
+    for label, (policy_field, model_field) in pairs.items():
+        if policy_field.shape != model_field.shape:
             raise ConfigError(
-                f"{begun} by {what} it means {list(theirs.shape)}, the policy {list(mine.shape)}. {_ELSEWHERE}"
+                f"{prefix} by {label} it means {list(model_field.shape)}, the policy {list(policy_field.shape)}. "
+                f"{_ELSEWHERE}"
             )
     sides = ("to the policy", "to the world model that plans")
-    rates = (own.fps, model.spec.fps)
+    rates = (policy_spec.fps, model.spec.fps)
     require_alike(pairs, sides, rates=rates, error=ConfigError, renamed=_ELSEWHERE, converted=_ELSEWHERE)
 
 

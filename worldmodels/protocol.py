@@ -33,8 +33,8 @@ def counters(seeds: np.ndarray, device: torch.device | str) -> Latent:
     """Return the inputs of `draws_of` from a latent: the episode's seed and the number of the next step, [R] int64
     each.
     """
-    given = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
-    return {"seed": given, "step": torch.zeros_like(given)}
+    seed_tensor = torch.from_numpy(np.asarray(seeds, dtype=np.int64)).to(device)
+    return {"seed": seed_tensor, "step": torch.zeros_like(seed_tensor)}
 
 
 def draws_of(latent: Latent, count: int) -> np.ndarray:

@@ -26,15 +26,15 @@ def recorded_starts(episodes: Episodes, history: int = 1, steps: Tensor | None =
     steps: indices [N] of recorded steps; contexts of seeds [R] have R rows, of `history` frames each. Raises
     ConfigError when there are no steps.
     """
-    chosen = torch.arange(episodes.step_count) if steps is None else steps
-    if not len(chosen):
+    candidates = torch.arange(episodes.step_count) if steps is None else steps
+    if not len(candidates):
         raise ConfigError("There are no recorded steps to start from.")
 
     data, tasks = SequenceData(episodes), np.array(episodes.tasks)
 
     def starts(seeds: np.ndarray) -> Context:
-        index = (uniforms(np.asarray(seeds, dtype=np.int64), 1)[:, 0] * len(chosen)).astype(np.int64)
-        return _context(data, tasks, chosen[torch.from_numpy(index)], history)
+        index = (uniforms(np.asarray(seeds, dtype=np.int64), 1)[:, 0] * len(candidates)).astype(np.int64)
+        return _context(data, tasks, candidates[torch.from_numpy(index)], history)
 
     return starts
 
@@ -50,17 +50,19 @@ def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
     if episodes.reward is None:
         raise ConfigError("Key frames are where progress is made, and this dataset records no rewards.")
     won = episodes.success if episodes.success is not None and bool(episodes.success.any()) else None
-    found = []
+    starts = []
     for episode in range(len(episodes)) if won is None else won.nonzero()[:, 0].tolist():
         start, length = int(episodes.starts[episode]), int(episodes.lengths[episode])
-        made = episodes.reward[start : start + length].cumsum(0)
+        progress = episodes.reward[start : start + length].cumsum(0)
         # Steps before which the summed reward [length] passes each part of its largest value, if it rises all the way.
-        passed = [int((made < made.max() * part / parts).sum()) for part in range(1, parts)]
-        found += [start + step for step in sorted({0, *passed}) if step < length]
-    return torch.tensor(found)
+        crossings = [int((progress < progress.max() * part / parts).sum()) for part in range(1, parts)]
+        starts += [start + step for step in sorted({0, *crossings}) if step < length]
+    return torch.tensor(starts)
 
 
 def _context(data: SequenceData, tasks: np.ndarray, steps: Tensor, history: int) -> Context:
-    found = data.cut(steps, history - 1, 0)
-    chosen = tasks[data.episodes.episode_of_step[steps].numpy()]
-    return Context({key: value.numpy() for key, value in found.frames.items()}, chosen, found.actions.numpy())
+    sequences = data.cut(steps, history - 1, 0)
+    tasks_of_rows = tasks[data.episodes.episode_of_step[steps].numpy()]
+    return Context(
+        {key: value.numpy() for key, value in sequences.frames.items()}, tasks_of_rows, sequences.actions.numpy()
+    )

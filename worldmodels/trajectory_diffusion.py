@@ -105,8 +105,8 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         device, data = self.mean.device, SequenceData(episodes)
         rows = beginnings(episodes, self.config.length)
         while True:
-            drawn = torch.randint(len(rows), (self.config.batch_size,), generator=generator, device=generator.device)
-            cut = data.cut(rows[drawn.cpu()], 0, self.config.length)
+            indices = torch.randint(len(rows), (self.config.batch_size,), generator=generator, device=generator.device)
+            cut = data.cut(rows[indices.cpu()], 0, self.config.length)
             yield {"steps": (self._channels(cut).to(device) - self.mean) / self.std}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -144,14 +144,16 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         """Return the transitions of subsequences [N, L, S + A], up to success; rewards include the bonus."""
         state, action = steps.split([self.states, self.actions], -1)
         # The last step has no state after it: L steps are L - 1 transitions.
-        before, taken, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
+        before, actions, after = (each.flatten(0, 1) for each in (state[:, :-1], action[:, :-1], state[:, 1:]))
         success = self.heads.succeeded(after)
-        reward = self.heads.progress(before, taken, after) + self.heads.bonus * success
+        reward = self.heads.progress(before, actions, after) + self.heads.bonus * success
         won = success.reshape(len(steps), -1).long()
         # True up to the first success, that step included: before it both sides are 0, at it both are 1.
-        kept = (won.cumsum(1) == won).flatten()
-        ended = success[kept]
-        return Transitions(before[kept], taken[kept], reward[kept], after[kept], ended, ended).check()
+        valid_mask = (won.cumsum(1) == won).flatten()
+        terminated = success[valid_mask]
+        return Transitions(
+            before[valid_mask], actions[valid_mask], reward[valid_mask], after[valid_mask], terminated, terminated
+        ).check()
 
     def _network(self, scaled: Tensor, label: Tensor) -> Tensor:
         """EDM's F: the label log(sigma) / 4 in [-1.6, 1.2] is mapped to a time in [0, 1]."""
@@ -165,11 +167,11 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
             with torch.enable_grad():
                 # Detached: guided is by the slope of the policy's likelihood at what was denoised, not through the
                 # denoiser.
-                whole = (clean * self.std + self.mean).detach()
-                chosen = clean[..., actions].detach().requires_grad_()
-                raw = chosen * self.std[actions] + self.mean[actions]
-                states = rearrange(whole[..., : self.states], "n l s -> (n l) s")
-                (slope,) = torch.autograd.grad(target(states, rearrange(raw, "n l a -> (n l) a")).sum(), chosen)
+                trajectory = (clean * self.std + self.mean).detach()
+                action_input = clean[..., actions].detach().requires_grad_()
+                raw = action_input * self.std[actions] + self.mean[actions]
+                states = rearrange(trajectory[..., : self.states], "n l s -> (n l) s")
+                (slope,) = torch.autograd.grad(target(states, rearrange(raw, "n l a -> (n l) a")).sum(), action_input)
             # Only the direction counts: far from what the policy does, the slope itself would be arbitrarily steep.
             unit = slope / (slope.flatten(1).norm(dim=1)[:, None, None] + 1e-8)
             shift = torch.zeros_like(clean)
@@ -189,22 +191,22 @@ class TrajectoryDiffusion(Described[TrajectoryConfig]):
         circle, and derived elements recomputed.
         """
         structure, count = structure_of(self), self.states
-        drawn, change, actions = steps.split([count, count, self.actions], -1)
+        states, change, actions = steps.split([count, count, self.actions], -1)
         # Double precision, as changes may be a thousand times smaller than states and their weights are inverse
         # squares.
         trust, step_trust = (std.double().pow(-2)[:, None] for std in self.std[: 2 * count].split(count))
-        # Weighted least squares, element by element: minimise |s - drawn|^2 / var(s) + |D s - change|^2 / var(change)
+        # Weighted least squares, element by element: minimise |s - states|^2 / var(s) + |D s - change|^2 / var(change)
         # over whole subsequences s; D takes differences in time. Its normal equations are sides @ s = target.
-        whole = torch.eye(self.config.length, dtype=torch.float64, device=steps.device)
-        difference = whole.diff(dim=0)
-        sides = trust[..., None] * whole + step_trust[..., None] * (difference.T @ difference)
+        identity = torch.eye(self.config.length, dtype=torch.float64, device=steps.device)
+        difference = identity.diff(dim=0)
+        sides = trust[..., None] * identity + step_trust[..., None] * (difference.T @ difference)
         # The last drawn change leads out of the subsequence, so it constrains none of its states.
-        target = trust * drawn.double().mT + step_trust * (change[:, :-1].double().mT @ difference)
+        target = trust * states.double().mT + step_trust * (change[:, :-1].double().mT @ difference)
         state = torch.linalg.solve(sides, target[..., None])[..., 0].mT.to(steps.dtype)
         fixed = structure.constant
         # A constant has a deviation within the data but none within an episode: its best estimate is the mean of all
         # steps.
-        state[..., fixed] = drawn[..., fixed].mean(1, keepdim=True)
+        state[..., fixed] = states[..., fixed].mean(1, keepdim=True)
         return torch.cat([structure.complete(state), actions], -1)
 
 
@@ -223,9 +225,9 @@ def beginnings(episodes: Episodes, length: int) -> Tensor:
 
     They are indices [N] of recorded steps, in ascending order. Raises DataError when there are none.
     """
-    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - torch.arange(episodes.step_count)
-    ended = torch.zeros(len(episodes), dtype=torch.bool) if episodes.terminated is None else episodes.terminated
-    rows = ((left >= length) | ended[episodes.episode_of_step]).nonzero()[:, 0]
+    remaining = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - torch.arange(episodes.step_count)
+    terminated = torch.zeros(len(episodes), dtype=torch.bool) if episodes.terminated is None else episodes.terminated
+    rows = ((remaining >= length) | terminated[episodes.episode_of_step]).nonzero()[:, 0]
     if not len(rows):
         raise DataError(f"No episode has {length} steps or ends the task: use a shorter length.")
     return rows

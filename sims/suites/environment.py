@@ -169,8 +169,8 @@ class RowEnvironment:
         space = self._action_space
         low, high = (tuple(map(boundless, np.ravel(bound).tolist())) for bound in (space.low, space.high))
         names = distinct_names(_attribute(environment, "action_names"), "action_names")
-        own = self._camera.names if self._camera else ((OWN_VIEW,) if environment.render_mode else ())
-        shown = {
+        own_cameras = self._camera.names if self._camera else ((OWN_VIEW,) if environment.render_mode else ())
+        picture_cameras = {
             camera: f"{' x '.join(map(str, picture.size))}, '{picture.name}' of the observation"
             for camera, picture in self.layout.pictures.items()
         }
@@ -181,7 +181,7 @@ class RowEnvironment:
             layout=self.layout,
             action=Field((len(low),), low=low, high=high, names=names if len(names) == len(low) else ()),
             fps=1.0 / seconds if (seconds := control_rate(step_time)) else rate,
-            cameras={**dict.fromkeys(own, "drawn in any size"), **shown},
+            cameras={**dict.fromkeys(own_cameras, "drawn in any size"), **picture_cameras},
             is_goal_environment=self._has_goals(),
             reports_success=reports,
             repeats=repeats,
@@ -198,8 +198,8 @@ class RowEnvironment:
     def _tried(self) -> tuple[bool, bool, tuple[str, ...]]:
         """Start an episode twice; return whether success is reported, whether both were identical, and the tasks."""
         space = self._action_space
-        seen: list[list[np.ndarray]] = []
-        known: set[str] = set()
+        runs: list[list[np.ndarray]] = []
+        info_keys: set[str] = set()
         try:
             for _ in range(2):
                 out = np.zeros((2, self.layout.size), np.float32)
@@ -207,24 +207,24 @@ class RowEnvironment:
                 pictures = list(self._images.values())
                 still = np.clip(np.zeros(space.shape), space.low, space.high).astype(self.action_dtype)
                 observation, *_, info = self._acted(still)
-                known |= {key for key, value in info.items() if value is not None}
+                info_keys |= {key for key, value in info.items() if value is not None}
                 self._take(observation, out[1])
-                seen.append([out, *pictures, *self._images.values()])
-            repeats = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*seen, strict=True))
-            return self._rule.known or not known.isdisjoint(SUCCESS_KEYS), repeats, self._tasks()
+                runs.append([out, *pictures, *self._images.values()])
+            repeats = all(np.array_equal(*pair, equal_nan=True) for pair in zip(*runs, strict=True))
+            return self._rule.known or not info_keys.isdisjoint(SUCCESS_KEYS), repeats, self._tasks()
         except Exception:  # what is wrong shows again where the environment is used, with its own words
             return True, True, ()
 
     def _tasks(self) -> tuple[str, ...]:
         """Return the tasks that the environment reports, () for none."""
-        found, out = dict.fromkeys([self.task]), np.zeros(self.layout.size, np.float32)
+        tasks, out = dict.fromkeys([self.task]), np.zeros(self.layout.size, np.float32)
         if self.task:
             for seed in range(1, TASKS_TRIED):
                 self.reset(seed, out)
-                found[self.task] = None
-                if seed > 3 and len(found) == 1:  # one task, as most have
+                tasks[self.task] = None
+                if seed > 3 and len(tasks) == 1:  # one task, as most have
                     break
-        return tuple(each for each in found if each)
+        return tuple(each for each in tasks if each)
 
     def reset(self, seed: int, out: np.ndarray, options: dict | None = None) -> None:
         """Start the episode of `seed` and write its first observation into `out` [D].
@@ -234,14 +234,14 @@ class RowEnvironment:
         self._paid.total, self._paid.last = 0.0, None
         try:
             with self._own_globals(int(seed)):
-                begun = self.environment.reset(seed=int(seed), **({} if options is None else {"options": options}))
+                result = self.environment.reset(seed=int(seed), **({} if options is None else {"options": options}))
         except TypeError as error:
             if "unexpected keyword argument" not in str(error):
                 raise
             raise SpecError(f"reset takes no seed ({error}): {OLD}.") from error
-        if not isinstance(begun, tuple) or len(begun) != 2 or not isinstance(begun[1], Mapping):
-            raise SpecError(f"reset returned {_described(begun)}: {OLD}.")
-        observation, info = begun
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise SpecError(f"reset returned {_described(result)}: {OLD}.")
+        observation, info = result
         self._take(observation, out)
         self.task = instruction_of(info, observation, self.layout.texts, partial(_attribute, self.environment))
 
@@ -251,7 +251,7 @@ class RowEnvironment:
         if not self._seed_globals:
             yield
             return
-        theirs = random.getstate(), np.random.get_state()  # noqa: NPY002 (the environment draws from it)
+        outer_states = random.getstate(), np.random.get_state()  # noqa: NPY002 (the environment draws from it)
         if seed is not None:
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -262,8 +262,8 @@ class RowEnvironment:
             yield
         finally:
             self._paid.drawn = random.getstate(), np.random.get_state()  # noqa: NPY002
-            random.setstate(theirs[0])
-            np.random.set_state(theirs[1])  # noqa: NPY002
+            random.setstate(outer_states[0])
+            np.random.set_state(outer_states[1])  # noqa: NPY002
 
     def step(self, action: np.ndarray, out: np.ndarray, last: bool = False) -> tuple[float, bool, bool, bool]:
         """Take a step, write the observation into `out` and return reward (NaN when it is not a number), terminated,
@@ -308,7 +308,7 @@ class RowEnvironment:
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the new messages for the user; each is returned only once."""
-        new = tuple(text for text, taken in self._notes.items() if not taken)
+        new = tuple(text for text, was_taken in self._notes.items() if not was_taken)
         self._notes |= dict.fromkeys(new, True)
         return new
 
@@ -352,15 +352,15 @@ def continuous(space: spaces.Space | None) -> spaces.Box:
         return space
     wrapped = "gymnasium.wrappers.TransformAction(env, FUNCTION, gymnasium.spaces.Box(-1, 1, (NUMBER,)))"
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        what = "has several parts"
+        problem = "has several parts"
         wrapped += ", whose FUNCTION may use gymnasium.spaces.unflatten"
     elif isinstance(space, (*CHOICES, spaces.Box)):
-        what = "is chosen among whole numbers" if np.prod(space.shape or (1,)) else "is empty"
+        problem = "is chosen among whole numbers" if np.prod(space.shape or (1,)) else "is empty"
     else:
-        what = "is no list of numbers"
+        problem = "is no list of numbers"
     raise ConfigError(
-        f"Its action {what}, {' '.join(str(space).split())[:120]}, and policies here give continuous numbers: wrap it, "
-        f"{wrapped}, and register the result."
+        f"Its action {problem}, {' '.join(str(space).split())[:120]}, and policies here give continuous numbers: wrap "
+        f"it, {wrapped}, and register the result."
     )
 
 
@@ -381,10 +381,10 @@ def control_rate(value: Any) -> float | None:
 def _one_number(reward: Any) -> float:
     """Return a reward, or NaN when it is not one number; the error is raised only where the reward is used."""
     try:
-        found = numbers(reward)
+        value = numbers(reward)
     except (TypeError, ValueError):
         return np.nan
-    return float(found.item()) if found.size == 1 and found.dtype.kind in "biuf" else np.nan
+    return float(value.item()) if value.size == 1 and value.dtype.kind in "biuf" else np.nan
 
 
 def _described(returned: Any) -> str:

@@ -53,8 +53,8 @@ def make_environment_world(
 def open_class(path: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
     """Create one environment of the class at an import path; raises ConfigError when its constructor fails."""
     kind = load_dotted(path, "Environment")
-    said = getattr(kind, "metadata", None)  # a property of wrappers, which their objects alone can say
-    modes = said.get("render_modes", ()) if isinstance(said, Mapping) else ()
+    metadata = getattr(kind, "metadata", None)  # a property of wrappers, which their objects alone can say
+    modes = metadata.get("render_modes", ()) if isinstance(metadata, Mapping) else ()
     images = {"render_mode": "rgb_array"} if "rgb_array" in modes and takes_render_mode(kind) else {}
     try:
         return kind(**{**images, **env_options})

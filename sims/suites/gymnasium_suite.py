@@ -95,8 +95,8 @@ class GymnasiumWorld:
         state_keys: Sequence[str] | None = None,
         own_task: bool = False,
     ):
-        given = {name: value for name, value in locals().items() if name != "batch_size"}
-        require_types(GymnasiumWorld, given, "world.options.")
+        arguments = {name: value for name, value in locals().items() if name != "batch_size"}
+        require_types(GymnasiumWorld, arguments, "world.options.")
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         if workers is not None and workers < 0:
             raise ConfigError(f"world.options.workers is {workers}: 0 steps rows in this process, null is one a core.")
@@ -121,7 +121,7 @@ class GymnasiumWorld:
         self._layout, self._told = description.layout, set[str]()
         self._instruction, tasks = instruction, description.tasks if own_task else ()
         self._own_task = bool(tasks)
-        whole = success is not None and least_return(success) is not None
+        scores_return = success is not None and least_return(success) is not None
         self._spec = WorldSpec(
             name=name,
             observation=fields,
@@ -134,7 +134,7 @@ class GymnasiumWorld:
             success=criterion(success, success_text) if description.reports_success else "",
             reports_success=description.reports_success,
             # A return is known where the episode ends, so it ends none: values go on behind a time limit.
-            terminate_on_success=terminate_on_success and not whole,
+            terminate_on_success=terminate_on_success and not scores_return,
             clips_actions=clip_actions,
         )
         draws = numpy_generator(seed, f"sims/{name}/episode_seeds")
@@ -164,10 +164,10 @@ class GymnasiumWorld:
             return self._episodes.observation()
         values, tasks, images = self.pool.reset(index, seeds % SEED_LIMIT, dict(options) if options else None)
         self._check_finite(values[:, None], index)
-        said = [task if task and self._own_task else self._instruction for task in tasks]
+        instructions = [task if task and self._own_task else self._instruction for task in tasks]
         frames = {key: values[:, None, part] for key, part in self._layout.fields.items()}
         frames |= {IMAGE_PREFIX + name: each[:, None] for name, each in images.items()}
-        self._episodes.start(index, frames, instruction=self._episodes.instruction_index(said))
+        self._episodes.start(index, frames, instruction=self._episodes.instruction_index(instructions))
         return self._episodes.observation()
 
     def step(self, actions: np.ndarray) -> Step:
@@ -181,22 +181,22 @@ class GymnasiumWorld:
         actions = np.asarray(actions, dtype=np.float64)
         validate_actions(actions, spec.action, self._batch_size)
         chunk = actions.shape[1]
-        left = spec.horizon - episodes.arrays["steps"][index]
-        if not len(left):
+        remaining = spec.horizon - episodes.arrays["steps"][index]
+        if not len(remaining):
             return episodes.idle(chunk)
-        left = episodes.scatter(index, left)
-        played = self.pool.step(executed(spec, actions), left, spec.terminate_on_success)
-        self._tell(played.notes)
-        self._check_finite(played.values, np.arange(self._batch_size))
+        remaining = episodes.scatter(index, remaining)
+        results = self.pool.step(executed(spec, actions), remaining, spec.terminate_on_success)
+        self._tell(results.notes)
+        self._check_finite(results.values, np.arange(self._batch_size))
 
         ends = {}
-        if played.terminated.any() or played.truncated.any():
-            last = np.arange(chunk) == played.length[index, None] - 1
-            ends["terminated"] = played.terminated[index, None] & last
-            ends["truncated"] = played.truncated[index, None] & last
-        moved = episodes.advance(index, played.success[index], **ends)
-        length = moved.length if moved.length.min() < chunk else None
-        values = played.values[index]
+        if results.terminated.any() or results.truncated.any():
+            last = np.arange(chunk) == results.length[index, None] - 1
+            ends["terminated"] = results.terminated[index, None] & last
+            ends["truncated"] = results.truncated[index, None] & last
+        advanced = episodes.advance(index, results.success[index], **ends)
+        length = advanced.length if advanced.length.min() < chunk else None
+        values = results.values[index]
         frames = {key: values[..., part] for key, part in self._layout.fields.items()}
         trace = episodes.trace(index, frames, length)
         path = {}
@@ -204,10 +204,10 @@ class GymnasiumWorld:
             before = {key: episodes.arrays[f"history/{key}"][:, -1:] for key in frames}
             path = {key: np.concatenate([before[key], value], axis=1) for key, value in trace.items()}
         episodes.move_history(index, frames, length)
-        if played.frames:
-            self._move_images(played)
-        valid, first = episodes.scatter(index, moved.live), episodes.scatter(index, moved.first)
-        return episodes.step(trace, self._reward.terms(played.reward, path, first, valid), valid)
+        if results.frames:
+            self._move_images(results)
+        valid, first = episodes.scatter(index, advanced.live), episodes.scatter(index, advanced.first)
+        return episodes.step(trace, self._reward.terms(results.reward, path, first, valid), valid)
 
     def _move_images(self, played: Played) -> None:
         """Append each row's new frames, at most H of them, to its image history.
@@ -229,9 +229,9 @@ class GymnasiumWorld:
         Arrays [R, ...]; physics [R, N] contains data and model, attributes [R] Python objects. Raises ConfigError when
         the environment is not simulated with MuJoCo, SpecError on invalid rows and before the first reset.
         """
-        own = self._episodes.snapshot(rows)
+        own_arrays = self._episodes.snapshot(rows)
         physics, attributes = self.pool.states(self._episodes.index(rows))
-        return Snapshot({**own, "physics": physics, "attributes": attributes})
+        return Snapshot({**own_arrays, "physics": physics, "attributes": attributes})
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` with `snapshot`, taken from this or an equal world; returns all rows' observation [B, H,
@@ -269,13 +269,13 @@ class GymnasiumWorld:
         if not np.isfinite(values).all():
             bad = ~np.isfinite(values)
             elements = [name for names in self._layout.names.values() for name in names]
-            named = [elements[place] for place in np.flatnonzero(bad.any(axis=(0, 1)))]
-            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+            bad_elements = [elements[place] for place in np.flatnonzero(bad.any(axis=(0, 1)))]
+            more = f" and {len(bad_elements) - 5} more" if len(bad_elements) > 5 else ""
             raise NonFiniteError(
                 f"The observation of '{self._spec.name}' is not finite in row(s) "
-                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(named[:5])}{more}. Either a sensor says so ("
-                "then replace these values in the environment, for instance with numpy.nan_to_num), or the simulation "
-                "diverged: reset these rows; gentler actions avoid the latter."
+                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(bad_elements[:5])}{more}. Either a sensor says "
+                f"so (then replace these values in the environment, for instance with numpy.nan_to_num), or the "
+                f"simulation diverged: reset these rows; gentler actions avoid the latter."
             )
 
 
@@ -296,7 +296,7 @@ def criterion(success: str | None, text: str) -> str:
 
 def first_notes(name: str, description: Description, seed_globals: bool) -> list[str]:
     """Return messages for the user about an environment before its first episode."""
-    found = []
+    notes = []
     if not description.repeats:
         remedy = (
             "It draws from a generator that neither reset(seed) nor world.options.seed_globals=true seeds: its reset "
@@ -304,13 +304,13 @@ def first_notes(name: str, description: Description, seed_globals: bool) -> list
             if seed_globals
             else "If it draws from Python's or numpy's global generators, set world.options.seed_globals=true."
         )
-        found.append(
+        notes.append(
             f"'{name}' begins otherwise when it is reset with the same seed again: episodes of two policies are not "
             f"the same, so paired comparisons say little. {remedy}"
         )
     if description.layout.notes:
-        found.append(f"Of the observation of '{name}', {'; '.join(description.layout.notes)}.")
-    return found
+        notes.append(f"Of the observation of '{name}', {'; '.join(description.layout.notes)}.")
+    return notes
 
 
 def observation_fields(
@@ -325,10 +325,10 @@ def observation_fields(
     vectors = {key: Field((part.stop - part.start,), names=layout.names[key]) for key, part in layout.fields.items()}
     fields = {**vectors, **image_fields(image_sizes(cameras, image_size, layout.sizes))}
     if not fields:
-        known = ", ".join(layout.pictures)
+        picture_names = ", ".join(layout.pictures)
         raise ConfigError(
-            f"The environment shows pictures alone ({known}), and none is asked for: set world.cameras=[{known}] (in "
-            "Python: cameras=...)."
+            f"The environment shows pictures alone ({picture_names}), and none is asked for: set "
+            f"world.cameras=[{picture_names}] (in Python: cameras=...)."
         )
     return fields
 
@@ -351,13 +351,13 @@ def make_gymnasium_world(
     """
     check_options(options)
     family = family_of(env_id)
-    given = {"horizon": horizon, "instruction": instruction}
+    overrides = {"horizon": horizon, "instruction": instruction}
     settings = {
         "horizon": registered(env_id).max_episode_steps,
         "instruction": words(env_id),
         "own_task": instruction is None and family is None,  # what families call a task is no sentence
         **(family.options if family else {}),
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in overrides.items() if value is not None},
         **options,
     }
     if settings["horizon"] is None:
@@ -372,11 +372,11 @@ def make_gymnasium_world(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError, suggesting the closest name, on an option that `GymnasiumWorld` does not have."""
-    known = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size"}
-    known |= {"env_options"}
+    option_names = set(inspect.signature(GymnasiumWorld).parameters) - {"name", "make_environment", "batch_size"}
+    option_names |= {"env_options"}
     for name in options:
-        if name not in known:
-            raise ConfigError(f"Unknown option '{name}' of a gymnasium world.{did_you_mean(name, known)}")
+        if name not in option_names:
+            raise ConfigError(f"Unknown option '{name}' of a gymnasium world.{did_you_mean(name, option_names)}")
 
 
 def words(env_id: str) -> str:

@@ -112,19 +112,19 @@ class Layout:
         for part in self.parts:
             value = entry_at(observation, part.path)
             try:
-                found = numbers(value if part.choices is None else spaces.flatten(part.choices, value))
-                if found.dtype.kind not in "biufO" or found.size != part.place.stop - part.place.start:
+                values = numbers(value if part.choices is None else spaces.flatten(part.choices, value))
+                if values.dtype.kind not in "biufO" or values.size != part.place.stop - part.place.start:
                     raise ValueError
-                out[part.place] = found if found.ndim == 1 else found.ravel()
+                out[part.place] = values if values.ndim == 1 else values.ravel()
             except (TypeError, ValueError, IndexError) as error:
                 raise misfit(part.path, part.shape, value) from error
 
     @property
     def sizes(self) -> dict[str, Size]:
         """Camera -> (height, width) of its entry, including LeRobot's "image"."""
-        found = {camera: picture.size for camera, picture in self.pictures.items()}
-        entry = entry_of(LONE, found)
-        return found if entry == LONE else {**found, LONE: found[entry]}
+        sizes = {camera: picture.size for camera, picture in self.pictures.items()}
+        entry = entry_of(LONE, sizes)
+        return sizes if entry == LONE else {**sizes, LONE: sizes[entry]}
 
     def picture(self, camera: str, observation: Any) -> np.ndarray:
         """Return a copy of a camera's entry, [h, w], [h, w, C] or [C, h, w], because environments reuse their arrays.
@@ -133,12 +133,12 @@ class Layout:
         """
         picture = self.pictures[camera]
         value = entry_at(observation, picture.path)
-        found = np.array(numbers(value))
-        while found.ndim > len(picture.shape) and len(found) == 1:
-            found = found[0]
-        if found.shape != picture.shape or found.dtype.kind not in "uifb":
+        image = np.array(numbers(value))
+        while image.ndim > len(picture.shape) and len(image) == 1:
+            image = image[0]
+        if image.shape != picture.shape or image.dtype.kind not in "uifb":
             raise misfit(picture.path, picture.shape, value)
-        return found
+        return image
 
 
 def entry_of(camera: str, known: Collection[str]) -> str:
@@ -199,50 +199,57 @@ def observation_layout(
     """
     if space is None:
         raise ConfigError("The environment declares no observation_space: set it, for instance to a Box of numbers.")
-    asked = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
-    found = {path: reading(leaf, whole) for (path, leaf), whole in zip(leaves(space, ()), asked, strict=True)}
-    called = [dotted(path) for path in found]
-    if len(set(called)) < len(called):
-        twice = next(name for name in called if called.count(name) > 1)
+    as_vector = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
+    readings = {
+        path: reading(leaf, is_whole) for (path, leaf), is_whole in zip(leaves(space, ()), as_vector, strict=True)
+    }
+    entry_names = [dotted(path) for path in readings]
+    if len(set(entry_names)) < len(entry_names):
+        twice = next(name for name in entry_names if entry_names.count(name) > 1)
         raise ConfigError(f"Two entries of the observation are both called '{twice}': rename one of them.")
-    notes = [_noted(path, read) for path, read in found.items() if read.note]
-    vectors = {path: read for path, read in found.items() if read.kind == "numbers"}
-    pictures, renamed = named_pictures({path: read for path, read in found.items() if read.kind == "picture"})
+    notes = [_noted(path, entry) for path, entry in readings.items() if entry.note]
+    vectors = {path: entry for path, entry in readings.items() if entry.kind == "numbers"}
+    pictures, rename_notes = named_pictures(
+        {path: entry for path, entry in readings.items() if entry.kind == "picture"}
+    )
     if not vectors and not pictures:
         raise ConfigError(
             f"Nothing of the observation can be read. {'; '.join(notes) or f'It is {space}'}. A world needs a "
             "Box of numbers or pictures (uint8 [height, width, 3]): wrap the environment in "
             "gymnasium.wrappers.TransformObservation and register the result."
         )
-    known = {str(path[0]) for path in vectors if path}
+    top_keys = {str(path[0]) for path in vectors if path}
     for key in state_keys or ():
-        if key not in known:
-            raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, known)}")
+        if key not in top_keys:
+            raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, top_keys)}")
     robot = set(state_keys or ROBOT_KEYS)
     first = {path: str(path[0]) if path and state_keys else lerobot_name(path).split(".")[0] for path in vectors}
     if robot.isdisjoint(first.values()):
         robot = {*first.values()} - {"environment_state", *GOAL_KEYS}
-    own = [path for path in vectors if first[path] in robot or not path]
+    robot_paths = [path for path in vectors if first[path] in robot or not path]
     parts = []
     fields = {}
     names = {}
     start = 0
-    named = not element_names
-    for key, paths in ((STATE, own), (ENVIRONMENT_STATE, [path for path in vectors if path not in own])):
+    names_used = not element_names
+    for key, paths in (
+        (STATE, robot_paths),
+        (ENVIRONMENT_STATE, [path for path in vectors if path not in robot_paths]),
+    ):
         begin, elements = start, []
         for path in paths:
-            read = vectors[path]
-            parts.append(Part(path, slice(start, start + read.size), read.shape, read.choices))
-            numbered = [f"{dotted(path)}[{index}]" for index in range(read.size)]
-            use = not path and len(element_names) == read.size
-            named, elements = named or use, [*elements, *(element_names if use else numbered)]
-            start += read.size
+            part_reading = vectors[path]
+            parts.append(Part(path, slice(start, start + part_reading.size), part_reading.shape, part_reading.choices))
+            numbered = [f"{dotted(path)}[{index}]" for index in range(part_reading.size)]
+            use = not path and len(element_names) == part_reading.size
+            names_used, elements = names_used or use, [*elements, *(element_names if use else numbered)]
+            start += part_reading.size
         if elements:
             fields[key], names[key] = slice(begin, start), tuple(elements)
-    if not named:
+    if not names_used:
         notes.append(f"element_names, {len(element_names)}, are not used: it is no Box of as many numbers")
-    texts = tuple(path for path, read in found.items() if read.kind == "text")
-    return Layout(start, tuple(parts), fields, names, pictures, (*notes, *renamed), texts)
+    texts = tuple(path for path, entry in readings.items() if entry.kind == "text")
+    return Layout(start, tuple(parts), fields, names, pictures, (*notes, *rename_notes), texts)
 
 
 def lerobot_name(path: Path) -> str:
@@ -263,11 +270,11 @@ def distinct_names(names: Any, attribute: str) -> tuple[str, ...]:
         return ()
     if isinstance(names, str):
         raise ConfigError(f"The environment's {attribute} is the text '{names}': it is a list, one name an element.")
-    found = tuple(map(str, names))
-    if len(set(found)) < len(found):
-        twice = next(name for name in found if found.count(name) > 1)
+    element_names = tuple(map(str, names))
+    if len(set(element_names)) < len(element_names):
+        twice = next(name for name in element_names if element_names.count(name) > 1)
         raise ConfigError(f"The environment's {attribute} has '{twice}' twice: every element has a name of its own.")
-    return found
+    return element_names
 
 
 def _noted(path: Path, read: "Reading") -> str:
@@ -289,8 +296,8 @@ def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture],
 
     Raises ConfigError when no part of the path makes one unique.
     """
-    named, notes = dict[str, Picture](), list[str]()
-    for path, read in found.items():
+    pictures, notes = dict[str, Picture](), list[str]()
+    for path, entry in found.items():
         length = next(
             (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in found) == 1), len(path)
         )
@@ -299,12 +306,12 @@ def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture],
         short = lerobot_name((camera,)).removeprefix("images.")
         camera = (short if all(short not in map(str, other) for other in found) else camera).replace("/", "_")
         camera = f"observation.{camera}" if camera == OWN_VIEW else camera
-        if camera in named:
+        if camera in pictures:
             raise ConfigError(f"Two pictures of the observation are both called '{camera}': rename one of them.")
-        named[camera] = Picture(path, read.shape, read.axis, read.scale)
+        pictures[camera] = Picture(path, entry.shape, entry.axis, entry.scale)
         if path and camera != str(path[-1]):
-            notes.append(f"'{dotted(path)}' {list(read.shape)} is the camera '{camera}'")
-    return named, notes
+            notes.append(f"'{dotted(path)}' {list(entry.shape)} is the camera '{camera}'")
+    return pictures, notes
 
 
 @dataclass(frozen=True)
@@ -406,8 +413,8 @@ def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     axis = channel_axis(image.shape)
     if axis is None or image.dtype != np.uint8:
-        what = f"{list(image.shape)} {image.dtype}"
-        raise ConfigError(f"The environment draws {what}: an image is uint8 and has 1, 3 or 4 channels.")
+        description = f"{list(image.shape)} {image.dtype}"
+        raise ConfigError(f"The environment draws {description}: an image is uint8 and has 1, 3 or 4 channels.")
     image = np.moveaxis(image, axis, -1)[..., :3]
     # The middle of each new pixel falls into one old pixel, whose colour it takes.
     rows = (np.arange(height) + 0.5) * image.shape[0] / height
@@ -422,10 +429,10 @@ def instruction_of(info: Mapping[str, Any], observation: Any, texts: Sequence[Pa
     It is looked up, in this order, in `info`, among the observation's texts, and, as LeRobot does, among the
     environment's attributes; ask: returns an attribute, None when there is none.
     """
-    said = [info.get(key) for key in TASK_KEYS]
-    said += [entry_at(observation, path) for path in texts if path[-1:] and path[-1] in TASK_KEYS]
-    said += [ask(name) for name in ("task_description", "task")]
-    return next((each.strip() for each in said if isinstance(each, str) and each.strip()), "")
+    candidates = [info.get(key) for key in TASK_KEYS]
+    candidates += [entry_at(observation, path) for path in texts if path[-1:] and path[-1] in TASK_KEYS]
+    candidates += [ask(name) for name in ("task_description", "task")]
+    return next((each.strip() for each in candidates if isinstance(each, str) and each.strip()), "")
 
 
 TASK_KEYS = ("task", "task_description", "language_instruction", "instruction")

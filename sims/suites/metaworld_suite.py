@@ -56,8 +56,8 @@ def instruction(task: str) -> str:
     for verb in ("open", "close", "press", "pull", "push", "lock", "unlock", "turn", "slide"):
         if verb in parts[1:]:
             at = parts.index(verb)
-            where = f" ({' '.join(parts[at + 1 :])})" if parts[at + 1 :] else ""
-            return f"{verb} the {' '.join(parts[:at])}{where}"
+            place = f" ({' '.join(parts[at + 1 :])})" if parts[at + 1 :] else ""
+            return f"{verb} the {' '.join(parts[:at])}{place}"
     return " ".join(parts)
 
 

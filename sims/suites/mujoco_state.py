@@ -99,14 +99,14 @@ class MujocoState:
         """Return a copy of the plain Python attributes and random generators, one dictionary per layer or object."""
         layers = []
         for layer in self._layers():
-            saved = {name: _copied(value) for name, value in vars(layer).items() if name not in _IGNORED}
-            layers.append({name: value for name, value in saved.items() if value is not _UNSAVED})
+            attributes = {name: _copied(value) for name, value in vars(layer).items() if name not in _IGNORED}
+            layers.append({name: value for name, value in attributes.items() if value is not _UNSAVED})
         return layers
 
     def restore_attributes(self, layers: list[dict[str, Any]]) -> None:
         """Restore the attributes that `attributes` returned."""
-        for layer, saved in zip(self._layers(), layers, strict=True):
-            vars(layer).update(copy.deepcopy(saved))
+        for layer, attributes in zip(self._layers(), layers, strict=True):
+            vars(layer).update(copy.deepcopy(attributes))
 
 
 def _copied(value: Any) -> Any:

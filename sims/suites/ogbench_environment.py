@@ -44,8 +44,8 @@ CHANGED = ("dof_damping", "site_pos", "geom_rgba", "mat_rgba")
 def split_name(name: str) -> tuple[str, str]:
     """Split a world's name into OGBench's id and the style: "scene-play-v0" -> ("scene-v0", "play"), else style ""."""
     parts = name.split("-")
-    found = [part for part in parts if part in STYLES]
-    return "-".join(part for part in parts if part not in STYLES), found[0] if found else ""
+    styles = [part for part in parts if part in STYLES]
+    return "-".join(part for part in parts if part not in STYLES), styles[0] if styles else ""
 
 
 def ogbench_ids() -> list[str]:
@@ -111,14 +111,14 @@ def duplicate(inner: Any) -> Any:
     """Copy an environment with its own model, data and arrays; parts that are only read, according to its sources, are
     shared.
     """
-    own = copy.copy(inner)
+    twin = copy.copy(inner)
     for name, value in vars(inner).items():
         if isinstance(value, np.ndarray | spaces.Space | dict):
-            setattr(own, name, copy.deepcopy(value))
-    own._model = copy.deepcopy(inner._model)
-    own._data = mujoco.MjData(own._model)
-    own.reset(seed=0, options={"task_id": 1})
-    return own
+            setattr(twin, name, copy.deepcopy(value))
+    twin._model = copy.deepcopy(inner._model)
+    twin._data = mujoco.MjData(twin._model)
+    twin.reset(seed=0, options={"task_id": 1})
+    return twin
 
 
 def repeatable(kind: type[gymnasium.Env]) -> type[gymnasium.Env]:
@@ -178,10 +178,10 @@ class OGBenchEnvironment(gymnasium.Wrapper):
             getattr(inner.model, name)[...] = array
         inner.action_space.seed(seed)
         draws = np.random.default_rng(seed)
-        chosen = {"task_id": int(draws.integers(1, inner.num_tasks + 1)), **(options or {})}
-        if set(chosen) != {"task_id"} or not 1 <= chosen["task_id"] <= inner.num_tasks:
+        reset_options = {"task_id": int(draws.integers(1, inner.num_tasks + 1)), **(options or {})}
+        if set(reset_options) != {"task_id"} or not 1 <= reset_options["task_id"] <= inner.num_tasks:
             raise ConfigError(f"Options of an OGBench reset are task_id, 1 to {inner.num_tasks}; got {options}.")
-        flat, _ = inner.reset(seed=seed, options=chosen)
+        flat, _ = inner.reset(seed=seed, options=reset_options)
         return self._shown(self._scatter() if self._scattered else flat), {"success": False}
 
     def step(self, action: np.ndarray) -> tuple[dict, float, bool, bool, dict]:
@@ -200,14 +200,14 @@ class OGBenchEnvironment(gymnasium.Wrapper):
         inner: Any = self.env
         targets = {name: copy.deepcopy(value) for name, value in vars(inner).items() if name.startswith("_target_")}
         arrays = inner.data.mocap_pos, inner.data.mocap_quat, inner.model.site_pos
-        kept = [array.copy() for array in arrays]
+        saved_arrays = [array.copy() for array in arrays]
         inner._mode = "data_collection"
         try:
             inner.initialize_episode()
         finally:
             inner._mode = "task"
         vars(inner).update(targets)
-        for array, value in zip(arrays, kept, strict=True):
+        for array, value in zip(arrays, saved_arrays, strict=True):
             array[...] = value
         # How OGBench's own start of an episode ends.
         inner.pre_step()
@@ -233,18 +233,18 @@ def named(entries: Entries, flat: np.ndarray) -> dict[str, np.ndarray]:
 
 def observed_entries(inner: Any) -> Entries:
     """Return the entries of OGBench's flat observation. Raises ConfigError when it has another size."""
-    found = list(ROBOT)
+    entries = list(ROBOT)
     for index in range(getattr(inner, "_num_cubes", 0)):
         block = f"block_{index}_"
-        found += [(block + "pos", 3), (block + "quat", 4), (block + "yaw_cos", 1), (block + "yaw_sin", 1)]
+        entries += [(block + "pos", 3), (block + "quat", 4), (block + "yaw_cos", 1), (block + "yaw_sin", 1)]
     for index in range(getattr(inner, "_num_buttons", 0)):
-        found += [(f"button_{index}_state", 2), (f"button_{index}_pos", 1), (f"button_{index}_vel", 1)]
+        entries += [(f"button_{index}_state", 2), (f"button_{index}_pos", 1), (f"button_{index}_vel", 1)]
     if has_drawer(inner):
-        found += [(name, 1) for name in ("drawer_pos", "drawer_vel", "window_pos", "window_vel")]
+        entries += [(name, 1) for name in ("drawer_pos", "drawer_vel", "window_pos", "window_vel")]
     shape = inner.compute_observation().shape
-    if shape != (sum(size for _, size in found),):
+    if shape != (sum(size for _, size in entries),):
         raise ConfigError(f"OGBench's observation has shape {shape}, which is not known here: install ogbench 1.2.")
-    return found
+    return entries
 
 
 def goal_entries(inner: Any) -> Entries:
@@ -255,10 +255,10 @@ def goal_entries(inner: Any) -> Entries:
         return []
     if not inner._use_oracle_rep:
         return [(GOAL + name, size) for name, size in observed_entries(inner)]
-    found = [(f"{GOAL}block_{index}_pos", 3) for index in range(getattr(inner, "_num_cubes", 0))]
+    entries = [(f"{GOAL}block_{index}_pos", 3) for index in range(getattr(inner, "_num_cubes", 0))]
     if buttons := getattr(inner, "_num_buttons", 0):
-        found.append((GOAL + "button_states", buttons))
-    return found + ([(GOAL + "drawer_pos", 1), (GOAL + "window_pos", 1)] if has_drawer(inner) else [])
+        entries.append((GOAL + "button_states", buttons))
+    return entries + ([(GOAL + "drawer_pos", 1), (GOAL + "window_pos", 1)] if has_drawer(inner) else [])
 
 
 def has_drawer(inner: Any) -> bool:

@@ -116,15 +116,15 @@ class RobosuiteEnvironment(gymnasium.Env):
                 "and images are world.cameras."
             )
         suite = _imported()
-        chosen = robots if robots is not None else (["Panda", "Panda"] if task.startswith("TwoArm") else "Panda")
-        chosen = chosen if isinstance(chosen, str) else list(chosen)
+        robot_names = robots if robots is not None else (["Panda", "Panda"] if task.startswith("TwoArm") else "Panda")
+        robot_names = robot_names if isinstance(robot_names, str) else list(robot_names)
         if controller is not None:
-            options["controller_configs"] = controller_configuration(suite, controller, chosen)
+            options["controller_configs"] = controller_configuration(suite, controller, robot_names)
         self._draws: Any = np.random.RandomState(0).get_state()
         with self._own_generator():
             self._inner = suite.make(
                 task,
-                robots=chosen,
+                robots=robot_names,
                 has_renderer=False,
                 has_offscreen_renderer=False,
                 use_camera_obs=False,
@@ -136,10 +136,10 @@ class RobosuiteEnvironment(gymnasium.Env):
         self._keys = observation_keys(first, keys)
         robot_entries = {f"robot{index}_" for index in range(len(self._inner.robots))}
         self.state_keys = tuple(key for key in self._keys if key.startswith(tuple(robot_entries)))
-        shown = self._shown(first)
+        vectors = self._shown(first)
         # Pairs, because gymnasium sorts the keys of a dictionary.
         self.observation_space = spaces.Dict(
-            [(key, spaces.Box(-np.inf, np.inf, value.shape)) for key, value in shown.items()]
+            [(key, spaces.Box(-np.inf, np.inf, value.shape)) for key, value in vectors.items()]
         )
         low, high = self._inner.action_spec
         self.action_space = spaces.Box(low, high, dtype=np.float64)
@@ -183,13 +183,13 @@ class RobosuiteEnvironment(gymnasium.Env):
     @contextlib.contextmanager
     def _own_generator(self) -> Iterator[None]:
         """Replace numpy's global generator with this environment's; it is restored afterwards."""
-        theirs = np.random.get_state()  # noqa: NPY002
+        outer_state = np.random.get_state()  # noqa: NPY002
         np.random.set_state(self._draws)  # noqa: NPY002
         try:
             yield
         finally:
             self._draws = np.random.get_state()  # noqa: NPY002
-            np.random.set_state(theirs)  # noqa: NPY002
+            np.random.set_state(outer_state)  # noqa: NPY002
 
 
 def observation_keys(observation: Mapping[str, Any], keys: Sequence[str] | None) -> tuple[str, ...]:
@@ -214,37 +214,41 @@ def controller_configuration(suite: Any, controller: str, robots: str | list[str
     parts = suite.controllers
     if controller.endswith(".json"):
         return parts.load_composite_controller_config(controller=controller)
-    known = sorted(parts.ALL_PART_CONTROLLERS)
-    if controller not in known:
+    controller_names = sorted(parts.ALL_PART_CONTROLLERS)
+    if controller not in controller_names:
         raise ConfigError(
-            f"robosuite has no arm controller '{controller}'.{did_you_mean(controller, known)} A whole robot's is "
-            "given by its JSON file."
+            f"robosuite has no arm controller '{controller}'.{did_you_mean(controller, controller_names)} A whole "
+            f"robot's is given by its JSON file."
         )
-    found = []
+    configurations = []
     for robot in [robots] if isinstance(robots, str) else robots:
-        whole = parts.load_composite_controller_config(robot=robot)
-        for arm in {"right", "left"} & set(whole["body_parts"]):
-            gripper = whole["body_parts"][arm].get("gripper", {"type": "GRIP"})
+        configuration = parts.load_composite_controller_config(robot=robot)
+        for arm in {"right", "left"} & set(configuration["body_parts"]):
+            gripper = configuration["body_parts"][arm].get("gripper", {"type": "GRIP"})
             arm_settings = parts.load_part_controller_config(default_controller=controller)
-            whole["body_parts"][arm] = {**arm_settings, "gripper": gripper}
-        found.append(whole)
-    return found[0] if isinstance(robots, str) else found
+            configuration["body_parts"][arm] = {**arm_settings, "gripper": gripper}
+        configurations.append(configuration)
+    return configurations[0] if isinstance(robots, str) else configurations
 
 
 def state_holders(inner: Any) -> tuple[Any, ...]:
     """Return the objects of an environment that change during an episode, itself first, each once."""
-    found: list[Any] = [inner]
-    known = {id(inner)}
-    for holder in found:  # grows while it is walked
+    holders: list[Any] = [inner]
+    holder_ids = {id(inner)}
+    for holder in holders:  # grows while it is walked
         for value in list(vars(holder).values()):
             items = (
                 value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
             )
             for item in items:
-                if id(item) not in known and hasattr(item, "__dict__") and type(item).__module__.startswith(HOLDERS):
-                    known.add(id(item))
-                    found.append(item)
-    return tuple(found)
+                if (
+                    id(item) not in holder_ids
+                    and hasattr(item, "__dict__")
+                    and type(item).__module__.startswith(HOLDERS)
+                ):
+                    holder_ids.add(id(item))
+                    holders.append(item)
+    return tuple(holders)
 
 
 def default_view(model: mujoco.MjModel) -> dict[str, Any]:

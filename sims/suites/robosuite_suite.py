@@ -103,12 +103,12 @@ class RobosuiteLiftController:
         self._closed = closed
         self._dims = spec.action.shape[0]
         self._columns: dict[str, tuple[str, list[int]]] = {}
-        for what, (key, entry) in ENTRIES.items():
+        for part, (key, entry) in ENTRIES.items():
             names = spec.observation[key].names if key in spec.observation else ()
             columns = [index for index, name in enumerate(names) if name.startswith(f"{entry}[")]
             if not columns:
                 raise ConfigError(f"The expert of Lift reads '{entry}', which '{spec.name}' does not show.")
-            self._columns[what] = (key, columns)
+            self._columns[part] = (key, columns)
 
     def reset(self, rows: Rows = None) -> None:
         """Do nothing; there is no state. rows: [R] indices, ignored."""
@@ -122,13 +122,13 @@ class RobosuiteLiftController:
             observation[key][:, -1, columns].astype(np.float64) for key, columns in self._columns.values()
         )
         way = cube - gripper
-        aside = np.linalg.norm(way[:, :2], axis=1)
+        distance = np.linalg.norm(way[:, :2], axis=1)
         # Beside the cube's axis it travels above it; on the axis it sinks until the fingers are around it.
-        over = np.where(aside < 0.02, 0.0, self._above)
-        near = (aside < 0.015) & (np.abs(way[:, 2]) < 0.015)
-        held = near & (np.abs(fingers[:, 0] - fingers[:, -1]) < self._closed)
+        over = np.where(distance < 0.02, 0.0, self._above)
+        near = (distance < 0.015) & (np.abs(way[:, 2]) < 0.015)
+        is_held = near & (np.abs(fingers[:, 0] - fingers[:, -1]) < self._closed)
         target = way + np.stack([np.zeros_like(over), np.zeros_like(over), over], axis=1)
-        target = np.where(held[:, None], np.array([0.0, 0.0, 2 * STEP]), target)
+        target = np.where(is_held[:, None], np.array([0.0, 0.0, 2 * STEP]), target)
         actions = np.zeros((len(way), self._dims))
         actions[:, :3] = self._gain * target / STEP
         actions[:, -1] = np.where(near, 1.0, -1.0)

@@ -107,12 +107,12 @@ class SuccessRule:
 def load_judge(success: str) -> Judge:
     """Load the function that `success` names; raises ConfigError when there is none, listing the valid values."""
     try:
-        found = load_dotted(success, "Success")
+        judge = load_dotted(success, "Success")
     except ConfigError as error:
         raise ConfigError(f"{error} world.options.success is {WAYS}.") from error
-    if not callable(found):
-        raise ConfigError(f"success={success} is {found!r}: name a function of the observation.")
-    return found
+    if not callable(judge):
+        raise ConfigError(f"success={success} is {judge!r}: name a function of the observation.")
+    return judge
 
 
 def entry(info: Mapping[str, Any], key: str) -> Any:
@@ -134,13 +134,13 @@ def truth(value: Any, what: str, remedy: str = SAY) -> bool:
     otherwise.
     """
     try:
-        found = numbers(value)
+        flag = numbers(value)
     except (TypeError, ValueError):
-        found = np.empty(0)
-    if found.size != 1 or found.dtype.kind not in "biuf" or found.item() not in (0, 1):
-        shown = repr(value) if found.size <= 1 else f"an array {list(found.shape)}"
-        raise SpecError(f"{what} is {shown[:60]}, which is not True or False: {remedy}.")
-    return bool(found.item())
+        flag = np.empty(0)
+    if flag.size != 1 or flag.dtype.kind not in "biuf" or flag.item() not in (0, 1):
+        description = repr(value) if flag.size <= 1 else f"an array {list(flag.shape)}"
+        raise SpecError(f"{what} is {description[:60]}, which is not True or False: {remedy}.")
+    return bool(flag.item())
 
 
 def numbers(value: Any) -> np.ndarray:
@@ -155,15 +155,15 @@ def judged(success: Judge, observation: Mapping[str, np.ndarray]) -> bool:
     name = f"The success function {getattr(success, '__module__', '')}:{getattr(success, '__name__', success)}"
     shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
     try:
-        found = np.asarray(success(observation))
+        result = np.asarray(success(observation))
     except Exception as error:
         raise SpecError(
             f"{name} failed: {type(error).__name__}: {error} (at {place_of(error)}). It is called with one observation "
             f"at a time, arrays by key: {shapes}."
         ) from error
-    if found.shape != ():
-        raise SpecError(f"{name} returned shape {list(found.shape)} of {shapes}: it must return one truth.")
-    return bool(found)
+    if result.shape != ():
+        raise SpecError(f"{name} returned shape {list(result.shape)} of {shapes}: it must return one truth.")
+    return bool(result)
 
 
 def place_of(error: Exception) -> str:

@@ -98,31 +98,31 @@ class EnvironmentRows:
 
         Images are rendered after every control step for rows with a history, else only after a row's last one.
         """
-        played = self._blank(*actions.shape[:2])
+        results = self._blank(*actions.shape[:2])
         # One copy for all rows: an environment may keep its action, or write into it.
         actions = actions.astype(self._rows[0].action_dtype)
         every = bool(self._images.cameras) and self._images.history > 1
         for row, (environment, limit) in enumerate(zip(self._rows, left.tolist(), strict=True)):
-            paid = []
+            rewards = []
             done = []
             terminated = False
             truncated = False
-            for action, values in zip(actions[row, :limit], played.values[row], strict=False):
-                reward, terminated, truncated, success = environment.step(action, values, len(paid) + 1 == limit)
-                paid.append(reward)
+            for action, values in zip(actions[row, :limit], results.values[row], strict=False):
+                reward, terminated, truncated, success = environment.step(action, values, len(rewards) + 1 == limit)
+                rewards.append(reward)
                 done.append(success)
                 if every:
-                    self._image(environment, row, played)
+                    self._image(environment, row, results)
                 if terminated or truncated or (success and stop_on_success):
                     break
-            length = len(paid)
+            length = len(rewards)
             if length and not every:
-                self._image(environment, row, played)
-            played.reward[row, :length] = paid
-            played.success[row, :length] = done
-            played.length[row] = length
-            played.terminated[row], played.truncated[row] = terminated, truncated
-        return replace(played, notes=tuple(note for row in self._rows for note in row.take_notes()))
+                self._image(environment, row, results)
+            results.reward[row, :length] = rewards
+            results.success[row, :length] = done
+            results.length[row] = length
+            results.terminated[row], results.truncated[row] = terminated, truncated
+        return replace(results, notes=tuple(note for row in self._rows for note in row.take_notes()))
 
     def _blank(self, count: int, chunk: int) -> Played:
         history = self._images.history
@@ -236,7 +236,7 @@ class Pool:
             [None if call is None else (call, seeds[at], options) for call, at in zip(calls, places, strict=True)],
         )
         values, tasks = (
-            _gather([None if part is None else part[which] for part in parts], places, len(index)) for which in (0, 1)
+            _gather([None if part is None else part[item] for part in parts], places, len(index)) for item in (0, 1)
         )
         cameras = next(part for part in parts if part is not None)[2]
         images = {
@@ -308,21 +308,24 @@ class Pool:
     def _call(self, method: str, arguments: Sequence[tuple | None]) -> list[Any]:
         """Call `method` in all workers that have arguments, in parallel; the result is None for the others."""
         if self._local is not None:
-            return [None if given is None else _run(self._local, self._name, method, given) for given in arguments]
+            return [
+                None if row_arguments is None else _run(self._local, self._name, method, row_arguments)
+                for row_arguments in arguments
+            ]
         if self._lost is not None:
             raise self._lost
         if not self._connections:
             raise ConfigError("This world is closed: make a new one.")
-        for worker, given in enumerate(arguments):
-            if given is not None:
+        for worker, call_arguments in enumerate(arguments):
+            if call_arguments is not None:
                 try:
-                    self._connections[worker].send((method, given))
+                    self._connections[worker].send((method, call_arguments))
                 except OSError as error:
                     raise self._dead(worker) from error
         answers: list[Any] = [None] * len(arguments)
         failures = []
-        for worker, given in enumerate(arguments):
-            if given is not None:
+        for worker, call_arguments in enumerate(arguments):
+            if call_arguments is not None:
                 try:
                     kind, answers[worker] = self._connections[worker].recv()
                 except (EOFError, OSError) as error:

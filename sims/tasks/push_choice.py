@@ -81,9 +81,9 @@ def instructed(environment: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, n
     """
     to_cube, to_goal = environment[..., TO_CUBE[0]], environment[..., TO_GOAL[0]]
     for index, text in enumerate(INSTRUCTIONS[1:], start=1):
-        meant = (task == text)[..., None]
-        to_cube = np.where(meant, environment[..., TO_CUBE[index // len(GOALS)]], to_cube)
-        to_goal = np.where(meant, environment[..., TO_GOAL[index]], to_goal)
+        is_instructed = (task == text)[..., None]
+        to_cube = np.where(is_instructed, environment[..., TO_CUBE[index // len(GOALS)]], to_cube)
+        to_goal = np.where(is_instructed, environment[..., TO_GOAL[index]], to_goal)
     return to_cube, to_goal
 
 

@@ -27,12 +27,12 @@ def start(uniforms: np.ndarray) -> Start:
     uniforms: [R, 9] -> as there, goal [R, 4]: the circle's centre in m, the initial angle in rad and its angular
     velocity in rad/s.
     """
-    begun = push_cube.start(uniforms[:, :7])
+    base_start = push_cube.start(uniforms[:, :7])
     angle = scale(uniforms[:, 7], -np.pi, np.pi)
     # One number says both which way the goal goes round and how fast.
     either = 2 * uniforms[:, 8] - 1
     rate = np.sign(either) * scale(np.abs(either), *SPEEDS) / RADIUS
-    return replace(begun, goal=np.concatenate([begun.goal, angle[:, None], rate[:, None]], axis=1))
+    return replace(base_start, goal=np.concatenate([base_start.goal, angle[:, None], rate[:, None]], axis=1))
 
 
 def goal_at(goal: np.ndarray, time: np.ndarray) -> np.ndarray:
@@ -49,9 +49,9 @@ def observe(readings: Readings) -> dict[str, np.ndarray]:
 
     readings: as there, goal [..., 4] -> `observation.state` [..., 6], `observation.environment_state` [..., 15].
     """
-    seen = push_cube.observe(replace(readings, goal=readings.goal[..., 0:2]))
-    seen[ENVIRONMENT_STATE] = np.concatenate([seen[ENVIRONMENT_STATE], readings.goal[..., 2:4]], axis=-1)
-    return seen
+    observation = push_cube.observe(replace(readings, goal=readings.goal[..., 0:2]))
+    observation[ENVIRONMENT_STATE] = np.concatenate([observation[ENVIRONMENT_STATE], readings.goal[..., 2:4]], axis=-1)
+    return observation
 
 
 class PushCubeMovingExpert:
@@ -63,8 +63,8 @@ class PushCubeMovingExpert:
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 2], fractions of full speed, for an observation [B, H, ...]."""
         state, environment = newest(observation, STATE), newest(observation, ENVIRONMENT_STATE)
-        ahead = environment[:, TO_GOAL] + LEAD * environment[:, VELOCITY]
-        return steer(state[:, PUSHER] + state[:, TARGET], environment[:, push_cube.CUBE], ahead)
+        future_goal = environment[:, TO_GOAL] + LEAD * environment[:, VELOCITY]
+        return steer(state[:, PUSHER] + state[:, TARGET], environment[:, push_cube.CUBE], future_goal)
 
 
 def task() -> Task:

@@ -190,18 +190,18 @@ class PushTExpert:
         # All geometry is done in the block's frame. Turning counts by RADIUS as metres, like `block_motion`.
         error = np.concatenate([rotate(environment[:, TO_GOAL], cosine, -sine), RADIUS * turn[:, None]], axis=1)
         pusher = environment[:, PUSHER_IN_BLOCK] + rotate(state[:, TARGET], cosine, -sine)
-        chosen = self._choose(error, pusher)
-        point = self._points[chosen]
-        direction = self._directions[chosen]
-        motion = self._motion[chosen]
-        # Where the pusher is, along the push and beside it (metres, 0 at contact); `left` is how far to push until the
-        # error along this contact's motion is gone.
+        contacts = self._choose(error, pusher)
+        point = self._points[contacts]
+        direction = self._directions[contacts]
+        motion = self._motion[contacts]
+        # Where the pusher is, along the push and beside it (metres, 0 at contact); `remaining` is how far to push until
+        # the error along this contact's motion is gone.
         along = ((pusher - point) * direction).sum(axis=1, keepdims=True)
         lateral = pusher - point - along * direction
         aligned = (_length(lateral) < 0.010)[:, None] & (along > -0.06) & (along < 0.02)
-        left = (error * motion).sum(axis=1, keepdims=True) / (motion**2).sum(axis=1, keepdims=True)
+        remaining = (error * motion).sum(axis=1, keepdims=True) / (motion**2).sum(axis=1, keepdims=True)
         touching = along > -0.004
-        speed = np.where(touching, np.clip(6.0 * left, 0.08, 0.7), np.clip(-8.0 * along, 0.15, 1.0))
+        speed = np.where(touching, np.clip(6.0 * remaining, 0.08, 0.7), np.clip(-8.0 * along, 0.15, 1.0))
         push = direction * speed - 8.0 * lateral
         walk = self._walk(pusher, point - self.stand_off * direction)
         action = rotate(np.where(aligned, push, walk), cosine, sine)
@@ -231,11 +231,11 @@ class PushTExpert:
 
         pusher: [B, 2] m -> [B, 2], fractions of full speed. Far from the goal it follows a circle around the block.
         """
-        here, there = np.arctan2(pusher[:, 1], pusher[:, 0]), np.arctan2(goal[:, 1], goal[:, 0])
-        angle = np.arctan2(np.sin(there - here), np.cos(there - here))
+        pusher_angle, goal_angle = np.arctan2(pusher[:, 1], pusher[:, 0]), np.arctan2(goal[:, 1], goal[:, 0])
+        angle = np.arctan2(np.sin(goal_angle - pusher_angle), np.cos(goal_angle - pusher_angle))
         near = (np.abs(angle) < 0.25) | (_length(pusher - goal) < 0.04)
-        ahead = here + np.clip(angle, -0.45, 0.45)
-        ring = self.circle * np.stack([np.cos(ahead), np.sin(ahead)], axis=-1)
+        next_angle = pusher_angle + np.clip(angle, -0.45, 0.45)
+        ring = self.circle * np.stack([np.cos(next_angle), np.sin(next_angle)], axis=-1)
         velocity = 10.0 * (np.where(near[:, None], goal, ring) - pusher)
         velocity /= np.maximum(1.0, _length(velocity)[:, None])
         gap, outward = self._clearance(pusher)

@@ -110,13 +110,13 @@ def start(uniforms: np.ndarray) -> Start:
     count = len(uniforms)
     tip = scale(uniforms[:, 0:3], [0.16, -0.05, 0.085], [0.21, 0.05, 0.095])
     near = scale(uniforms[:, 3:6], [0.12, 0.11, 0.12], [0.15, 0.133, 0.15])
-    aside = scale(uniforms[:, 6:9], [-0.14, -0.018, 0.10], [-0.10, 0.018, 0.14])
-    places = np.stack([near, aside, np.full_like(near, START_HEIGHT)], axis=-1)
+    lateral = scale(uniforms[:, 6:9], [-0.14, -0.018, 0.10], [-0.10, 0.018, 0.14])
+    places = np.stack([near, lateral, np.full_like(near, START_HEIGHT)], axis=-1)
     # Ranks of three random numbers: which cube lies where, each of the six orders equally likely.
     order = np.argsort(uniforms[:, 9:12], axis=1)
     cubes = np.take_along_axis(places, order[..., None], axis=1)
-    turned = flat_quaternion(scale(uniforms[:, 12:15], -0.3, 0.3))
-    poses = np.concatenate([cubes, turned], axis=-1).reshape(count, 21)
+    quaternions = flat_quaternion(scale(uniforms[:, 12:15], -0.3, 0.3))
+    poses = np.concatenate([cubes, quaternions], axis=-1).reshape(count, 21)
     depth = scale(uniforms[:, 15:17], 0.215, 0.24)
     side = scale(uniforms[:, 17:19], [-0.135, 0.115], [-0.115, 0.135])
     side = np.where(uniforms[:, 19:20] < 0.5, side, side[:, ::-1])
@@ -159,8 +159,8 @@ def instructed(observation: Arrays) -> Scene:
     environment = observation[ENVIRONMENT_STATE]
     goal = np.broadcast_to(_goals(np.asarray(observation[TASK])), environment.shape[:-1])
     opening = environment[..., _OPENING][..., 0]
-    flat, ahead = np.zeros_like(opening), np.array([1.0, 0.0, 0.0])
-    handle = HANDLE - opening[..., None] * ahead
+    flat, forward = np.zeros_like(opening), np.array([1.0, 0.0, 0.0])
+    handle = HANDLE - opening[..., None] * forward
     # Four things: the cubes and the handle. Six places: the trays, the middle of what is seen of the drawer, on top of
     # the blue cube, and where the handle of an open and of a shut drawer is (with 2 mm to the end of its travel).
     things = np.stack([*(environment[..., cube] for cube in _POSITION), handle], axis=-2)
@@ -169,7 +169,7 @@ def instructed(observation: Arrays) -> Scene:
     trays = [np.concatenate([environment[..., tray], (flat + REST_IN_TRAY)[..., None]], axis=-1) for tray in _TRAY]
     drawer = np.stack([DRAWER_FRONT - opening / 2, flat, flat + REST_IN_DRAWER], axis=-1)
     on_top = environment[..., _POSITION[CUBES.index("blue")]] + [0.0, 0.0, 2 * CUBE_HALF]
-    ends = [np.broadcast_to(HANDLE - out * ahead, handle.shape) for out in (TRAVEL - 0.002, 0.0)]
+    ends = [np.broadcast_to(HANDLE - out * forward, handle.shape) for out in (TRAVEL - 0.002, 0.0)]
     places = np.stack([*trays, drawer, on_top, *ends], axis=-2)
 
     def chosen(values: np.ndarray, table: tuple[int, ...]) -> np.ndarray:
@@ -190,12 +190,12 @@ def instructed(observation: Arrays) -> Scene:
 
 def _goals(task: np.ndarray) -> np.ndarray:
     """Return the instruction index of each text, [...] str -> [...] int. Raises SpecError for another text."""
-    known = {text: index for index, text in enumerate(INSTRUCTIONS)}
+    index_of_text = {text: index for index, text in enumerate(INSTRUCTIONS)}
     texts = [str(text) for text in task.ravel()]
     for text in texts:
-        if text not in known:
+        if text not in index_of_text:
             raise SpecError(f"'{text}' is no instruction of 'tidy'.{did_you_mean(text, INSTRUCTIONS)}")
-    return np.array([known[text] for text in texts], dtype=np.int64).reshape(task.shape)
+    return np.array([index_of_text[text] for text in texts], dtype=np.int64).reshape(task.shape)
 
 
 def potential(observation: Arrays) -> np.ndarray:
@@ -208,16 +208,18 @@ def potential(observation: Arrays) -> np.ndarray:
     near = 1.0 - np.tanh(reach / 0.1)
     closed = np.clip(1.0 - np.abs(gripper - GRIPPER_HOLDS) / (arm.GRIPPER_OPEN - GRIPPER_HOLDS), 0.0, 1.0)
     grasped = np.clip(1.0 - reach / 0.02, 0.0, 1.0) * closed
-    distance, aside = length(scene.to_goal), length(scene.to_goal[..., :2])
+    distance, distance_across = length(scene.to_goal), length(scene.to_goal[..., :2])
     # Over its place a cube need not be high any more, and at rest there the hand may go.
-    raised = np.clip((scene.thing[..., 2] - CUBE_HALF) / 0.03, 0.0, 1.0)
-    raised = np.maximum(raised, np.clip((0.05 - aside) / 0.03, 0.0, 1.0) * (scene.thing[..., 2] > CUBE_HALF + 0.002))
-    carried = raised * (1.0 - np.tanh(distance / 0.1))
-    placed = np.clip((0.045 - distance) / 0.02, 0.0, 1.0)
-    opened = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
-    cube = raised + 2.0 * carried + 0.5 * np.maximum(grasped, placed) + 0.5 * np.maximum(near, placed)
+    lift_progress = np.clip((scene.thing[..., 2] - CUBE_HALF) / 0.03, 0.0, 1.0)
+    lift_progress = np.maximum(
+        lift_progress, np.clip((0.05 - distance_across) / 0.03, 0.0, 1.0) * (scene.thing[..., 2] > CUBE_HALF + 0.002)
+    )
+    carrying = lift_progress * (1.0 - np.tanh(distance / 0.1))
+    placement = np.clip((0.045 - distance) / 0.02, 0.0, 1.0)
+    release = np.clip((gripper - GRIPPER_HOLDS) / (RELEASED - GRIPPER_HOLDS), 0.0, 1.0)
+    cube = lift_progress + 2.0 * carrying + 0.5 * np.maximum(grasped, placement) + 0.5 * np.maximum(near, placement)
     drawer = 3.5 * (1.0 - np.minimum(distance / TRAVEL, 1.0)) + 0.5 * grasped + 0.5 * near
-    return np.where(scene.handles, drawer, cube + 0.5 * placed * opened)
+    return np.where(scene.handles, drawer, cube + 0.5 * placement * release)
 
 
 def succeeded(observation: Arrays) -> np.ndarray:
@@ -231,10 +233,10 @@ def succeeded(observation: Arrays) -> np.ndarray:
     on_top = length(scene.to_goal[..., :2]) < ON_TOP
     behind_front = scene.thing[..., 0] - (DRAWER_FRONT - scene.opening)
     in_drawer = (behind_front > 0.0) & (behind_front < 0.117) & (y < INSIDE)
-    there = np.where(scene.stacks, on_top, np.where(scene.in_drawer, in_drawer, in_tray))
-    rests = there & (z < 0.008) & (length(scene.velocity) < 0.05) & (gripper > RELEASED)
-    opened = np.where(np.asarray(observation[TASK]) == OPEN, scene.opening > OPENED, scene.opening < SHUT)
-    return np.where(scene.handles, opened, rests)
+    in_place = np.where(scene.stacks, on_top, np.where(scene.in_drawer, in_drawer, in_tray))
+    rests = in_place & (z < 0.008) & (length(scene.velocity) < 0.05) & (gripper > RELEASED)
+    drawer_done = np.where(np.asarray(observation[TASK]) == OPEN, scene.opening > OPENED, scene.opening < SHUT)
+    return np.where(scene.handles, drawer_done, rests)
 
 
 class TidyExpert:
@@ -251,8 +253,8 @@ class TidyExpert:
 
     def act(self, observation: Observation) -> np.ndarray:
         """Return actions [B, 4], tip moves and gripper, for an observation [B, H, ...]."""
-        seen = {STATE: newest(observation, STATE), ENVIRONMENT_STATE: newest(observation, ENVIRONMENT_STATE)}
-        scene, hand = instructed({**seen, TASK: observation[TASK]}), arm.parts(seen[STATE])
+        newest_frames = {STATE: newest(observation, STATE), ENVIRONMENT_STATE: newest(observation, ENVIRONMENT_STATE)}
+        scene, hand = instructed({**newest_frames, TASK: observation[TASK]}), arm.parts(newest_frames[STATE])
         tip = hand["tip"]
         to_thing = scene.to_thing
         to_goal = scene.to_goal
@@ -262,30 +264,32 @@ class TidyExpert:
             & (to_thing[:, 1] < 0.018)
             & (np.abs(to_thing[:, 2]) < 0.015)
         )
-        aside = length(to_goal[:, :2])
+        distance_across = length(to_goal[:, :2])
         clearance = np.where(scene.stacks, 0.001, 0.010)  # m above its place at which a cube is let go
         down = to_goal[:, 2] > -(clearance + 0.004)
-        placed = ~scene.handles & (aside < 1.5 * self.precision) & down
-        held = between & (hand["gripper"] < GRIPPER_HOLDS + 0.06) & ~placed
+        at_goal = ~scene.handles & (distance_across < 1.5 * self.precision) & down
+        is_held = between & (hand["gripper"] < GRIPPER_HOLDS + 0.06) & ~at_goal
         # Where the tip is to go, later lines overruling earlier ones: approach; wait while the jaws close; carry or
         # pull; wait while they open.
         target = self._approach(tip, tip + to_thing)
         target = np.where(between[:, None], hand["tip_target"], target)
-        target = np.where(held[:, None], self._carry(tip, to_goal, clearance), target)
+        target = np.where(is_held[:, None], self._carry(tip, to_goal, clearance), target)
         pulled = tip + to_goal * [1.0, 0.0, 0.0]
         pulled[:, 2] = hand["tip_target"][:, 2]
-        target = np.where((held & scene.handles)[:, None], pulled, target)
-        target = np.where(placed[:, None], hand["tip_target"], target)
+        target = np.where((is_held & scene.handles)[:, None], pulled, target)
+        target = np.where(at_goal[:, None], hand["tip_target"], target)
         move = np.clip((target - hand["tip_target"]) / arm.TIP_STEP, -1.0, 1.0)
-        gripper = np.where(between & ~placed, -1.0, self.opening)
+        gripper = np.where(between & ~at_goal, -1.0, self.opening)
         return np.concatenate([move, gripper[:, None]], axis=1)
 
     def _approach(self, tip: np.ndarray, thing: np.ndarray) -> np.ndarray:
         """Rise before a long move, hover over the object with clearance for the fixed jaw, descend; all [B, 3] m."""
         target = thing - np.array([0.0, 0.008, 0.0])
-        aside = length(target[:, :2] - tip[:, :2])
-        target[:, 2] = np.where(aside > 0.008, np.maximum(target[:, 2] + 0.055, self.travel_height), target[:, 2])
-        low = (aside > 0.025) & (tip[:, 2] < 0.06)
+        distance_across = length(target[:, :2] - tip[:, :2])
+        target[:, 2] = np.where(
+            distance_across > 0.008, np.maximum(target[:, 2] + 0.055, self.travel_height), target[:, 2]
+        )
+        low = (distance_across > 0.025) & (tip[:, 2] < 0.06)
         target[:, :2] = np.where(low[:, None], tip[:, :2], target[:, :2])
         return target
 

@@ -147,18 +147,20 @@ class LatentHeads(nn.Module):
         is not enough. Every uncertainty head skips its own half of the rows.
         """
         device = steps.reward.device
-        shown = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
-        summary = steps.after * shown.to(device) if steps.state.shape[1] else steps.after
-        read = self.inputs(summary, steps.state, steps.next_state)
-        found = self.losses(read, steps.reward, steps.success) | {"success": self.success.loss(read, steps.success)}
+        summary_mask = torch.rand(len(steps.reward), 1, generator=generator, device=generator.device) < 0.5
+        summary = steps.after * summary_mask.to(device) if steps.state.shape[1] else steps.after
+        head_inputs = self.inputs(summary, steps.state, steps.next_state)
+        losses = self.losses(head_inputs, steps.reward, steps.success) | {
+            "success": self.success.loss(head_inputs, steps.success)
+        }
         if self.potential is not None:
-            found["potential"] = (self.increase(read) - steps.reward).square()
+            losses["potential"] = (self.increase(head_inputs) - steps.reward).square()
         inputs = torch.cat([steps.before, steps.state, steps.action], -1)
         guesses = self.guesses(inputs.expand(len(self.guesses.weights[0]), -1, -1))
         # Weights of 2 on half of the rows have mean 1: the loss is as large as without leaving rows out.
         weight = 2.0 * (torch.rand(guesses.shape[:2], generator=generator, device=generator.device) < 0.5)
         error = (guesses - steps.change).square().mean(-1)
-        return {**found, "disagreement": (error * weight.to(device)).mean(0)}
+        return {**losses, "disagreement": (error * weight.to(device)).mean(0)}
 
     def disagreement(self, summary: Tensor, state: Tensor, action: Tensor) -> Tensor:
         """Return the disagreement [N] of the predictions of the next change."""

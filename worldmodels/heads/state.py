@@ -119,11 +119,11 @@ class StepHeads(Standardised):
         device = self.state_mean.device
         logits = torch.cat([self.success_logit(part.to(device)) for part in data.next_state.split(PART)])
         self.success_threshold.copy_(calibrated_threshold(logits, data.won))
-        paid = []
+        rewards = []
         for rows in torch.arange(len(data)).split(PART):
             state, action, after = (value[rows].to(device) for value in (data.state, data.action, data.next_state))
-            paid.append(torch.stack([self._increase(state, after), self._predicted(state, action, after)]))
-        increase, predicted = torch.cat(paid, 1)
+            rewards.append(torch.stack([self._increase(state, after), self._predicted(state, action, after)]))
+        increase, predicted = torch.cat(rewards, 1)
         self.pays_potential.fill_(explains_as_well(increase, data.reward.to(device), predicted))
 
     def _increase(self, state: Tensor, after: Tensor) -> Tensor:
@@ -133,8 +133,8 @@ class StepHeads(Standardised):
 
     def _predicted(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
         """Return the reward [N] of the unconstrained reward head."""
-        found = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
-        return self.reward_mean + self.reward_std * found
+        output = self.reward(self._reward_input(state, action, after)[None])[0, :, 0]
+        return self.reward_mean + self.reward_std * output
 
     def _reward_input(self, state: Tensor, action: Tensor, after: Tensor) -> Tensor:
         parts = ("state", state), ("action", action), ("change", after - state)
@@ -149,8 +149,8 @@ def success_batch(
 
     won: indices [W] of successful steps; success_state: [N, S], in the world's units; success_label: [N] bool.
     """
-    count, chosen = round(share * len(rows)) if len(won) else 0, rows.clone()
+    count, indices = round(share * len(rows)) if len(won) else 0, rows.clone()
     if count:
-        drawn = torch.randint(len(won), (count,), generator=generator, device=generator.device).cpu()
-        chosen[:count] = won[drawn]
-    return {"success_state": data.next_state[chosen], "success_label": data.won[chosen]}
+        positives = torch.randint(len(won), (count,), generator=generator, device=generator.device).cpu()
+        indices[:count] = won[positives]
+    return {"success_state": data.next_state[indices], "success_label": data.won[indices]}

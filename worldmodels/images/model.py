@@ -118,8 +118,8 @@ class FrameReader(Judged):
         data, config = SequenceData(episodes), self.config
         assert episodes.step_success is not None
         won = episodes.step_success.nonzero()[:, 0]
-        imagined, frames = self._imagine_frames(len(data), won, imagine)
-        imagined_won = episodes.step_success[imagined].nonzero()[:, 0]
+        imagined_rows, frames = self._imagine_frames(len(data), won, imagine)
+        imagined_won = episodes.step_success[imagined_rows].nonzero()[:, 0]
         count = config.batch_size
         imagined_steps = round(config.imagined_share * count)
         while True:
@@ -128,12 +128,12 @@ class FrameReader(Judged):
             # Uniform times normal: errors of every size occur, none among them, so that the readout learns to trust a
             # good state and to mend a bad one. Column 0 of the uniforms chooses the step.
             noise = torch.randn(size, generator=generator, device=generator.device).cpu()[:, 1:]
-            chosen = choose(draws[:imagined_steps, 0], len(imagined), imagined_won, config.positive_share)
+            indices = choose(draws[:imagined_steps, 0], len(imagined_rows), imagined_won, config.positive_share)
             true = choose(draws[imagined_steps:, 0], len(data), won, config.positive_share)
-            cut = data.cut(torch.cat([imagined[chosen], true]), 1, 1)
-            seen = self.stack(cut.frames)
-            seen[:imagined_steps] = frames[chosen]
-            yield self._batch(cut, seen, draws[:, 1:].float() * noise)
+            cut = data.cut(torch.cat([imagined_rows[indices], true]), 1, 1)
+            stacked = self.stack(cut.frames)
+            stacked[:imagined_steps] = frames[indices]
+            yield self._batch(cut, stacked, draws[:, 1:].float() * noise)
 
     def _batch(self, cut: Sequences, seen: Tensor, noise: Tensor) -> dict[str, Any]:
         """Return a batch of the steps in `cut`, with frames `seen` [N, 3, ...] and states perturbed by `noise` [N,
@@ -141,7 +141,7 @@ class FrameReader(Judged):
         """
         device = self.state_mean.device
         state, after = self.vector(cut.frames, 1).to(device), self.vector(cut.frames, 2).to(device)
-        given, free = self.perturbed(state, noise), self.structure.free
+        noisy_state, free = self.perturbed(state, noise), self.structure.free
         seen = seen.to(device)
         coarse = functional.adaptive_avg_pool2d(to_pixels(seen[:, 2]), THUMBNAIL).flatten(1)
         change = ((after - state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
@@ -158,8 +158,8 @@ class FrameReader(Judged):
             cut.success[:, -1].to(device),
         )
         # From the state as given, errors included, to the true one: the change head learns to remove the errors.
-        mending = ((after - given) / self.change_std)[:, free].clamp(-BOUND, BOUND)
-        return {"frames": seen, "steps": steps, "given": self.standard("state", given), "mending": mending}
+        mending = ((after - noisy_state) / self.change_std)[:, free].clamp(-BOUND, BOUND)
+        return {"frames": seen, "steps": steps, "given": self.standard("state", noisy_state), "mending": mending}
 
     def perturbed(self, states: Tensor, noise: Tensor) -> Tensor:
         """Perturb `states` [..., V] like the drift of a model: free elements change by `noise` [..., free] times the
@@ -175,12 +175,12 @@ class FrameReader(Judged):
         # Its own generator with a fixed seed: a resumed stage imagines the same frames again.
         generator = torch.Generator().manual_seed(0)
         draws = torch.rand(self.config.imagined_steps, generator=generator, dtype=torch.float64)
-        steps, found = choose(draws, count, won, self.config.positive_share), []
+        steps, parts = choose(draws, count, won, self.config.positive_share), []
         with progress("Imagining frames for the readout", len(steps)) as advance:
             for part in steps.split(PART):
-                found.append(imagine(part, generator).cpu())
+                parts.append(imagine(part, generator).cpu())
                 advance(len(part))
-        return steps, torch.cat(found)
+        return steps, torch.cat(parts)
 
     @torch.no_grad()
     def calibrate(
@@ -198,18 +198,18 @@ class FrameReader(Judged):
         """
         order = torch.randperm(episodes.step_count, generator=torch.Generator().manual_seed(0))
         steps = order[:CALIBRATION_STEPS].sort().values
-        read = []
-        found = []
+        input_parts = []
+        uncertainties = []
         assert episodes.step_success is not None
         for part in steps.split(PART):
             # Seeded by the step's index, so that the calibration does not depend on how steps are cut into parts.
             latent = initial(context_at(episodes, part, history), part.numpy())
             inputs, uncertainty = advance(latent, episodes.actions[part].to(self.state_mean.device))
-            read.append(inputs)
-            found.append(uncertainty)
-        inputs, success = torch.cat(read), episodes.step_success[steps]
+            input_parts.append(inputs)
+            uncertainties.append(uncertainty)
+        inputs, success = torch.cat(input_parts), episodes.step_success[steps]
         reward = self.standard_reward(progress_reward(episodes)[steps].to(inputs.device))
-        self.set_thresholds(self.readout.heads, inputs, reward, success, torch.cat(found))
+        self.set_thresholds(self.readout.heads, inputs, reward, success, torch.cat(uncertainties))
 
     def begin(self, context: Context, past: int) -> tuple[dict[str, Tensor], Tensor, int]:
         """Return the last `past` frames of a context, key -> [R, past, *shape], the actions between them [R, past - 1,
@@ -241,8 +241,8 @@ class FrameReader(Judged):
         in the world's units.
         """
         readout = self.readout
-        given = self.standard("state", state)
-        taken = self.standard("action", action)
+        standard_state = self.standard("state", state)
+        standard_action = self.standard("action", action)
         past = readout.summary(frames[:, 0], frames[:, 1])
         # Uncertainty is of what the action will do, so it reads the frames before it; reward and success read the pair
         # that ends with the new frame.
@@ -250,10 +250,10 @@ class FrameReader(Judged):
         after = state.clone()
         free = self.structure.free
         structure = self.structure
-        after[:, free] += readout.changes(summary, given, taken) * self.change_std[free]
+        after[:, free] += readout.changes(summary, standard_state, standard_action) * self.change_std[free]
         after = structure.complete(after)
-        inputs = readout.heads.inputs(summary, given, self.standard("state", after))
-        return after, inputs, readout.heads.disagreement(past, given, taken)
+        inputs = readout.heads.inputs(summary, standard_state, self.standard("state", after))
+        return after, inputs, readout.heads.disagreement(past, standard_state, standard_action)
 
     def imagined(self, frame: Tensor, after: Tensor, inputs: Tensor, uncertainty: Tensor) -> Imagined:
         """Build one imagined step; success terminates the episode when the spec says so.

@@ -59,10 +59,10 @@ class FrameReadout(nn.Module):
             layers += [nn.Conv2d(before, after, 4, 2, 1), ChannelNorm(after), nn.SiLU()]
         area = (height >> stages) * (width >> stages)
         self.encoder = nn.Sequential(*layers, nn.Flatten(), dense(area * channels[-1], hidden))
-        guessed = free + 3 * THUMBNAIL**2
+        predicted_size = free + 3 * THUMBNAIL**2
         # Last weights of zero: an untrained readout says that nothing moves.
         self.change = perceptron(hidden + elements + actions, hidden, 2, free, scale=0.0) if free else None
-        about = {"elements": elements, "actions": actions, "guessed": guessed}
+        about = {"elements": elements, "actions": actions, "guessed": predicted_size}
         self.heads = LatentHeads(hidden, 2, members, **about, success_head=success_head)
 
     def summary(self, before: Tensor, after: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ class FrameReadout(nn.Module):
         """
         frames, steps = batch["frames"], batch["steps"]
         before, after = self.summary(frames[:, 0], frames[:, 1]), self.summary(frames[:, 1], frames[:, 2])
-        found = self.heads.training_losses(replace(steps, before=before, after=after), generator)
+        losses = self.heads.training_losses(replace(steps, before=before, after=after), generator)
         if self.change is None:
-            return found
+            return losses
         error = self.changes(after, batch["given"], steps.action) - batch["mending"]
-        return {"change": functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1), **found}
+        return {"change": functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1), **losses}
 
 
 def image_channels(size: tuple[int, ...], depth: int) -> list[int]:

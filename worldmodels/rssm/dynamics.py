@@ -40,9 +40,9 @@ def draw(log_probability: Tensor, uniform: Tensor) -> Tensor:
 def straight_through(log_probability: Tensor, uniform: Tensor) -> Tensor:
     """Return one-hot samples [..., S, C] with the gradient of the probabilities (straight-through, Bengio 2013)."""
     probability = log_probability.exp()
-    chosen = functional.one_hot(draw(log_probability, uniform), probability.shape[-1])
+    one_hot = functional.one_hot(draw(log_probability, uniform), probability.shape[-1])
     # p - p.detach() is 0 but has the gradient of p.
-    return chosen.to(probability.dtype) + probability - probability.detach()
+    return one_hot.to(probability.dtype) + probability - probability.detach()
 
 
 def divergence(first: Tensor, second: Tensor) -> Tensor:
@@ -222,16 +222,16 @@ class LatentDynamics(nn.Module):
         deter = core.start(embedding[:, 0])
         sample = state[:, 0, :0]
         current = state[:, 0]
-        found = []
+        steps = []
         for index, (frame, true) in enumerate(zip(frames, state.unbind(1), strict=True)):
             if index:
                 deter = self.step(deter, sample, current, actions[:, index - 1])
-            read = seen[:, index, None]
+            seen_mask = seen[:, index, None]
             # An unseen frame goes on from the prior and from its own decoded vector, exactly as imagination does.
             prior, posterior = core.prior(deter), core.posterior(deter, frame)
-            sample = straight_through(torch.where(read[..., None], posterior, prior), draws[index]).flatten(1)
+            sample = straight_through(torch.where(seen_mask[..., None], posterior, prior), draws[index]).flatten(1)
             summary = self.summary(deter, sample)
             decoded = self.advance(summary, current, spread) if index else true
-            current = torch.where(read, true, decoded) if index else true
-            found.append((deter, sample, prior, posterior, summary, decoded, current))
-        return Unrolled(*(torch.stack(values, 1) for values in zip(*found, strict=True)))
+            current = torch.where(seen_mask, true, decoded) if index else true
+            steps.append((deter, sample, prior, posterior, summary, decoded, current))
+        return Unrolled(*(torch.stack(values, 1) for values in zip(*steps, strict=True)))

@@ -64,9 +64,9 @@ class RssmModel(Described[RssmConfig], Judged):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.dynamics = LatentDynamics(config, elements, actions, free, self.images)
-            guessed = free + 3 * THUMBNAIL**2 * len(self.images)
+            predicted_size = free + 3 * THUMBNAIL**2 * len(self.images)
             sizes = config.networks.hidden, config.layers, config.members
-            about = {"elements": elements, "actions": actions, "guessed": guessed}
+            about = {"elements": elements, "actions": actions, "guessed": predicted_size}
             self.heads = LatentHeads(*sizes, **about, success_head=config.success_head)
         self.register_statistics(state=elements, action=actions, change=elements, reward=1)
         self.register_buffer("spread", torch.zeros(free, elements))
@@ -126,22 +126,22 @@ class RssmModel(Described[RssmConfig], Judged):
             # In double precision, because the 24 bits of a float would miss steps of a long dataset.
             draws = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64).cpu()
             steps = (draws[:, 0] * len(data)).long()
-            chosen = (draws[:early, 1] * len(episodes)).long()
-            steps[:early] = starts[chosen]
-            steps[:padded] += (draws[:early, 2] * lengths[chosen].clamp(max=past)).long()[:padded]
+            indices = (draws[:early, 1] * len(episodes)).long()
+            steps[:early] = starts[indices]
+            steps[:padded] += (draws[:early, 2] * lengths[indices].clamp(max=past)).long()[:padded]
             if len(won):
-                chosen = won[(draws[early : early + late, 1] * len(won)).long()]
+                indices = won[(draws[early : early + late, 1] * len(won)).long()]
                 back = (draws[early : early + late, 2] * (frames - 1)).long()
                 # The success may be at any place of the subsequence, which must not begin before its episode.
-                steps[early : early + late] = (chosen - back).maximum(starts[episodes.episode_of_step[chosen]])
+                steps[early : early + late] = (indices - back).maximum(starts[episodes.episode_of_step[indices]])
             # Padded ones are cut around a step at or a little after the episode's start, so that frames before it
             # repeat the first one, as in a context that reaches back before an episode.
             parts = data.cut(steps[:padded], past, config.length), data.cut(steps[padded:], 0, frames - 1)
             # The first 1 to burn_in frames are always read, like the context of an imagined episode.
             prefix = 1 + (draws[:, 3:4] * config.burn_in).long()
-            seen = (draws[:, 4:] < config.seen_share) | (torch.arange(frames) < prefix)
+            seen_mask = (draws[:, 4:] < config.seen_share) | (torch.arange(frames) < prefix)
             device = self.spread.device
-            yield {"subsequence": _concatenated(*parts).to(device), "seen": seen.to(device)}
+            yield {"subsequence": _concatenated(*parts).to(device), "seen": seen_mask.to(device)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the scaled loss terms, each [M].
@@ -151,32 +151,34 @@ class RssmModel(Described[RssmConfig], Judged):
         previous frame was observed. Frames outside of the episode do not count.
         """
         subsequence = batch["subsequence"]
-        seen = batch["seen"]
+        seen_mask = batch["seen"]
         config = self.config
         rows, length = subsequence.valid.shape
-        known = torch.cat([subsequence.valid[:, :1], subsequence.valid], 1).float()
+        valid_mask = torch.cat([subsequence.valid[:, :1], subsequence.valid], 1).float()
         state = self.vector(subsequence.frames)
         shape = length + 1, rows, config.networks.stochastic
-        latents = self.follow(state, subsequence, seen, torch.rand(shape, generator=generator, device=generator.device))
+        latents = self.follow(
+            state, subsequence, seen_mask, torch.rand(shape, generator=generator, device=generator.device)
+        )
         # Errors count in deviations of a step's change: in the state's, slow elements would cost next to nothing.
         error = ((latents.decoded - state)[:, 1:] * (self.state_std / self.change_std))[..., self.structure.free]
         vector = functional.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(-1)
         dynamics, representation = balanced_divergence(latents.posterior, latents.prior, FREE_NATS)
         # Heads read the state as imagination carries it, and must not bend it towards what is easy to judge.
-        carried = latents.state.detach()
-        inputs = self.heads.inputs(latents.summary[:, 1:], carried[:, :-1], carried[:, 1:])
+        state_input = latents.state.detach()
+        inputs = self.heads.inputs(latents.summary[:, 1:], state_input[:, :-1], state_input[:, 1:])
         heads = self.heads.losses(inputs, self.standard_reward(subsequence.reward), subsequence.success)
         # Behind an unseen frame the prior guesses: which of several futures came true cannot be known.
-        judged = subsequence.valid * seen[:, :-1]
+        judged_mask = subsequence.valid * seen_mask[:, :-1]
         result = {
-            "vector": _masked(vector, known[:, 1:]),
-            "dynamics": _masked(dynamics, known),
-            "representation": REPRESENTATION_SCALE * _masked(representation, known),
-            "reward": config.reward_scale * _masked(heads["reward"], judged),
-            "success": _masked(heads["success"], judged),
+            "vector": _masked(vector, valid_mask[:, 1:]),
+            "dynamics": _masked(dynamics, valid_mask),
+            "representation": REPRESENTATION_SCALE * _masked(representation, valid_mask),
+            "reward": config.reward_scale * _masked(heads["reward"], judged_mask),
+            "success": _masked(heads["success"], judged_mask),
         }
         if self.images:
-            result["image"] = self._image_loss(subsequence, latents, known, generator)
+            result["image"] = self._image_loss(subsequence, latents, valid_mask, generator)
         return result
 
     def _image_loss(
@@ -185,14 +187,14 @@ class RssmModel(Described[RssmConfig], Judged):
         """Return the squared error [M], summed over pixels, of a sample of frames of every subsequence."""
         order = torch.randperm(known.shape[1], generator=generator, device=generator.device)
         # Images cost most of a training step, and single frames already say whether the latent holds them.
-        chosen = order[: self.config.images].to(known.device)
-        flat = rearrange(latents.summary[:, chosen], "m t f -> (m t) f")
-        total = torch.zeros_like(known[:, chosen])
+        indices = order[: self.config.images].to(known.device)
+        flat = rearrange(latents.summary[:, indices], "m t f -> (m t) f")
+        total = torch.zeros_like(known[:, indices])
         for key in self.images:
-            wanted = rearrange(subsequence.frames[key][:, chosen], "m t h w c -> (m t) h w c").float() / 255
-            error = (self.dynamics.image(key, flat) - wanted).square().sum((1, 2, 3))
+            target = rearrange(subsequence.frames[key][:, indices], "m t h w c -> (m t) h w c").float() / 255
+            error = (self.dynamics.image(key, flat) - target).square().sum((1, 2, 3))
             total = total + error.unflatten(0, total.shape)
-        return _masked(total, known[:, chosen])
+        return _masked(total, known[:, indices])
 
     def vector(self, frames: Mapping[str, Tensor]) -> Tensor:
         """Return the standardised state vectors [M, T, V] of frames, key -> [M, T, *shape]."""
@@ -215,13 +217,13 @@ class RssmModel(Described[RssmConfig], Judged):
         first = (place % length == 0).nonzero()[:, 0]
         generator = torch.Generator().manual_seed(0)
         first = first[torch.randperm(len(first), generator=generator)[: -(-HEAD_STEPS // length)]]
-        found = []
+        parts = []
         for part in first.split(256):
             subsequence = data.cut(part, 0, length).to(self.spread.device)
             state = self.vector(subsequence.frames)
-            seen = torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
+            seen_mask = torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
             draws = torch.rand(length + 1, len(part), self.config.networks.stochastic, generator=generator)
-            latents = self.follow(state, subsequence, seen, draws)
+            latents = self.follow(state, subsequence, seen_mask, draws)
             steps = LatentSteps(
                 latents.summary[:, :-1],
                 latents.summary[:, 1:],
@@ -232,9 +234,9 @@ class RssmModel(Described[RssmConfig], Judged):
                 self.standard_reward(subsequence.reward),
                 subsequence.success,
             )
-            found.append(steps.take(subsequence.valid))
+            parts.append(steps.take(subsequence.valid))
         return LatentSteps(
-            *(torch.cat(values) for values in zip(*(part.__dict__.values() for part in found), strict=True))
+            *(torch.cat(values) for values in zip(*(part.__dict__.values() for part in parts), strict=True))
         )
 
     def _guessed(self, state: Tensor, frames: Mapping[str, Tensor]) -> Tensor:
@@ -273,13 +275,13 @@ class RssmModel(Described[RssmConfig], Judged):
         }
         state = self.vector(frames)
         count = state.shape[1]
-        given = np.zeros((rows, 0, self._spec.action.size)) if count == 1 else context.actions
-        actions = self.standard("action", torch.from_numpy(np.asarray(given, dtype=np.float32)).to(device))
+        past_actions = np.zeros((rows, 0, self._spec.action.size)) if count == 1 else context.actions
+        actions = self.standard("action", torch.from_numpy(np.asarray(past_actions, dtype=np.float32)).to(device))
         # Frames of the context have the step numbers -T to -1: no imagined step draws from their numbers.
         draws = [self._draws({**latent, "step": latent["step"] - count + index}) for index in range(count)]
-        seen = torch.ones(rows, count, dtype=torch.bool, device=device)
+        seen_mask = torch.ones(rows, count, dtype=torch.bool, device=device)
         embedding = self.dynamics.embed(state, frames)
-        latents = self.dynamics.unroll(state, embedding, actions, seen, torch.stack(draws), self.spread)
+        latents = self.dynamics.unroll(state, embedding, actions, seen_mask, torch.stack(draws), self.spread)
         # Class indices instead of one-hot rows: a latent, and each snapshot of it, is smaller by C.
         sample = rearrange(latents.sample[:, -1], "r (s c) -> r s c", c=self.config.networks.classes).argmax(-1)
         return {"deter": latents.deter[:, -1], "sample": sample, **latent}
@@ -295,17 +297,23 @@ class RssmModel(Described[RssmConfig], Judged):
         uncertainty = self.heads.disagreement(self.dynamics.summary(latent["deter"], sample), state, action)
         deter = self.dynamics.step(latent["deter"], sample, state, action)
         prior = self.dynamics.core.prior(deter)
-        chosen = draw(prior, self._draws(latent)) if self.config.sample else prior.argmax(-1)
-        summary = self.dynamics.summary(deter, self._one_hot(chosen))
+        classes = draw(prior, self._draws(latent)) if self.config.sample else prior.argmax(-1)
+        summary = self.dynamics.summary(deter, self._one_hot(classes))
         decoded = self.dynamics.advance(summary, state, self.spread)
         after, free = latent["state"].clone(), self.structure.free
         # Only free elements are decoded; constants stay as they were, bit by bit, and derived ones follow below.
         after[:, free] = (self.state_mean + self.state_std * decoded)[:, free]
         after = self.structure.complete(after)
         inputs = self.heads.inputs(summary, state, self.standard("state", after))
-        imagined = self.judged(self.heads, inputs, self._observation(after, summary), uncertainty)
-        moved = {"deter": deter, "sample": chosen, "state": after, "seed": latent["seed"], "step": latent["step"] + 1}
-        return moved, imagined
+        outcome = self.judged(self.heads, inputs, self._observation(after, summary), uncertainty)
+        next_latent = {
+            "deter": deter,
+            "sample": classes,
+            "state": after,
+            "seed": latent["seed"],
+            "step": latent["step"] + 1,
+        }
+        return next_latent, outcome
 
     def _observation(self, state: Tensor, summary: Tensor) -> dict[str, Tensor]:
         """Return the observations of states [B, V] and summaries [B, F], key -> [B, *shape]."""

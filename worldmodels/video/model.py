@@ -91,8 +91,8 @@ class VideoModel(ImageModel[VideoConfig]):
         model = super().build(config, spec, episodes, seed)
         for view, key in enumerate(model.reader.images):
             frames = episodes.observation[key]
-            chosen = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()
-            model.autoencoder.background[view] = to_pixels(frames[chosen]).mean(0)
+            indices = torch.linspace(0, len(frames) - 1, min(BACKGROUND_FRAMES, len(frames))).long()
+            model.autoencoder.background[view] = to_pixels(frames[indices]).mean(0)
         return model
 
     def stages(self) -> Mapping[str, tuple[Regression, float]]:
@@ -131,39 +131,39 @@ class VideoModel(ImageModel[VideoConfig]):
         if caching is not None:
             caching.check(self.block_names, self.calls)
         # A shallow copy: both models share their modules, hence their weights.
-        found = copy(self)
-        found.caching = caching
-        return found
+        model = copy(self)
+        model.caching = caching
+        return model
 
     def view_batches(self, episodes: Episodes, generator: torch.Generator) -> Iterator[dict[str, Any]]:
         """Yield {"views": [N, V, 3, height, width]}, pixels of random frames, all randomness from `generator`."""
         cameras = [episodes.observation[key] for key in self.reader.images]
         size = (self.config.view_batch_size,)
         while True:
-            chosen = torch.randint(len(cameras[0]), size, generator=generator, device=generator.device).cpu()
-            views = torch.stack([frames[chosen] for frames in cameras], 1)
+            indices = torch.randint(len(cameras[0]), size, generator=generator, device=generator.device).cpu()
+            views = torch.stack([frames[indices] for frames in cameras], 1)
             yield {"views": to_pixels(views.to(self.change_std.device))}
 
     def _view_loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the terms of the autoencoder's loss, {"pixels", "divergence" (KL)}, each [N]."""
-        found = self.autoencoder.losses(batch["views"], self.config.motion_weight, generator)
-        return {**found, "divergence": self.config.kl_weight * found["divergence"]}
+        losses = self.autoencoder.losses(batch["views"], self.config.motion_weight, generator)
+        return {**losses, "divergence": self.config.kl_weight * losses["divergence"]}
 
     @torch.no_grad()
     def encode_episodes(self, episodes: Episodes) -> LatentVideo:
         """Encode all frames of `episodes`; sets the statistics that normalise latents and their changes."""
         reader, coder = self.reader, self.autoencoder
         frames = [episodes.observation[key] for key in reader.images]
-        found = []
+        parts = []
         # With mean 0 and deviation 1 `encode` returns raw latents, from which the statistics are taken.
         coder.mean.zero_()
         coder.std.fill_(1.0)
         with progress("Encoding frames", len(frames[0])) as advance:
             for part in torch.arange(len(frames[0])).split(PART):
                 stacked = torch.cat([view[part] for view in frames], -3)
-                found.append(self._encode(stacked.to(self.change_std.device)).cpu())
+                parts.append(self._encode(stacked.to(self.change_std.device)).cpu())
                 advance(len(part))
-        latents = torch.cat(found)
+        latents = torch.cat(parts)
         coder.mean.copy_(latents.mean((0, 2, 3)))
         coder.std.copy_(latents.std((0, 2, 3), correction=0).clamp_min(1e-6))
         latents = (latents - coder.mean.cpu()[:, None, None]) / coder.std.cpu()[:, None, None]
@@ -196,8 +196,8 @@ class VideoModel(ImageModel[VideoConfig]):
         states = self.reader.vector(cut.frames, slice(1, span + 1))
         latent = self._latent(stacked[:, : span + 1], states, cut.actions[:, :span], steps.numpy(), brief=True)
         new, _ = self._shown(latent, self._predict(latent, cut.actions[:, span:].to(stacked.device)))
-        shown = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
-        return shown[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
+        window = torch.cat([stacked[:, span - 1 : span + 1], new], 1)
+        return window[torch.arange(len(steps))[:, None], back[:, None] + torch.arange(3)]
 
     def _judge(self, latent: Latent, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the reward and success heads' inputs for a step under actions [B, A], and its uncertainty [B]."""
@@ -215,9 +215,9 @@ class VideoModel(ImageModel[VideoConfig]):
         frames [R, 2, height, width, 3], the last two, and decoded [R, height, width, 3], the image decoded where pixels
         last changed. Then the episode's seed and the number of the next step.
         """
-        frames, actions, known = self.reader.begin(context, self.context)
+        frames, actions, frame_count = self.reader.begin(context, self.context)
         stacked, states = self.reader.stack(frames), self.reader.vector(frames, slice(1, None))
-        return self._latent(stacked.to(self.change_std.device), states, actions, seeds, known)
+        return self._latent(stacked.to(self.change_std.device), states, actions, seeds, frame_count)
 
     def _latent(
         self,
@@ -238,11 +238,11 @@ class VideoModel(ImageModel[VideoConfig]):
         chunk = self.config.chunk
         # A repeated frame is encoded once, and its latent copied.
         place = torch.arange(length, device=device).clamp_min(length - min(known or length, length))
-        used = torch.tensor(self._slots, device=device) if brief else place.unique()
-        flat = rearrange(frames[:, 1:][:, used], "r l h w c -> (r l) h w c")
-        encoded = self._encode(flat).unflatten(0, (len(frames), len(used)))
+        encoded_places = torch.tensor(self._slots, device=device) if brief else place.unique()
+        flat = rearrange(frames[:, 1:][:, encoded_places], "r l h w c -> (r l) h w c")
+        encoded = self._encode(flat).unflatten(0, (len(frames), len(encoded_places)))
         latents = encoded.new_zeros(len(frames), length, *self.latent)
-        latents[:, used] = encoded
+        latents[:, encoded_places] = encoded
         latents = latents if brief else latents[:, place]
         states = states.to(device)
         actions = actions.to(device)
@@ -268,8 +268,8 @@ class VideoModel(ImageModel[VideoConfig]):
 
         actions: [B, A], in the world's units; the next latent has the shapes of that from `initial`.
         """
-        latent, imagined = self.generate(latent, actions[:, None])
-        return latent, imagined[0]
+        latent, outcomes = self.generate(latent, actions[:, None])
+        return latent, outcomes[0]
 
     @torch.no_grad()
     def generate(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
@@ -283,16 +283,16 @@ class VideoModel(ImageModel[VideoConfig]):
             parts = [
                 self.generate({name: value[part] for name, value in latent.items()}, actions[part]) for part in rows
             ]
-            moved = {name: torch.cat([part[name] for part, _ in parts])[order] for name in latent}
-            steps = zip(*(found for _, found in parts), strict=True)
-            return moved, [combined(step, lambda values: torch.cat(values)[order]) for step in steps]
-        found: list[Imagined] = []
+            next_latent = {name: torch.cat([part[name] for part, _ in parts])[order] for name in latent}
+            steps = zip(*(results for _, results in parts), strict=True)
+            return next_latent, [combined(step, lambda values: torch.cat(values)[order]) for step in steps]
+        outcomes: list[Imagined] = []
         actions = actions.to(latent["state"].dtype)
         while actions.shape[1]:
             count = min(actions.shape[1], self.config.chunk - int(latent["phase"][0]))
-            latent, imagined = self._advance(latent, actions[:, :count])
-            actions, found = actions[:, count:], found + imagined
-        return latent, found
+            latent, new_outcomes = self._advance(latent, actions[:, :count])
+            actions, outcomes = actions[:, count:], outcomes + new_outcomes
+        return latent, outcomes
 
     def _advance(self, latent: Latent, actions: Tensor) -> tuple[Latent, list[Imagined]]:
         """Advance rows that share a position in their chunks by T frames under actions [B, T, A], within the chunk.
@@ -304,31 +304,31 @@ class VideoModel(ImageModel[VideoConfig]):
         moves = latent["moves"].clone()
         since = latent["since"].clone()
         state = latent["state"]
-        found = []
+        outcomes = []
         moves[:, begin : begin + count] = actions
         latents = self._predict(latent, moves[:, : begin + count])
         frames, decoded = self._shown(latent, latents[:, begin:])
-        seen = torch.cat([latent["frames"], frames], 1)
+        window = torch.cat([latent["frames"], frames], 1)
         for step in range(count):
-            state, *read = self.reader.read(seen[:, step : step + 3], state, actions[:, step])
-            found.append(self.reader.imagined(frames[:, step], state, *read))
+            state, *inputs = self.reader.read(window[:, step : step + 3], state, actions[:, step])
+            outcomes.append(self.reader.imagined(frames[:, step], state, *inputs))
             since[:, begin + step] = state
-        moved = {**latent, "since": since, "moves": moves, "phase": latent["phase"] + count, "state": state}
+        next_latent = {**latent, "since": since, "moves": moves, "phase": latent["phase"] + count, "state": state}
         if begin + count == self.config.chunk:
             new = {"latents": latents, "states": since, "actions": moves}
-            moved |= {
+            next_latent |= {
                 name: torch.cat([latent[name], value], 1)[:, -self.config.history_span :] for name, value in new.items()
             }
-            moved |= {name: torch.zeros_like(moved[name]) for name in ("since", "moves", "phase")}
-        return {**moved, "frames": seen[:, -2:], "decoded": decoded, "step": latent["step"] + count}, found
+            next_latent |= {name: torch.zeros_like(next_latent[name]) for name in ("since", "moves", "phase")}
+        return {**next_latent, "frames": window[:, -2:], "decoded": decoded, "step": latent["step"] + count}, outcomes
 
     def _predict(self, latent: Latent, actions: Tensor) -> Tensor:
         """Return the latents [B, F, C, height, width] of a chunk's first frames under actions [B, F, A]."""
         config, reader = self.config, self.reader
         slots = self._slots
         history, poses = latent["latents"][:, slots], reader.poses(latent["states"][:, slots])
-        taken = reader.standard("action", latent["actions"][:, slots])
-        memory = self.transformer.remember(history, taken, poses, history.new_zeros(history.shape[:2]))
+        past_actions = reader.standard("action", latent["actions"][:, slots])
+        memory = self.transformer.remember(history, past_actions, poses, history.new_zeros(history.shape[:2]))
         present, begin = history[:, -1], latent["step"] - latent["phase"]
         network = self.transformer.network(memory, present, reader.standard("action", actions), caching=self.caching)
         # Every frame has the noise of its own step, whether it is predicted alone or within a chunk.
@@ -349,8 +349,10 @@ class VideoModel(ImageModel[VideoConfig]):
         frames = []
         for new in decoded.unbind(1):
             # As int: differences of uint8 would wrap around.
-            moved = (new.int() - reference.int()).abs().amax(-1, keepdim=True) >= 255 * self.config.change_threshold
-            frame, reference = torch.where(moved, new, frame), torch.where(moved, new, reference)
+            changed_mask = (new.int() - reference.int()).abs().amax(
+                -1, keepdim=True
+            ) >= 255 * self.config.change_threshold
+            frame, reference = torch.where(changed_mask, new, frame), torch.where(changed_mask, new, reference)
             frames.append(frame)
         return torch.stack(frames, 1), reference
 

@@ -79,9 +79,9 @@ class ViewAutoencoder(nn.Module):
     def encode(self, pixels: Tensor) -> Tensor:
         """Return standardised latents [N, C, V * height / factor, width / factor] of views [N, V, 3, height, width]."""
         # The mean and no sample: a frame has one latent.
-        found = self._posterior(pixels).mode().float()
-        found = (found - self.mean[:, None, None]) / self.std[:, None, None]
-        return rearrange(found, "(n v) c h w -> n c (v h) w", v=len(self.background))
+        latents = self._posterior(pixels).mode().float()
+        latents = (latents - self.mean[:, None, None]) / self.std[:, None, None]
+        return rearrange(latents, "(n v) c h w -> n c (v h) w", v=len(self.background))
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return pixels [N, V, 3, height, width] of standardised latents, shaped as `encode` returns them."""
@@ -95,8 +95,8 @@ class ViewAutoencoder(nn.Module):
         posterior = self._posterior(pixels)
         mean, deviation = posterior.mean.float(), posterior.std.float()
         noise = torch.randn(mean.shape, generator=generator, device=generator.device).to(mean.device)
-        apart = (pixels - self.background).abs().mean(2, keepdim=True)
-        weight = 1 + moving * (apart / VISIBLE).clamp(max=1)
+        distance = (pixels - self.background).abs().mean(2, keepdim=True)
+        weight = 1 + moving * (distance / VISIBLE).clamp(max=1)
         # Weights of mean 1 keep the loss on one scale, however much of the image moves.
         error = (weight / weight.mean()) * (self._decode(mean + deviation * noise) - pixels).square()
         # KL(N(mean, deviation^2) || N(0, 1)), averaged over the latent's elements.
@@ -113,8 +113,8 @@ class ViewAutoencoder(nn.Module):
 
     def _decode(self, raw: Tensor) -> Tensor:
         with autocast(self.precision, raw.device):
-            found = self.network.decode(raw).sample
-        views = functional.pixel_shuffle(found.float(), 2)
+            output = self.network.decode(raw).sample
+        views = functional.pixel_shuffle(output.float(), 2)
         return views.unflatten(0, (-1, len(self.background))) + self.background
 
 
@@ -136,9 +136,9 @@ class FrameBlock(nn.Module):
     def observe(self, tokens: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return tokens [N, T, S, W] that attend to one another, and their keys and values; otherwise as `forward`."""
         first, second = self._moves(condition)
-        mixed, own = self._attend(tokens, first, None, None)
+        mixed, key_value = self._attend(tokens, first, None, None)
         tokens = torch.addcmul(tokens, first[2], mixed)
-        return torch.addcmul(tokens, second[2], self._feed(tokens, second)), own
+        return torch.addcmul(tokens, second[2], self._feed(tokens, second)), key_value
 
     def forward(
         self,
@@ -175,11 +175,11 @@ class FrameBlock(nn.Module):
         hidden = torch.addcmul(moves[0], self.norm(tokens), 1 + moves[1])
         hidden = rearrange(hidden, "n t s w -> n (t s) w")
         query, key, value = rearrange(self.query_key_value(hidden), "n l (p h d) -> p n h l d", p=3, h=self.heads)
-        own = (key, value)
+        own_pair = (key, value)
         if remembered is not None:
-            key, value = (torch.cat(pair, 2) for pair in zip(remembered, own, strict=True))
+            key, value = (torch.cat(pair, 2) for pair in zip(remembered, own_pair, strict=True))
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.mix(rearrange(mixed, "n h (t s) d -> n t s (h d)", t=tokens.shape[1])), own
+        return self.mix(rearrange(mixed, "n h (t s) d -> n t s (h d)", t=tokens.shape[1])), own_pair
 
     def _feed(self, tokens: Tensor, moves: Sequence[Tensor]) -> Tensor:
         """Return the ungated output of the feed-forward layer, [N, T, S, W]."""
@@ -275,11 +275,11 @@ class VideoTransformer(nn.Module):
             embedded = self.action(torch.cat([actions, torch.zeros_like(actions)], -1))
             condition = slots + embedded + self.pose(poses) + self.noise(noise[..., None])
             tokens = self.past(self._patches(history)) + self.position + self.summand(condition)[:, :, None]
-            found: Past = []
+            memory: Past = []
             for block in self.blocks:
-                tokens, own = cast(FrameBlock, block).observe(tokens, condition)
-                found.append(own)
-        return found
+                tokens, key_value = cast(FrameBlock, block).observe(tokens, condition)
+                memory.append(key_value)
+        return memory
 
     @property
     def block_names(self) -> tuple[str, ...]:
@@ -320,9 +320,9 @@ class VideoTransformer(nn.Module):
         frames = noisy.shape[1]
         with autocast(self.precision, noisy.device):
             # A hidden action counts as zero in the sum as well; `unknown` tells it apart from an action that is zero.
-            shown = actions if known is None else actions * known[..., None]
+            masked_actions = actions if known is None else actions * known[..., None]
             # Divided by the chunk's length, the sum has the scale of a single action.
-            embedded = self.action(torch.cat([shown, shown.cumsum(1) / self.chunk], -1))
+            embedded = self.action(torch.cat([masked_actions, masked_actions.cumsum(1) / self.chunk], -1))
             if known is not None:
                 hidden = embedded + self.unknown.to(embedded.dtype)
                 embedded = torch.where(known[..., None], embedded, hidden)
@@ -330,24 +330,24 @@ class VideoTransformer(nn.Module):
             # EDM's label, log(sigma) / 4, becomes a time in [0, 1].
             condition = slots + embedded + self.level(0.25 + level / 4)[:, None]
             each = condition.repeat_interleave(self.views, 1).flatten(0, 1)
-            given = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
-            maps = self.enter(rearrange(given, "n f c (v h) w -> (n f v) c h w", v=self.views))
+            inputs = torch.cat([noisy, present[:, None].expand_as(noisy)], 2)
+            maps = self.enter(rearrange(inputs, "n f c (v h) w -> (n f v) c h w", v=self.views))
             before, *after = self.fine
             maps = before(maps, each, blocks, 0)
             stacked = rearrange(maps, "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
             tokens = self.future(self._patches(stacked)) + self.position + self.summand(condition)[:, :, None]
             # A single frame sees everything; attention without a mask takes the faster kernel.
             mask = self._causal(frames, memory[0][0].shape[2], noisy.device) if frames > 1 else None
-            for place, (block, remembered) in enumerate(zip(self.blocks, memory, strict=True)):
-                tokens = block(tokens, condition, remembered, mask, blocks, 1 + 2 * place)
+            for place, (block, past) in enumerate(zip(self.blocks, memory, strict=True)):
+                tokens = block(tokens, condition, past, mask, blocks, 1 + 2 * place)
             shift, scale = self.last(condition)[:, :, None].chunk(2, -1)
-            found = self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
+            output = self.head(torch.addcmul(shift, self.norm(tokens), 1 + scale))
             size = {"v": self.views, "x": self.grid[1], "p": self.patch, "q": self.patch}
-            maps = maps + rearrange(found, "n f (v y x) (c p q) -> (n f v) c (y p) (x q)", **size)
+            maps = maps + rearrange(output, "n f (v y x) (c p q) -> (n f v) c (y p) (x q)", **size)
             for place, block in enumerate(after, 1 + 2 * len(self.blocks)):
                 maps = block(maps, each, blocks, place)
-            found = self.leave(functional.silu(maps))
-        return rearrange(found.float(), "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
+            output = self.leave(functional.silu(maps))
+        return rearrange(output.float(), "(n f v) c h w -> n f c (v h) w", f=frames, v=self.views)
 
     def _patches(self, latents: Tensor) -> Tensor:
         return rearrange(latents, "n t c (y p) (x q) -> n t (y x) (c p q)", p=self.patch, q=self.patch)

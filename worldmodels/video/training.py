@@ -70,15 +70,15 @@ def subsequence_at(video: LatentVideo, present: Tensor, config: VideoConfig) -> 
     """Return history and future of the frames `present` [M]; history frames are spaced by `config.history_offsets`."""
     ages = torch.tensor(config.history_offsets)
     history = (present[:, None] - ages).maximum(video.first[present][:, None])
-    ahead = present[:, None] + torch.arange(1, 1 + config.chunk)
-    future = ahead.minimum(video.last[present][:, None])
+    indices = present[:, None] + torch.arange(1, 1 + config.chunk)
+    future = indices.minimum(video.last[present][:, None])
     return Subsequence(
         video.latents[history],
         video.poses[history],
         video.actions[history],
         video.latents[future],
         video.actions[future],
-        ahead == future,
+        indices == future,
         torch.cat([history, future], 1),
     )
 
@@ -142,19 +142,19 @@ class DynamicsStage(nn.Module):
         # Every frame draws its own deviation up to its reach, and `remember` is told it. Imagination says 0.
         reach[-config.recent :] = config.present_noise
         noise = reach * draw(*history.shape[:2])
-        drawn = torch.randn(history.shape, generator=generator, device=generator.device).to(history.device)
-        history = history + noise[..., None, None, None] * drawn
+        history_noise = torch.randn(history.shape, generator=generator, device=generator.device).to(history.device)
+        history = history + noise[..., None, None, None] * history_noise
         present, scale = history[:, -1], self._change_std[:, None, None]
         change = (subsequence.future - present[:, None]) / scale
         shares = config.first_share, generator, config.temperature
         noisy, sigma, first = edm.training_noise_with_starts(change, config.edm, *shares)
-        shown = draw(*subsequence.valid.shape) >= ACTION_DROPOUT
+        action_mask = draw(*subsequence.valid.shape) >= ACTION_DROPOUT
         memory = self.transformer.remember(history, actions, poses, noise)
-        network = self.transformer.network(memory, present, subsequence.actions, shown)
-        found = edm.denoise(network, noisy, sigma, config.edm)
+        network = self.transformer.network(memory, present, subsequence.actions, action_mask)
+        denoised = edm.denoise(network, noisy, sigma, config.edm)
         if self.config.bootstrap and self.training:
-            self._keep(subsequence, present[:, None] + found.detach() * scale, first)
-        error = edm.weighted_error(found, change, sigma, config.edm).mean((2, 3, 4))
+            self._keep(subsequence, present[:, None] + denoised.detach() * scale, first)
+        error = edm.weighted_error(denoised, change, sigma, config.edm).mean((2, 3, 4))
         # Summed over a row's valid frames, and scaled so that the mean over rows is the mean over all valid frames.
         return {"latents": (error * subsequence.valid).sum(1) * rows / subsequence.valid.sum().clamp_min(1)}
 
@@ -164,12 +164,12 @@ class DynamicsStage(nn.Module):
         """
         config, history = self.config, subsequence.history
         count = history.shape[1]
-        own, collapsed = draw(len(history)), draw(len(history)) < config.collapse
+        draws, collapsed = draw(len(history)), draw(len(history)) < config.collapse
         if config.bootstrap:
             # Early predictions are hardly better than noise: their share grows with the updates.
             share = config.bootstrap * min(1.0, float(self.updates) / config.bootstrap_steps)
-            kept = self.cache[subsequence.places[:, :count].to(self.cache.device)].to(history)
-            history = torch.where((own < share)[:, None, None, None, None], kept, history)
+            predictions = self.cache[subsequence.places[:, :count].to(self.cache.device)].to(history)
+            history = torch.where((draws < share)[:, None, None, None, None], predictions, history)
         last = collapsed[:, None, None]
         actions = torch.where(last, self._still, subsequence.history_actions)
         poses = torch.where(last, subsequence.history_poses[:, -1:], subsequence.history_poses)

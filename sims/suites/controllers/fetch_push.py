@@ -40,16 +40,16 @@ class FetchPushController:
         # The gripper as seen from the block, along and beside the way to the goal (metres).
         offset = (gripper - block)[:, :2]
         along = np.sum(offset * direction, axis=1, keepdims=True)
-        aside = np.linalg.norm(offset - along * direction, axis=1, keepdims=True)
+        lateral = np.linalg.norm(offset - along * direction, axis=1, keepdims=True)
         low = (gripper[:, 2:] - block[:, 2:]) < 0.5 * self._above
-        ready = (along < -0.5 * self._behind) & (aside < 0.02)
+        ready = (along < -0.5 * self._behind) & (lateral < 0.02)
 
         start = block[:, :2] - self._behind * direction
         travel = np.concatenate([start, block[:, 2:] + self._above], axis=1)
         lower = np.concatenate([start, block[:, 2:]], axis=1)
         # Pushing keeps the gripper on the line through block and goal, and stops when the block is there.
-        ahead = block[:, :2] + (np.minimum(distance, 2 * STEP) - 0.4 * self._behind) * direction
-        push = np.concatenate([ahead, block[:, 2:]], axis=1)
+        push_point = block[:, :2] + (np.minimum(distance, 2 * STEP) - 0.4 * self._behind) * direction
+        push = np.concatenate([push_point, block[:, 2:]], axis=1)
         # A low gripper that is not behind the block first rises, so that it does not knock the block away.
         rise = np.concatenate([gripper[:, :2], block[:, 2:] + self._above], axis=1)
         target = np.where(ready, np.where(low, push, lower), np.where(low, rise, travel))

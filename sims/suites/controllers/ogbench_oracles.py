@@ -74,13 +74,13 @@ def next_target(scene: str, seen: Things, goal: Things, columns: int = 1) -> Tar
 def scene_target(seen: Things, goal: Things) -> Target | None:
     """Return the next target of a scene: drawer, cube, window, then the buttons that lock drawer and window."""
     place = goal.blocks[0].copy()
-    stored, inside = place[2] > CUBE, seen.blocks[0, 2] > CUBE and seen.blocks[0, 1] < -0.1
-    if stored:
+    goal_in_drawer, inside = place[2] > CUBE, seen.blocks[0, 2] > CUBE and seen.blocks[0, 1] < -0.1
+    if goal_in_drawer:
         place[1] += RIDE * (goal.drawer - seen.drawer)
     cube_off = bool(np.linalg.norm(seen.blocks[0] - place) > NEAR)
-    drawer = OPEN if cube_off and (stored or inside) else goal.drawer
+    drawer = OPEN if cube_off and (goal_in_drawer or inside) else goal.drawer
     # An open drawer is in the gripper's way to a cube beside it, so that is brought to its goal first.
-    wait = cube_off and not (stored or inside) and drawer < seen.drawer
+    wait = cube_off and not (goal_in_drawer or inside) and drawer < seen.drawer
     if abs(seen.drawer - drawer) > NEAR and not wait:
         return press(0, seen) if seen.buttons[0] == LOCKED else Target("drawer", value=drawer)
     if cube_off:
@@ -107,16 +107,16 @@ def cubes_target(seen: Things, goal: Things) -> Target | None:
     off = np.linalg.norm(blocks - goal.blocks, axis=1) > NEAR
     movable = [index for index in np.flatnonzero(off) if not _above(blocks[index], np.delete(blocks, index, 0)).any()]
     for index in movable:
-        others, place = np.delete(blocks, index, 0), goal.blocks[index]
-        beside = np.linalg.norm(others[:, :2] - place[:2], axis=1) < 1.2 * CUBE
-        under = beside & (others[:, 2] < place[2] - CUBE / 2)
-        settled = ~np.delete(off, index)
-        if not (beside & ~under).any() and np.sum(under & settled) >= round((place[2] - CUBE / 2) / CUBE):
+        other_blocks, place = np.delete(blocks, index, 0), goal.blocks[index]
+        at_place = np.linalg.norm(other_blocks[:, :2] - place[:2], axis=1) < 1.2 * CUBE
+        under = at_place & (other_blocks[:, 2] < place[2] - CUBE / 2)
+        is_settled = ~np.delete(off, index)
+        if not (at_place & ~under).any() and np.sum(under & is_settled) >= round((place[2] - CUBE / 2) / CUBE):
             return cube(int(index), place, float(goal.yaws[index]))
     if not movable:
         return None
-    taken = np.concatenate([blocks, goal.blocks])[:, :2]
-    room = np.linalg.norm(SPOTS[:, None, :2] - taken, axis=-1).min(axis=1)
+    occupied = np.concatenate([blocks, goal.blocks])[:, :2]
+    room = np.linalg.norm(SPOTS[:, None, :2] - occupied, axis=-1).min(axis=1)
     # Of two cubes that stand on each other's goals, the higher one first.
     index = max(movable, key=lambda each: (blocks[each, 2], -each))
     return cube(int(index), SPOTS[int(np.argmax(room))], float(goal.yaws[index]))
@@ -124,14 +124,14 @@ def cubes_target(seen: Things, goal: Things) -> Target | None:
 
 def _above(block: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the `others` [n, 3] that stand on `block` [3]."""
-    aside = np.linalg.norm(others[:, :2] - block[:2], axis=1)
-    return (aside < CUBE / 2) & (others[:, 2] > block[2] + CUBE / 2)
+    distance = np.linalg.norm(others[:, :2] - block[:2], axis=1)
+    return (distance < CUBE / 2) & (others[:, 2] > block[2] + CUBE / 2)
 
 
 def puzzle_target(seen: Things, goal: Things, columns: int) -> Target | None:
     """Return the next button to press: the first of a solution of "Lights Out"."""
-    chosen = lights_out(seen.buttons != goal.buttons, columns)
-    return press(int(np.flatnonzero(chosen)[0]), seen) if chosen.any() else None
+    presses = lights_out(seen.buttons != goal.buttons, columns)
+    return press(int(np.flatnonzero(presses)[0]), seen) if presses.any() else None
 
 
 def lights_out(wrong: np.ndarray, columns: int) -> np.ndarray:
@@ -151,13 +151,13 @@ def lights_out(wrong: np.ndarray, columns: int) -> np.ndarray:
         if not len(candidates):
             continue
         system[[rank, rank + candidates[0]]] = system[[rank + candidates[0], rank]]
-        others = system[:, place].copy()
-        others[rank] = False
-        system[others] ^= system[rank]
+        rows_to_clear = system[:, place].copy()
+        rows_to_clear[rank] = False
+        system[rows_to_clear] ^= system[rank]
         pivots.append(place)
-    chosen = np.zeros(count, dtype=bool)
-    chosen[pivots] = system[: len(pivots), -1]
-    return chosen
+    presses = np.zeros(count, dtype=bool)
+    presses[pivots] = system[: len(pivots), -1]
+    return presses
 
 
 CENTRE, LENGTH = np.array([0.425, 0.0, 0.0]), 10.0
@@ -221,9 +221,9 @@ class OGBenchOracles:
     def _one(self, row: "_Row", flat: np.ndarray) -> np.ndarray:
         """Return the action [5] of one row with observation `flat` [D]."""
         twin = self._twin
-        seen = twin.lay(flat)
-        if row.target is None or row.oracle.done or (not self._style and twin.left_behind(row.target, seen)):
-            row.target = twin.draw(row.generator, row.stacking) if self._style else twin.wanted(seen, flat)
+        things = twin.lay(flat)
+        if row.target is None or row.oracle.done or (not self._style and twin.left_behind(row.target, things)):
+            row.target = twin.draw(row.generator, row.stacking) if self._style else twin.wanted(things, flat)
             if row.target is None:
                 return np.zeros(5)
             twin.aim(row.target)
@@ -271,17 +271,17 @@ class Twin:
         """Return the goal of a single-task environment, else None, and the entries that contain the world's goal."""
         inner = self._inner
         names = [name for key in (STATE, ENVIRONMENT_STATE) if key in spec.observation for name in _names(spec, key)]
-        shown: list[tuple[str, int]] = []
+        goal_parts: list[tuple[str, int]] = []
         inner._use_oracle_rep = f"{GOAL}joint_pos[0]" not in names
-        shown = goal_entries(inner)
-        expected = [f"{name}[{index}]" for name, size in (*self._entries, *shown) for index in range(size)]
+        goal_parts = goal_entries(inner)
+        expected = [f"{name}[{index}]" for name, size in (*self._entries, *goal_parts) for index in range(size)]
         if names != expected:
             raise ConfigError(
                 f"The oracles of OGBench read all that its environment shows, in its order; '{spec.name}' shows "
                 f"{', '.join(names[:3])}, ... ({len(names)} numbers, not {len(expected)})."
             )
-        if shown:
-            return None, shown
+        if goal_parts:
+            return None, goal_parts
         cubes = getattr(inner, "_num_cubes", 0)
         places = inner.data.mocap_pos[inner._cube_target_mocap_ids].copy() if cubes else np.zeros((0, 3))
         buttons = np.asarray(getattr(inner, "_target_button_states", ()), dtype=int).copy()
@@ -318,8 +318,8 @@ class Twin:
         return next_target(self._scene, seen, goal, getattr(self._inner, "_num_cols", 1))
 
     def _shown_goal(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        shown = named(self._goal_entries, flat[self._size :])
-        return {name.removeprefix(GOAL): value for name, value in shown.items()}
+        goal_values = named(self._goal_entries, flat[self._size :])
+        return {name.removeprefix(GOAL): value for name, value in goal_values.items()}
 
     def left_behind(self, target: Target, seen: Things) -> bool:
         """Whether a target is reached and the gripper is high above it, so that the next one may follow."""
@@ -336,17 +336,17 @@ class Twin:
         inner = self._inner
         inner._np_random = generator
         inner.set_new_target(return_info=False, p_stack=stacking)
-        found = Target(str(inner._target_task))
-        if found.task == "cube":
+        target = Target(str(inner._target_task))
+        if target.task == "cube":
             index = int(inner._target_block)
             mocap = inner._cube_target_mocap_ids[index]
             x, y, z = inner.data.mocap_pos[mocap].tolist()
             w, *_, turn = inner.data.mocap_quat[mocap].tolist()
-            return replace(found, index=index, place=(x, y, z), yaw=2 * float(np.arctan2(turn, w)))
-        if found.task == "button":
+            return replace(target, index=index, place=(x, y, z), yaw=2 * float(np.arctan2(turn, w)))
+        if target.task == "button":
             index = int(inner._target_button)
-            return replace(found, index=index, value=float(inner._target_button_states[index]))
-        return replace(found, value=float(getattr(inner, f"_target_{found.task}_pos")))
+            return replace(target, index=index, value=float(inner._target_button_states[index]))
+        return replace(target, value=float(getattr(inner, f"_target_{target.task}_pos")))
 
     def aim(self, target: Target) -> None:
         """Write a target into the fields that OGBench's environment uses."""
@@ -371,8 +371,8 @@ class Twin:
         its target, which the drawer's walls can prevent.
         """
         task = target.task
-        stored = not style and self._scene == "scene" and task == "cube" and target.place[2] > CUBE
-        kind = "plan" if style == "play" or stored else "markov"
+        goal_in_drawer = not style and self._scene == "scene" and task == "cube" and target.place[2] > CUBE
+        kind = "plan" if style == "play" or goal_in_drawer else "markov"
         path = f"ogbench.manipspace.oracles.{kind}.{task}_{kind}:{task.title()}{kind.title()}Oracle"
         noise = PLAN_NOISE if style else 0.0
         options: dict[str, Any] = {"noise": noise, "noise_smoothing": SMOOTHING} if kind == "plan" else {}
