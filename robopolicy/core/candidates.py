@@ -28,21 +28,21 @@ def best_of(
     raise.
     """
     several = repeated(observation, count)
-    tried = policy.act(several, generator, deterministic=False)
-    rows = len(tried.actions) // count
-    first = torch.arange(rows, device=tried.actions.device) * count
+    decision = policy.act(several, generator, deterministic=False)
+    rows = len(decision.actions) // count
+    first = torch.arange(rows, device=decision.actions.device) * count
     if deterministic:
         sure = policy.act(observation, generator, deterministic=True)
-        tried = Decision(
-            tried.actions.index_copy(0, first, sure.actions),
-            {name: value.index_copy(0, first, sure.latents[name]) for name, value in tried.latents.items()},
-            tried.logp.index_copy(0, first, sure.logp),
-            tried.mask.index_copy(0, first, sure.mask),
+        decision = Decision(
+            decision.actions.index_copy(0, first, sure.actions),
+            {name: value.index_copy(0, first, sure.latents[name]) for name, value in decision.latents.items()},
+            decision.logp.index_copy(0, first, sure.logp),
+            decision.mask.index_copy(0, first, sure.mask),
         )
-    scores = score(several, tried.actions).reshape(rows, count).cpu()
+    scores = score(several, decision.actions).reshape(rows, count).cpu()
     best = scores.argmax(1).to(first.device) + first
-    latents = {name: value[best] for name, value in tried.latents.items()}
-    return Decision(tried.actions[best], latents, tried.logp[best], tried.mask[best]), scores
+    latents = {name: value[best] for name, value in decision.latents.items()}
+    return Decision(decision.actions[best], latents, decision.logp[best], decision.mask[best]), scores
 
 
 def repeated(observation: TensorObservation, times: int) -> TensorObservation:
@@ -63,8 +63,8 @@ def majority_mean(scores: Tensor) -> Tensor:
     """
     middle = (scores.amin(-1, keepdim=True) + scores.amax(-1, keepdim=True)) / 2
     high = scores >= middle
-    chosen = torch.where(2 * high.sum(-1, keepdim=True) >= scores.shape[-1], high, ~high)
-    return (scores * chosen).sum(-1) / chosen.sum(-1)
+    majority = torch.where(2 * high.sum(-1, keepdim=True) >= scores.shape[-1], high, ~high)
+    return (scores * majority).sum(-1) / majority.sum(-1)
 
 
 AGGREGATED: dict[str, Callable[[Tensor], Tensor]] = {

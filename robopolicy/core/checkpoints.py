@@ -93,8 +93,8 @@ def write_checkpoint(
     def fill(inside: Path) -> None:
         with storage_errors(inside):
             save_file(tensors, inside / WEIGHTS)
-            known = {"kind": description["kind"], "format": FORMAT, HASH: file_hash(inside / WEIGHTS)}
-            write_json(inside / "config.json", {**known, **description})
+            header = {"kind": description["kind"], "format": FORMAT, HASH: file_hash(inside / WEIGHTS)}
+            write_json(inside / "config.json", {**header, **description})
             if more is not None:
                 more(inside)
 
@@ -121,13 +121,17 @@ class Checkpoint:
         if isinstance(folder, Checkpoint):
             return folder
         path = Path(folder)
-        known = _opened.get(path)
-        if known is None or known._file is None or known._file != _identity(known.folder / "config.json"):
+        checkpoint = _opened.get(path)
+        if (
+            checkpoint is None
+            or checkpoint._file is None
+            or checkpoint._file != _identity(checkpoint.folder / "config.json")
+        ):
             _opened.pop(path, None)
             while len(_opened) >= MOST_OPEN:
                 _opened.pop(next(iter(_opened)))
-            known = _opened[path] = Checkpoint(path)
-        return known
+            checkpoint = _opened[path] = Checkpoint(path)
+        return checkpoint
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -167,20 +171,20 @@ def read_description(folder: Path) -> Mapping[str, Any]:
 def _described_in(text: str, path: Path) -> Mapping[str, Any]:
     """Parse and validate `text`, the content of config.json at `path`."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is corrupt ({error}). Restore it from a copy or train again.") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         return {}
-    description = cast(Mapping[str, Any], found)
+    description = cast(Mapping[str, Any], content)
     kind = description.get("kind", "")
     if not isinstance(kind, str) or not kind.isprintable() or len(kind) > LONGEST_NAME:
-        what = f"text of {len(kind)} characters" if isinstance(kind, str) else f"a {type(kind).__name__}, not text"
-        raise CheckpointError(f"{path} is corrupt: its kind is {what}.")
+        kind_text = f"text of {len(kind)} characters" if isinstance(kind, str) else f"a {type(kind).__name__}, not text"
+        raise CheckpointError(f"{path} is corrupt: its kind is {kind_text}.")
     if "spec" in description:
-        wrong = _wrong_in(description["spec"])
-        if wrong:
-            raise CheckpointError(f"{path} is corrupt: {wrong}.")
+        problem = _wrong_in(description["spec"])
+        if problem:
+            raise CheckpointError(f"{path} is corrupt: {problem}.")
     return description
 
 
@@ -251,11 +255,11 @@ def require_dtypes(path: Path, saved: Mapping[str, torch.dtype], module: Weights
     """
     small = (torch.float16, torch.bfloat16, torch.float32)
     for name, value in module.state_dict().items():
-        found = saved.get(name, value.dtype)
-        widened = found in small and (value.dtype == torch.float32 or (rounded and value.dtype in small))
-        if found != value.dtype and not widened:
+        dtype = saved.get(name, value.dtype)
+        widened = dtype in small and (value.dtype == torch.float32 or (rounded and value.dtype in small))
+        if dtype != value.dtype and not widened:
             raise CheckpointError(
-                f"{path} holds '{name}' as {str(found).removeprefix('torch.')}, and it is used as "
+                f"{path} holds '{name}' as {str(dtype).removeprefix('torch.')}, and it is used as "
                 f"{str(value.dtype).removeprefix('torch.')}: convert the file, or train again."
             )
 
@@ -278,12 +282,12 @@ def _wrong_in(spec: object) -> str:
     fields = spec.get("observation", {})
     if not is_mapping(fields):
         return "its observation is no mapping of fields"
-    named = {**fields, "action": spec["action"]} if "action" in spec else fields
+    all_fields = {**fields, "action": spec["action"]} if "action" in spec else fields
     return next(
         (
-            f"its field '{in_one_line(key)}' has {wrong}"
-            for key, field in named.items()
-            if (wrong := wrong_in_field(field))
+            f"its field '{in_one_line(key)}' has {problem}"
+            for key, field in all_fields.items()
+            if (problem := wrong_in_field(field))
         ),
         "",
     )
@@ -303,8 +307,8 @@ def wrong_in_field(field: object) -> str:
     if not isinstance(field.get("unit", ""), str) or field.get("dtype", "float32") not in DTYPES:
         return f"the unit {in_one_line(field.get('unit', ''))} and dtype {in_one_line(field.get('dtype'))}"
     ends: list[list[float]] = []
-    for key, nothing in (("low", "-inf"), ("high", "inf")):
-        bound = field.get(key, nothing)
+    for key, default in (("low", "-inf"), ("high", "inf")):
+        bound = field.get(key, default)
         bounds = bound if is_sequence(bound) else [bound]
         if len(bounds) not in (1, math.prod(shape)) or not all(_is_number(each) or each in INFINITE for each in bounds):
             return f"{key} {in_one_line(bound)}"
@@ -343,12 +347,12 @@ class Allowance(TorchFunctionMode):
         """Call a torch function after counting the elements that it is about to allocate; shapes are those of the
         function.
         """
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         if func in _FACTORIES:
-            self._count(_elements(func, args, given))
+            self._count(_elements(func, args, keywords))
         elif func is Tensor.clone:
             self._count(args[0].numel())
-        return func(*args, **given)
+        return func(*args, **keywords)
 
     def _count(self, elements: int) -> None:
         self.elements -= elements
@@ -362,8 +366,8 @@ def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     # Ranges by hand: on the meta device torch imports sympy or its whole compiler for them, which takes seconds.
     if func is torch.arange:
         places = ("end",) if len(args) == 1 else ("start", "end", "step")
-        asked = {"start": 0, "step": 1, **dict(zip(places, args, strict=False)), **kwargs}
-        steps = (float(asked["end"]) - float(asked["start"])) / (float(asked["step"]) or math.inf)
+        arguments = {"start": 0, "step": 1, **dict(zip(places, args, strict=False)), **kwargs}
+        steps = (float(arguments["end"]) - float(arguments["start"])) / (float(arguments["step"]) or math.inf)
         return math.ceil(steps) if 0 < steps < math.inf else 0  # what is no range, torch refuses itself
     if func in (torch.linspace, torch.logspace):
         return int(args[2] if len(args) > 2 else kwargs.get("steps", 0))
@@ -371,5 +375,5 @@ def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         rows = int(args[0] if args else kwargs.get("n", 0))
         columns = args[1] if len(args) > 1 else kwargs.get("m")
         return rows * (rows if columns is None else int(columns))
-    asked = {key: value for key, value in kwargs.items() if key not in _NOT_ON_META}
-    return func(*args, **{**asked, "device": "meta"}).numel()
+    arguments = {key: value for key, value in kwargs.items() if key not in _NOT_ON_META}
+    return func(*args, **{**arguments, "device": "meta"}).numel()

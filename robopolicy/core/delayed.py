@@ -42,8 +42,8 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
         return world
     if QUEUE in world.spec.observation:
         raise ConfigError(f"'{world.spec.name}' shows {QUEUE} already: its decisions take time as they are.")
-    made = DelayedSnapshots if isinstance(world, Snapshots) else DelayedWorld
-    return made(world, steps, hold)
+    world_class = DelayedSnapshots if isinstance(world, Snapshots) else DelayedWorld
+    return world_class(world, steps, hold)
 
 
 def with_latency_of(options: Mapping[str, Any], world: World) -> World:
@@ -152,19 +152,19 @@ class DelayedWorld:
         validate_actions(actions, action, self.batch_size)
         actions = executed(self.spec, actions)
         held_still = np.where(self._kept & self._fresh[:, None, None], actions[:, :1], self._queue)
-        planned = np.concatenate([held_still, actions], 1)  # [B, d + C, A]
+        plan = np.concatenate([held_still, actions], 1)  # [B, d + C, A]
         count = actions.shape[1]
-        step = self.world.step(planned[:, :count])
+        step = self.world.step(plan[:, :count])
         length = step.valid.sum(1)
         # Queues [B, C, d * A] after each control step; a row that had ended repeats the one that it ended with.
-        after = np.stack([planned[:, taken : taken + self.steps] for taken in range(1, count + 1)], 1)
+        after = np.stack([plan[:, end : end + self.steps] for end in range(1, count + 1)], 1)
         after = after.reshape(*after.shape[:2], -1).astype(np.float32)
         trace = np.repeat(self._window[:, -1:], count, 1)
         ran = np.flatnonzero(length)
         if len(ran):
             trace[ran] = held(after[ran], length[ran])
             self._window[ran] = move(self._window[ran], after[ran], length[ran])
-            self._queue[ran] = select(planned[ran], length[ran, None] + np.arange(self.steps))
+            self._queue[ran] = select(plan[ran], length[ran, None] + np.arange(self.steps))
             self._fresh[ran] = False
         return replace(step, observation=self._seen(step.observation), trace={**step.trace, QUEUE: trace})
 
@@ -189,8 +189,8 @@ class DelayedSnapshots(DelayedWorld):
         """Copy the state of `rows` [R], including their action queues: arrays [R, ...]; see `Snapshots`."""
         assert isinstance(self.world, Snapshots)
         index = slice(None) if rows is None else np.asarray(rows)
-        own = {_OURS + name: array[index].copy() for name, array in self._arrays.items()}
-        return Snapshot({**self.world.snapshot(rows).arrays, **own})
+        own_arrays = {_OURS + name: array[index].copy() for name, array in self._arrays.items()}
+        return Snapshot({**self.world.snapshot(rows).arrays, **own_arrays})
 
     def restore(self, snapshot: Snapshot, rows: Rows = None) -> Observation:
         """Overwrite `rows` [R] with `snapshot`; return the observation of all rows, [B, H, ...].
@@ -199,12 +199,12 @@ class DelayedSnapshots(DelayedWorld):
         """
         assert isinstance(self.world, Snapshots)
         arrays = dict(snapshot.arrays)
-        own = {name: arrays.pop(_OURS + name, None) for name in self._arrays}
-        if any(array is None or array.shape[1:] != self._arrays[name].shape[1:] for name, array in own.items()):
+        own_arrays = {name: arrays.pop(_OURS + name, None) for name in self._arrays}
+        if any(array is None or array.shape[1:] != self._arrays[name].shape[1:] for name, array in own_arrays.items()):
             raise SpecError(f"This snapshot is not of a world with {LATENCY}={self.steps}.")
         observation = self.world.restore(Snapshot(arrays), rows)
         index = slice(None) if rows is None else np.asarray(rows)
-        for name, array in own.items():
+        for name, array in own_arrays.items():
             self._arrays[name][index] = array
         return self._seen(observation)
 
@@ -240,8 +240,8 @@ def seen_ahead(observation: Mapping[str, Field], origin: WorldOrigin | None, epi
 
 def with_latency_options(origin: WorldOrigin | None, options: Mapping[str, Any]) -> WorldOrigin | None:
     """Return the origin of a recording that was converted to the latency in a world's options."""
-    given = {name: options[name] for name in (LATENCY, HOLD) if name in options}
-    return None if origin is None else WorldOrigin(origin.name, {**origin.options, **given})
+    latency_options = {name: options[name] for name in (LATENCY, HOLD) if name in options}
+    return None if origin is None else WorldOrigin(origin.name, {**origin.options, **latency_options})
 
 
 def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
@@ -257,9 +257,9 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
     if not steps:
         return episodes
     field = queue_field(episodes.action_field, steps)
-    known = episodes.observation_fields.get(QUEUE)
-    if known is not None:
-        if known.shape != field.shape:
+    old_field = episodes.observation_fields.get(QUEUE)
+    if old_field is not None:
+        if old_field.shape != field.shape:
             raise DataError(
                 f"These episodes were recorded with {LATENCY}="
                 f"{steps_ahead(episodes.observation_fields, episodes.action_field)}, not {steps}."
@@ -269,29 +269,29 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
         raise DataError(f"Actions have shape {list(episodes.actions.shape[1:])}; a delay needs vectors, [A].")
     longer = episodes.lengths + steps
     episode, place = _places(longer)
-    decided = episodes.starts[episode] + torch.minimum(place, episodes.lengths[episode] - 1)
+    decision_steps = episodes.starts[episode] + torch.minimum(place, episodes.lengths[episode] - 1)
     waits = place < steps
-    played = episodes.starts[episode] + (place - steps).clamp_min(0)
+    executed_steps = episodes.starts[episode] + (place - steps).clamp_min(0)
 
     def led_to(value: Tensor) -> Tensor:
-        return torch.where(waits, torch.zeros_like(value[:1]), value[played])
+        return torch.where(waits, torch.zeros_like(value[:1]), value[executed_steps])
 
     within, frame = _places(longer + 1)
-    seen = episodes.frame_starts[within] + (frame - steps).clamp_min(0)
+    frames_seen = episodes.frame_starts[within] + (frame - steps).clamp_min(0)
     success, rewards = episodes.step_success, episodes.rewards
     columns = {name: getattr(episodes, name) for name in ("actor", "segment", "labels", "label_steps")}
     return replace(
         episodes,
         observation_fields={**episodes.observation_fields, QUEUE: field},
         observation={
-            **{key: value[seen] for key, value in episodes.observation.items()},
+            **{key: value[frames_seen] for key, value in episodes.observation.items()},
             QUEUE: _queues(episodes, steps, hold, within, frame),
         },
-        actions=episodes.actions[decided],
+        actions=episodes.actions[decision_steps],
         lengths=longer,
         rewards=None if rewards is None else {name: led_to(value) for name, value in rewards.items()},
         step_success=None if success is None else led_to(success),
-        **{name: value[decided] for name, value in columns.items() if value is not None},
+        **{name: value[decision_steps] for name, value in columns.items() if value is not None},
     )
 
 
@@ -314,8 +314,8 @@ def _queues(episodes: Episodes, steps: int, hold: str, episode: Tensor, frame: T
     first = episodes.starts[episode][:, None]
     actions = episodes.actions[first + torch.minimum(when.clamp_min(0), last)]
     # Before the first decision nobody knows what the robot keeps.
-    kept = torch.tensor(keeps_value(hold, POSITIONS, action.names, action.size, action.unit), device=device)
-    waiting = torch.where(kept & (frame > 0)[:, None, None], episodes.actions[first], still)
+    keeps_mask = torch.tensor(keeps_value(hold, POSITIONS, action.names, action.size, action.unit), device=device)
+    waiting = torch.where(keeps_mask & (frame > 0)[:, None, None], episodes.actions[first], still)
     return torch.where((when < 0)[..., None], waiting, actions).flatten(1)
 
 

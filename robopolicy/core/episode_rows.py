@@ -78,10 +78,12 @@ class EpisodeRows:
         index = self.index(rows)
         if not self._arrays and len(index) != self.batch_size:
             raise SpecError("The first reset must start every row: call reset() before reset(rows).")
-        chosen = np.array(self._draw(len(index)) if seeds is None else seeds, dtype=np.int64)  # a copy
-        if chosen.shape != (len(index),):
-            raise SpecError(f"reset got {len(index)} row(s) but seeds of shape {chosen.shape}: give one seed per row.")
-        return index, chosen
+        episode_seeds = np.array(self._draw(len(index)) if seeds is None else seeds, dtype=np.int64)  # a copy
+        if episode_seeds.shape != (len(index),):
+            raise SpecError(
+                f"reset got {len(index)} row(s) but seeds of shape {episode_seeds.shape}: give one seed per row."
+            )
+        return index, episode_seeds
 
     def start(
         self,
@@ -210,9 +212,9 @@ class EpisodeRows:
         """Scatter `values` [R, ...] of rows `index` into an array of all rows, [B, ...], with zeros in the others."""
         if isinstance(index, slice):
             return values
-        whole = np.zeros((self.batch_size, *values.shape[1:]), values.dtype)
-        whole[index] = values
-        return whole
+        scattered = np.zeros((self.batch_size, *values.shape[1:]), values.dtype)
+        scattered[index] = values
+        return scattered
 
     def trace(self, index: slice | Array, frames: Mapping[str, Array], length: Array | None) -> dict[str, Array]:
         """Return the observation after every step, key -> [B, C, *shape]; ended rows repeat their last frame.
@@ -277,6 +279,6 @@ class EpisodeRows:
 def require_sizes(**sizes: int) -> None:
     """Raise ConfigError unless every size (passed by argument name) is at least 1."""
     if min(sizes.values()) < 1:
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        values = ", ".join(f"{name}={size}" for name, size in sizes.items())
         limit = " (set world.options.horizon=NUMBER)" if sizes.get("horizon", 1) < 1 else ""
-        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1; got {given}{limit}.")
+        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1; got {values}{limit}.")

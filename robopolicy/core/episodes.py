@@ -134,14 +134,14 @@ class Episodes:
 
     def to(self, device: torch.device | str) -> "Episodes":
         """Move every tensor to a device."""
-        changed: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
-                changed[item.name] = value.to(device)
+                tensors[item.name] = value.to(device)
             elif item.name in ("observation", "rewards") and value is not None:
-                changed[item.name] = {key: tensor.to(device) for key, tensor in value.items()}
-        return replace(self, **changed)
+                tensors[item.name] = {key: tensor.to(device) for key, tensor in value.items()}
+        return replace(self, **tensors)
 
     def select(self, index: Tensor | Sequence[int] | None) -> "Episodes":
         """Keep episodes by index [n] or boolean mask [E], in the order given: `select(episodes.success)`.
@@ -150,24 +150,24 @@ class Episodes:
         """
         if index is None:
             raise DataError("Nothing to select by: does the data record success at all?")
-        chosen = torch.as_tensor(index, device=self.device)
-        if chosen.dtype == torch.bool:
-            if len(chosen) != len(self):
-                raise DataError(f"The mask has {len(chosen)} entries for {len(self)} episodes.")
-            chosen = chosen.nonzero().squeeze(1)
-        chosen = chosen.long()
-        steps = _ranges(self.starts[chosen], self.lengths[chosen])
-        frames = _ranges(self.frame_starts[chosen], self.lengths[chosen] + 1)
+        indices = torch.as_tensor(index, device=self.device)
+        if indices.dtype == torch.bool:
+            if len(indices) != len(self):
+                raise DataError(f"The mask has {len(indices)} entries for {len(self)} episodes.")
+            indices = indices.nonzero().squeeze(1)
+        indices = indices.long()
+        steps = _ranges(self.starts[indices], self.lengths[indices])
+        frames = _ranges(self.frame_starts[indices], self.lengths[indices] + 1)
         per_episode = {
-            name: None if (value := getattr(self, name)) is None else value[chosen]
+            name: None if (value := getattr(self, name)) is None else value[indices]
             for name in ("terminated", "seeds", "final_known")
         }
         return replace(
             self,
             observation={key: value[frames] for key, value in self.observation.items()},
             actions=self.actions[steps],
-            lengths=self.lengths[chosen],
-            tasks=tuple(self.tasks[i] for i in integers(chosen)),
+            lengths=self.lengths[indices],
+            tasks=tuple(self.tasks[i] for i in integers(indices)),
             rewards=None if self.rewards is None else {name: value[steps] for name, value in self.rewards.items()},
             **{name: None if (value := getattr(self, name)) is None else value[steps] for name in _OF_STEPS},
             **per_episode,
@@ -187,11 +187,11 @@ class Episodes:
 
         Raises DataError if none would be left for training.
         """
-        held = max(1, round(share * len(self)))
-        if held >= len(self):
+        held_out = max(1, round(share * len(self)))
+        if held_out >= len(self):
             raise DataError(f"Of {len(self)} episodes none is left to learn from: record more of them.")
         order = torch.randperm(len(self), generator=generator)
-        return self.select(order[held:].sort().values), self.select(order[:held].sort().values)
+        return self.select(order[held_out:].sort().values), self.select(order[:held_out].sort().values)
 
     @staticmethod
     def concatenate(parts: Sequence["Episodes"]) -> "Episodes":
@@ -215,14 +215,14 @@ class Episodes:
             values = [getattr(part, name) for part in parts]
             if all(value is None for value in values):
                 return None
-            unknown = [torch.full((part.step_count,), -1, device=part.device) for part in parts]
-            return torch.cat([other if value is None else value for value, other in zip(values, unknown, strict=True)])
+            fillers = [torch.full((part.step_count,), -1, device=part.device) for part in parts]
+            return torch.cat([other if value is None else value for value, other in zip(values, fillers, strict=True)])
 
         terms = None if any(part.rewards is None for part in parts) else set(first.rewards or {})
         if terms is not None and any(set(part.rewards or {}) != terms for part in parts):
             parts = [replace(part, rewards={"reward": part.reward}) for part in parts]
         names = None if terms is None else list(parts[0].rewards or {})
-        known = [part.final_known if part.final_known is not None else _all_known(part) for part in parts]
+        final_masks = [part.final_known if part.final_known is not None else _all_known(part) for part in parts]
         return replace(
             first,
             observation={key: torch.cat([part.observation[key] for part in parts]) for key in first.observation},
@@ -236,7 +236,7 @@ class Episodes:
             step_success=joined("step_success"),
             terminated=joined("terminated"),
             seeds=joined("seeds"),
-            final_known=torch.cat(known),
+            final_known=torch.cat(final_masks),
             actor=acted("actor"),
             segment=acted("segment"),
             **_joined_labels(parts),
@@ -277,13 +277,13 @@ class Episodes:
         first action is the one taken there (padded by repeating the last, action_valid False). keys: the observations
         to gather, None for all and the task. Raises DataError on an unknown key.
         """
-        chosen = self._known_keys(keys)
+        selected_keys = self._known_keys(keys)
         with_task = keys is None or TASK in keys
         if history < 1 or prediction < 1 or batch_size < 1:
             raise DataError("history, prediction and batch_size are at least 1.")
         if not self.step_count:
             raise DataError("There are no steps to sample from: the selection of episodes is empty.")
-        return self._batches(history, prediction, batch_size, generator, chosen, with_task)
+        return self._batches(history, prediction, batch_size, generator, selected_keys, with_task)
 
     def actions_ahead(self, count: int) -> Tensor:
         """Return the actions of every step and of the steps after it, [N, count, A]; the last action is repeated."""
@@ -297,9 +297,9 @@ class Episodes:
 
         Steps before the start of an episode contain its first action and are False in the mask [M, count].
         """
-        wanted = steps[:, None] + torch.arange(-count, 0, device=self.device)
+        indices = steps[:, None] + torch.arange(-count, 0, device=self.device)
         first = self.starts[self.episode_of_step[steps]][:, None]
-        return self.actions[torch.maximum(wanted, first)], wanted >= first
+        return self.actions[torch.maximum(indices, first)], indices >= first
 
     def windows(
         self, steps: Tensor, history: int, prediction: int, keys: Sequence[str] | None = None
@@ -307,9 +307,9 @@ class Episodes:
         """Return a batch in the format of `sampler` whose first actions are at the step indices [M], plus "steps"."""
         episode = self.episode_of_step[steps]
         back = torch.arange(1 - history, 1, device=self.device)
-        ahead = torch.arange(prediction, device=self.device)
+        offsets = torch.arange(prediction, device=self.device)
         frames = torch.maximum((steps + episode)[:, None] + back, self.frame_starts[episode][:, None])
-        targets = steps[:, None] + ahead
+        targets = steps[:, None] + offsets
         last = (self.starts + self.lengths - 1)[episode][:, None]
         observation: TensorObservation = {key: self.observation[key][frames] for key in self._known_keys(keys)}
         if keys is None or TASK in keys:
@@ -353,11 +353,11 @@ class Episodes:
         )
 
     def _known_keys(self, keys: Sequence[str] | None) -> list[str]:
-        chosen = list(self.observation) if keys is None else [key for key in keys if key != TASK]
-        for key in chosen:
+        selected_keys = list(self.observation) if keys is None else [key for key in keys if key != TASK]
+        for key in selected_keys:
             if key not in self.observation:
                 raise DataError(f"The episodes have no '{key}'.{did_you_mean(key, self.observation)}")
-        return chosen
+        return selected_keys
 
     def _batches(
         self,
@@ -368,10 +368,10 @@ class Episodes:
         keys: list[str],
         with_task: bool,
     ) -> Iterator[dict[str, Any]]:
-        chosen = [*keys, TASK] if with_task else keys
+        selected_keys = [*keys, TASK] if with_task else keys
         while True:
             steps = torch.randint(self.step_count, (batch_size,), generator=generator, device=generator.device)
-            yield self.windows(steps.to(self.device), history, prediction, chosen)
+            yield self.windows(steps.to(self.device), history, prediction, selected_keys)
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -394,12 +394,12 @@ def _joined_labels(parts: Sequence[Episodes]) -> dict[str, Tensor | None]:
         return {"labels": None, "label_steps": None}
     if len(lengths) > 1:
         raise DataError(f"Labels of {sorted(lengths)} steps cannot be joined: they are of teachers with other chunks.")
-    ahead = lengths.pop()
-    labels = [part.actions_ahead(ahead) if part.labels is None else part.labels for part in parts]
+    label_length = lengths.pop()
+    labels = [part.actions_ahead(label_length) if part.labels is None else part.labels for part in parts]
     every = all(part.labels is not None and part.label_steps is None for part in parts)
     return {
         "labels": torch.cat(labels),
-        "label_steps": None if every else torch.cat([_said(each, ahead) for each in parts]),
+        "label_steps": None if every else torch.cat([_said(each, label_length) for each in parts]),
     }
 
 
@@ -414,22 +414,22 @@ def _said(part: Episodes, ahead: int) -> Tensor:
 
 def _require_alike(first: Episodes, other: Episodes) -> None:
     shapes = {key: field.shape for key, field in first.observation_fields.items()}
-    others = {key: field.shape for key, field in other.observation_fields.items()}
-    if shapes != others:
-        apart = sorted(key for key in {*shapes, *others} if shapes.get(key) != others.get(key))
-        only = next((key for key in apart if key not in shapes or key not in others), None)
+    other_shapes = {key: field.shape for key, field in other.observation_fields.items()}
+    if shapes != other_shapes:
+        differing = sorted(key for key in {*shapes, *other_shapes} if shapes.get(key) != other_shapes.get(key))
+        only = next((key for key in differing if key not in shapes or key not in other_shapes), None)
         way_out = (
             f" A column that some of them lack is left out by taking its name: "
             f"{as_setting('train.rename', {only: only.removeprefix('observation.')})}."
             if only is not None
             else ""
         )
-        raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {others}.{way_out}")
+        raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {other_shapes}.{way_out}")
     if first.action_field.shape != other.action_field.shape:
         raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
-    fields, theirs = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
+    fields, other_fields = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
     require_alike(
-        {f"'{key}'": (field, theirs[key]) for key, field in fields.items()},
+        {f"'{key}'": (field, other_fields[key]) for key, field in fields.items()},
         ("in the first episodes", "in those that are to be joined with them"),
         error=DataError,
         renamed=RENAME_DATA,
@@ -444,8 +444,8 @@ def chosen_episodes(
 ) -> Episodes:
     """Return the episodes of a dataset that settings choose; see `chosen_numbers`, which raises ConfigError."""
     count = len(recorded)
-    kept = chosen_numbers(count, where, section, episodes, without)
-    return recorded if len(kept) == count and kept == sorted(kept) else recorded.select(kept)
+    numbers = chosen_numbers(count, where, section, episodes, without)
+    return recorded if len(numbers) == count and numbers == sorted(numbers) else recorded.select(numbers)
 
 
 def chosen_numbers(
@@ -456,17 +456,17 @@ def chosen_numbers(
     episodes: their indices, or a number of leading episodes, 0 for all; without: indices to exclude; section, where:
     settings section and dataset, for the error text. Raises ConfigError when an index is out of range or none is left.
     """
-    kept = [*range(min(episodes or count, count))] if isinstance(episodes, int) else [*dict.fromkeys(episodes)]
-    for setting, numbers in (("episodes", kept), ("without", without)):
+    numbers_left = [*range(min(episodes or count, count))] if isinstance(episodes, int) else [*dict.fromkeys(episodes)]
+    for setting, numbers in (("episodes", numbers_left), ("without", without)):
         beyond = [number for number in numbers if not 0 <= number < count]
         if beyond:
             raise ConfigError(
                 f"{section}.{setting} names episode {beyond[0]}; {where} holds 0 to {count - 1} ({count} episodes)."
             )
-    kept = [number for number in kept if number not in set(without)]
-    if not kept:
+    numbers_left = [number for number in numbers_left if number not in set(without)]
+    if not numbers_left:
         raise ConfigError(f"{section}.episodes and {section}.without leave no episode of {where} ({count}).")
-    return kept
+    return numbers_left
 
 
 RENAME_DATA = (
@@ -486,19 +486,19 @@ def require_recorded(
     """
     fields: Mapping[str, Field] = {**episodes.observation_fields, "action": episodes.action_field}
     pairs: dict[str, tuple[Field, Field]] = {}
-    for key, own in {**observation, "action": action}.items():
+    for key, own_field in {**observation, "action": action}.items():
         if key not in fields:
-            alike = [name for name in fields if name != "action"]
+            columns = [name for name in fields if name != "action"]
             raise DataError(
-                f"{where} has no column '{key}', which the {whose} reads; it has {', '.join(alike)}."
-                f"{did_you_mean(key, alike)} Rename it, in the section that names the data "
+                f"{where} has no column '{key}', which the {whose} reads; it has {', '.join(columns)}."
+                f"{did_you_mean(key, columns)} Rename it, in the section that names the data "
                 f"({as_setting('train.rename', {'COLUMN': key})}), or train a {whose} on what is there."
             )
-        if fields[key].shape != own.shape:
+        if fields[key].shape != own_field.shape:
             raise DataError(
-                f"{where} has '{key}' as {list(fields[key].shape)} and the {whose} {list(own.shape)}, in every "
+                f"{where} has '{key}' as {list(fields[key].shape)} and the {whose} {list(own_field.shape)}, in every "
                 f"episode: convert the column, or train a {whose} on this one."
             )
-        pairs[f"'{key}'"] = (fields[key], own)
+        pairs[f"'{key}'"] = (fields[key], own_field)
     sides = (f"in {where}", f"to the {whose}")
     require_alike(pairs, sides, error=DataError, renamed=RENAME_DATA, converted=CONVERT_DATA)

@@ -124,14 +124,14 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return " Did you mean 'x'?" for the most similar of `choices`, else a list of them (of a long list the most
     similar).
     """
-    known = sorted({str(choice) for choice in choices})
-    near = nearest(name, known)
+    names = sorted({str(choice) for choice in choices})
+    near = nearest(name, names)
     if near:
         return f" Did you mean '{near}'?"
-    if len(known) > MANY:
-        alike = difflib.get_close_matches(name, known, n=5, cutoff=0.0)
-        return f" Of {len(known)} names the most alike: {', '.join(alike)}."
-    return f" Known: {', '.join(known)}." if known else ""
+    if len(names) > MANY:
+        closest = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
+        return f" Of {len(names)} names the most alike: {', '.join(closest)}."
+    return f" Known: {', '.join(names)}." if names else ""
 
 
 def as_setting(name: str, pairs: Mapping[str, str]) -> str:
@@ -143,7 +143,7 @@ def as_setting(name: str, pairs: Mapping[str, str]) -> str:
     def value(text: str) -> str:
         return text if re.fullmatch(r"[\w./-]+", text) else "'" + text.replace("'", r"\'") + "'"
 
-    return f'"{name}={{' + ", ".join(f"{key(own)}: {value(other)}" for own, other in pairs.items()) + '}"'
+    return f'"{name}={{' + ", ".join(f"{key(column)}: {value(other)}" for column, other in pairs.items()) + '}"'
 
 
 def require_extra(module: str, extra: str) -> ModuleType:
@@ -151,8 +151,8 @@ def require_extra(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        if not missing or error.name is None or not (module + ".").startswith(error.name + "."):
+        not_found = isinstance(error, ModuleNotFoundError)
+        if not not_found or error.name is None or not (module + ".").startswith(error.name + "."):
             raise ConfigError(
                 f"'{module}' is installed, but cannot be imported ({in_one_line(error, 120)}). Install it with what it "
                 f"needs: pip install 'robopolicy[{extra}]'"

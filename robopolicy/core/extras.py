@@ -129,6 +129,6 @@ class Extras:
 
 
 def _require_known(name: str) -> None:
-    known = [item.name for item in fields(Extras)]
-    if name not in known:
-        raise KeyError(f"Rollouts know no extra '{name}'.{did_you_mean(name, known)} There are {', '.join(known)}.")
+    names = [item.name for item in fields(Extras)]
+    if name not in names:
+        raise KeyError(f"Rollouts know no extra '{name}'.{did_you_mean(name, names)} There are {', '.join(names)}.")

@@ -38,7 +38,7 @@ def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, r
         rows = bad.any(1).nonzero().squeeze(1)
         field = episodes.action_field if name == "action" else episodes.observation_fields.get(name)
         names = element_names(field, name) if field is not None else ("value",) * bad.shape[1]
-        elements = [name for name, wrong in zip(names, bad.any(0), strict=True) if wrong]
+        elements = [name for name, is_bad in zip(names, bad.any(0), strict=True) if is_bad]
         within = [str(episode) for episode in sorted({int(episode) for episode in owner.cpu()[rows]})]
         texts.append(
             f"{name}: {len(rows)} of {len(values)} rows hold NaN or infinity "
@@ -61,8 +61,8 @@ def _recorded(episodes: Episodes, frames: Tensor) -> tuple[Tensor, Tensor]:
     """Return the recorded frames [N, ...] and the episode [N] of each."""
     lengths = episodes.lengths.cpu()
     owner = torch.repeat_interleave(torch.arange(len(episodes)), lengths + 1)
-    kept = torch.ones(len(owner), dtype=torch.bool)
+    recorded_mask = torch.ones(len(owner), dtype=torch.bool)
     if episodes.final_known is not None:
         ends = episodes.frame_starts.cpu() + lengths
-        kept[ends[~episodes.final_known.cpu()]] = False
-    return frames.cpu()[kept], owner[kept]
+        recorded_mask[ends[~episodes.final_known.cpu()]] = False
+    return frames.cpu()[recorded_mask], owner[recorded_mask]

@@ -77,19 +77,21 @@ def kind_of(names: str | Sequence[str], unit: str = "", *, shown: bool = False) 
     names: its name, or its names on the robot and in the policy; shown: whether the robot's state has an element of the
     same name, so that rad or m means a position and not a difference.
     """
-    said = {_by_name(name) for name in ([names] if isinstance(names, str) else names)}
+    name_kinds = {_by_name(name) for name in ([names] if isinstance(names, str) else names)}
     by_unit = _by_unit(unit)
-    if "unclear" in said:
+    if "unclear" in name_kinds:
         return Kind.RATE if by_unit in ("rate", "difference") else Kind.UNKNOWN
-    rate = bool({"rate", "difference"} & {*said, by_unit})
-    place = "place" in said or (by_unit == "place" and "difference" not in said and (shown or said != {""}))
+    rate = bool({"rate", "difference"} & {*name_kinds, by_unit})
+    place = "place" in name_kinds or (
+        by_unit == "place" and "difference" not in name_kinds and (shown or name_kinds != {""})
+    )
     if rate and place:
         return Kind.UNKNOWN
     if rate:
         return Kind.RATE
-    if place or "gripper" in said:
+    if place or "gripper" in name_kinds:
         return Kind.POSITION
-    return Kind.TOGGLE if "toggle" in {*said, by_unit} else Kind.UNKNOWN
+    return Kind.TOGGLE if "toggle" in {*name_kinds, by_unit} else Kind.UNKNOWN
 
 
 def is_gripper(name: str) -> bool:
@@ -108,10 +110,10 @@ def _by_name(name: str) -> str:
     kinds = [
         next(((kind, word) for kind, pattern in _WORDS.items() if pattern.fullmatch(word)), ("", "")) for word in words
     ]
-    said = [(kind, word) for kind, word in kinds if kind]
-    if not said:
+    named_kinds = [(kind, word) for kind, word in kinds if kind]
+    if not named_kinds:
         return "gripper" if {"gripper", "grippers"} & set(words) else ""
-    last, moving = said[-1][0], [word for kind, word in said[:-1] if kind in ("rate", "difference")]
+    last, moving = named_kinds[-1][0], [word for kind, word in named_kinds[:-1] if kind in ("rate", "difference")]
     if last == "place" and (words[0] == "d" or not _BEFORE_A_PLACE.issuperset(moving)):
         return "unclear"
     return last
@@ -169,23 +171,32 @@ def standstill(
     neutral: name -> value at rest of an element that does not keep its value. Raises ConfigError when positions or
     neutral name an unknown element.
     """
-    others, size = dict(neutral or {}), len(kinds)
-    chosen = tuple(positions) != POSITIONS
-    _require_elements("positions", positions if chosen else (), names)
-    _require_elements("neutral", tuple(others), names)
-    if both := [name for name in others if chosen and name in positions]:
+    neutral_values, size = dict(neutral or {}), len(kinds)
+    custom_positions = tuple(positions) != POSITIONS
+    _require_elements("positions", positions if custom_positions else (), names)
+    _require_elements("neutral", tuple(neutral_values), names)
+    if both := [name for name in neutral_values if custom_positions and name in positions]:
         raise ConfigError(f"'{both[0]}' is in positions, and neutral says where it goes: leave it out of one of them.")
-    called = tuple(names) or ("",) * size
+    element_names = tuple(names) or ("",) * size
     keeps: list[bool] = []
-    for name, kind in zip(called, kinds, strict=True):
-        if chosen and kind is Kind.POSITION and is_gripper(name):  # by default alone
+    for name, kind in zip(element_names, kinds, strict=True):
+        if custom_positions and kind is Kind.POSITION and is_gripper(name):  # by default alone
             kind = Kind.TOGGLE
         unsaid = kind is Kind.UNKNOWN and hold == "last"
-        keeps.append(name not in others and ((chosen and name in positions) or kind is Kind.POSITION or unsaid))
-    said = {*others, *(positions if chosen else ())}
-    unknown = [name for name, kind in zip(called, kinds, strict=True) if kind is Kind.UNKNOWN and name not in said]
+        keeps.append(
+            name not in neutral_values and ((custom_positions and name in positions) or kind is Kind.POSITION or unsaid)
+        )
+    settings_names = {*neutral_values, *(positions if custom_positions else ())}
+    unknown_names = [
+        name
+        for name, kind in zip(element_names, kinds, strict=True)
+        if kind is Kind.UNKNOWN and name not in settings_names
+    ]
     return Standstill(
-        called, tuple(keeps), tuple(float(others.get(name, 0.0)) for name in called), tuple(unknown if names else ())
+        element_names,
+        tuple(keeps),
+        tuple(float(neutral_values.get(name, 0.0)) for name in element_names),
+        tuple(unknown_names if names else ()),
     )
 
 
@@ -208,7 +219,7 @@ def kinds_of(names: Sequence[str], unit: str = "") -> list[Kind]:
 
 def _require_elements(setting: str, said: Sequence[str], names: Sequence[str]) -> None:
     """Raise ConfigError if a setting names an unknown element."""
-    unknown = [name for name in said if name not in names]
-    if unknown:
-        known = did_you_mean(unknown[0], names) or " Its elements have no names, so none can be named here."
-        raise ConfigError(f"{setting} names '{unknown[0]}', which is no element of the action.{known}")
+    unknown_names = [name for name in said if name not in names]
+    if unknown_names:
+        hint = did_you_mean(unknown_names[0], names) or " Its elements have no names, so none can be named here."
+        raise ConfigError(f"{setting} names '{unknown_names[0]}', which is no element of the action.{hint}")

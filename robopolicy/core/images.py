@@ -62,13 +62,13 @@ class PackedFrames:
 
     def __getitem__(self, numbers: Tensor) -> Tensor:
         """Unpack the frames with indices [...] int64 to [..., *one] uint8."""
-        asked = integers(numbers.flatten())
-        places = {number: place for place, number in enumerate(dict.fromkeys(asked))}  # each is unpacked once
-        found = np.empty((len(places), *self.one), np.uint8)
+        frame_numbers = integers(numbers.flatten())
+        places = {number: place for place, number in enumerate(dict.fromkeys(frame_numbers))}  # each is unpacked once
+        unpacked = np.empty((len(places), *self.one), np.uint8)
         for number, place in places.items():
-            found[place] = np.frombuffer(zlib.decompress(self.parts[number]), np.uint8).reshape(self.one)
-        rows = torch.tensor([places[number] for number in asked], dtype=torch.int64).reshape(numbers.shape)
-        return torch.from_numpy(found)[rows].to(numbers.device)  # pyright: ignore[reportUnknownMemberType]
+            unpacked[place] = np.frombuffer(zlib.decompress(self.parts[number]), np.uint8).reshape(self.one)
+        rows = torch.tensor([places[number] for number in frame_numbers], dtype=torch.int64).reshape(numbers.shape)
+        return torch.from_numpy(unpacked)[rows].to(numbers.device)  # pyright: ignore[reportUnknownMemberType]
 
     def tree(self) -> dict[str, Any]:
         """Return the checkpoint form that `frames_of` reads: tensors and the shape of one frame."""
@@ -157,9 +157,9 @@ class FrameStore:
         numbers: list[int] = []
         fresh: list[tuple[int, int]] = []
         for place, digest in zip(itertools.product(range(count), range(history)), _digests(shown), strict=True):
-            known = self._count + len(fresh)
-            numbers.append(self._numbers.setdefault(digest, known))
-            if numbers[-1] == known:
+            next_number = self._count + len(fresh)
+            numbers.append(self._numbers.setdefault(digest, next_number))
+            if numbers[-1] == next_number:
                 fresh.append(place)
         if fresh:
             row, frame = torch.tensor(fresh).T
@@ -203,12 +203,12 @@ class Images:
     @staticmethod
     def of(observation: Mapping[str, Any]) -> "Images | None":
         """Return the camera images [B, T, H, ...] of an observation, deduplicated; None if it has none."""
-        shown, store = cameras_in(observation), FrameStore()
-        if not shown:
+        cameras, store = cameras_in(observation), FrameStore()
+        if not cameras:
             return None
-        shape = next(iter(shown.values())).shape[:2]
-        seen = store.add({key: value.flatten(0, 1) for key, value in shown.items()})
-        return Images(store.frames, seen.reshape(*shape, -1))
+        shape = next(iter(cameras.values())).shape[:2]
+        indices = store.add({key: value.flatten(0, 1) for key, value in cameras.items()})
+        return Images(store.frames, indices.reshape(*shape, -1))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -242,8 +242,8 @@ class Images:
 
     def tree(self) -> dict[str, Any]:
         """Return the checkpoint form that `from_tree` reads, without unreferenced frames."""
-        kept = self.compact()
-        return {**vars(kept), "frames": {key: frames_tree(value) for key, value in kept.frames.items()}}
+        compacted = self.compact()
+        return {**vars(compacted), "frames": {key: frames_tree(value) for key, value in compacted.frames.items()}}
 
     @staticmethod
     def from_tree(tree: Mapping[str, Any]) -> "Images":
@@ -255,15 +255,15 @@ class Images:
         """Drop frames that are no longer referenced."""
         ends = [] if self.after is None else [self.after[self.after > 0] - 1]
         count = len(next(iter(self.frames.values())))
-        seen = torch.zeros(count, dtype=torch.bool, device=self.seen.device)
-        seen[torch.cat([self.seen.flatten(), *ends])] = True
-        used = seen.nonzero().squeeze(1)
-        if len(used) == count:
+        is_used = torch.zeros(count, dtype=torch.bool, device=self.seen.device)
+        is_used[torch.cat([self.seen.flatten(), *ends])] = True
+        used_frames = is_used.nonzero().squeeze(1)
+        if len(used_frames) == count:
             return self
-        number = torch.zeros(count + 1, dtype=torch.int64, device=used.device)  # of 1 + a frame, and of none
-        number[used + 1] = torch.arange(1, len(used) + 1, device=used.device)
+        number = torch.zeros(count + 1, dtype=torch.int64, device=used_frames.device)  # of 1 + a frame, and of none
+        number[used_frames + 1] = torch.arange(1, len(used_frames) + 1, device=used_frames.device)
         after = None if self.after is None else number[self.after]
-        frames = {key: some_of(value, used) for key, value in self.frames.items()}
+        frames = {key: some_of(value, used_frames) for key, value in self.frames.items()}
         return Images(frames, number[self.seen + 1] - 1, after)
 
     @staticmethod
@@ -276,11 +276,11 @@ class Images:
         parts = [part.compact() for part in parts]
         counts = [len(next(iter(part.frames.values()))) for part in parts]
         first = [sum(counts[:index]) for index in range(len(parts))]
-        seen = torch.cat([pad(part.seen + offset) for part, offset in zip(parts, first, strict=True)])
+        indices = torch.cat([pad(part.seen + offset) for part, offset in zip(parts, first, strict=True)])
         ends = [part.after for part in parts if part.after is not None]
         after = None
         if len(ends) == len(parts):
-            moved = [torch.where(end > 0, end + offset, 0) for end, offset in zip(ends, first, strict=True)]
-            after = torch.cat([pad(end) for end in moved])
+            shifted_ends = [torch.where(end > 0, end + offset, 0) for end, offset in zip(ends, first, strict=True)]
+            after = torch.cat([pad(end) for end in shifted_ends])
         frames = {key: joined_frames([part.frames[key] for part in parts]) for key in parts[0].frames}
-        return Images(frames, seen, after)
+        return Images(frames, indices, after)

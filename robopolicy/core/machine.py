@@ -42,9 +42,9 @@ def graphics_trouble(error: Exception) -> str:
     loading = any(("/mujoco/" in place and "gl_context" in place) or "/OpenGL/" in place for place in places)
     if not loading and "module 'mujoco' has no attribute" not in str(error):
         return ""
-    chosen = os.environ.get("MUJOCO_GL", "")
+    backend = os.environ.get("MUJOCO_GL", "")
     return (
-        f"MuJoCo cannot load its graphics (MUJOCO_GL={chosen}: {error}). Set MUJOCO_GL=egl or osmesa to one that is "
+        f"MuJoCo cannot load its graphics (MUJOCO_GL={backend}: {error}). Set MUJOCO_GL=egl or osmesa to one that is "
         "installed (Debian and Ubuntu: apt-get install libegl1 libgl1, or libosmesa6), or leave it unset."
     )
 
@@ -73,8 +73,8 @@ def limit_threads(count: int) -> None:
 
     torch.set_num_threads(count)
     for name in ("OMP_NUM_THREADS", "LP_NUM_THREADS"):
-        chosen = os.environ.get(name, "")
-        if not chosen.isdecimal() or int(chosen) > count or int(chosen) == earlier:
+        limit = os.environ.get(name, "")
+        if not limit.isdecimal() or int(limit) > count or int(limit) == earlier:
             os.environ[name] = str(count)
 
 
@@ -90,8 +90,8 @@ def free_memory(device: "torch.device") -> int | None:
         import torch
 
         # What torch keeps for the next tensor is free as well.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached_bytes
     if not MEMORY.is_file():
         return None
     lines = dict(line.split(":", 1) for line in MEMORY.read_text().splitlines() if ":" in line)

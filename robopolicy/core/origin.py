@@ -73,10 +73,10 @@ def about(policy: object) -> Generator[None]:
     except (SpecError, ConfigError) as error:
         if folder is None or folder in str(error):
             raise
-        named = type(error)(f"{folder}: {error}")
-        if isinstance(named, CameraError) and isinstance(error, CameraError):
-            named.known = error.known
-        raise named from error
+        prefixed = type(error)(f"{folder}: {error}")
+        if isinstance(prefixed, CameraError) and isinstance(error, CameraError):
+            prefixed.known = error.known
+        raise prefixed from error
 
 
 def remember_renaming(trained: object, renamed: Mapping[str, str]) -> None:
@@ -97,16 +97,16 @@ def remember_described(trained: object, description: Mapping[str, Any], where: o
     entries.
     """
     remember_origin(trained, WorldOrigin.from_json(description.get(WORLD), where))
-    renamed: object = description.get(RENAMED) or {}
-    if not is_mapping(renamed) or not all(isinstance(name, str) for pair in renamed.items() for name in pair):
-        raise CheckpointError(f"{where}: '{RENAMED}' is {str(renamed)[:80]!r}, not names and other names for them.")
-    remember_renaming(trained, {str(name): str(other) for name, other in renamed.items()})
+    renaming: object = description.get(RENAMED) or {}
+    if not is_mapping(renaming) or not all(isinstance(name, str) for pair in renaming.items() for name in pair):
+        raise CheckpointError(f"{where}: '{RENAMED}' is {str(renaming)[:80]!r}, not names and other names for them.")
+    remember_renaming(trained, {str(name): str(other) for name, other in renaming.items()})
 
 
 def described_origin(trained: object) -> dict[str, Any]:
     """Return the config.json entries for the training world and the renaming of data columns; empty if unknown."""
-    origin, renamed = origin_of(trained), renaming_of(trained)
-    return ({} if origin is None else {WORLD: origin.to_json()}) | ({RENAMED: dict(renamed)} if renamed else {})
+    origin, renaming = origin_of(trained), renaming_of(trained)
+    return ({} if origin is None else {WORLD: origin.to_json()}) | ({RENAMED: dict(renaming)} if renaming else {})
 
 
 _NUMBERS: Mapping[str, tuple[type, float, float]] = {
@@ -148,13 +148,13 @@ def check_saved_options(options: Mapping[str, Any], where: object) -> None:
 
     Option names are checked by the world. No string may be a file path, because an environment would open it.
     """
-    left = [_MOST_VALUES]
+    budget = [_MOST_VALUES]
     for name, value in options.items():
-        if said := _wrong_option(name, value, left):
-            shown = in_one_line(name, 60)
+        if reason := _wrong_option(name, value, budget):
+            label = in_one_line(name, 60)
             raise CheckpointError(
-                f"{where} comes from a world with {shown}={in_one_line(value, 60)}, which is {said}: it is not used. "
-                f"If you trust it, name it: world.options.{shown}=VALUE."
+                f"{where} comes from a world with {label}={in_one_line(value, 60)}, which is {reason}: it is not used. "
+                f"If you trust it, name it: world.options.{label}=VALUE."
             )
 
 
@@ -172,7 +172,7 @@ def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str
         return "a text too long" if len(value) > _LONGEST_TEXT else ""
     if is_mapping(value) or is_sequence(value):
         inside = value.values() if is_mapping(value) else value
-        return next((said for each in inside if (said := _wrong_option("", each, left, depth + 1))), "")
+        return next((reason for each in inside if (reason := _wrong_option("", each, left, depth + 1))), "")
     if value is None or isinstance(value, bool) or (isinstance(value, int | kind) and low <= value <= high):
         return ""
     return f"no {'whole ' if kind is int else ''}number from {low:g} to {high:g}"

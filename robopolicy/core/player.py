@@ -86,18 +86,18 @@ class PolicyActor:
         spec = self.policy.spec
         observation = newest(observation, spec.observation, spec.history)
         validate_observation(observation, spec.observation, history=spec.history)
-        seen = to_tensors(observation, self.generator.device)
+        tensors = to_tensors(observation, self.generator.device)
         generator = self.generator
         with generator.decision(rows) if isinstance(generator, EpisodeGenerator) else nullcontext():
             if self.kept is not None and isinstance(self.policy, Resumes):
-                decision = self.policy.resume(seen, *self.kept, generator)
+                decision = self.policy.resume(tensors, *self.kept, generator)
             else:
-                decision = self.policy.act(seen, generator, deterministic=self.deterministic)
+                decision = self.policy.act(tensors, generator, deterministic=self.deterministic)
         check_finite("actions", decision.actions)
         if self.scored:
             check_finite("log-probabilities", decision.logp)
         actions = cast(Array, decision.actions.detach().cpu().numpy())  # pyright: ignore[reportUnknownMemberType]
-        return actions.astype(np.float64), Decided(seen, decision)
+        return actions.astype(np.float64), Decided(tensors, decision)
 
 
 class ControllerActor:

@@ -56,8 +56,8 @@ class Decision:
         if self.logp is _NO_STEPS:
             object.__setattr__(self, "logp", torch.empty(self.actions.shape[0], 0, device=self.actions.device))
         if self.mask is _NOTHING_SAMPLED:
-            nothing = torch.empty(self.actions.shape[0], 0, dtype=torch.bool, device=self.actions.device)
-            object.__setattr__(self, "mask", nothing)
+            no_mask = torch.empty(self.actions.shape[0], 0, dtype=torch.bool, device=self.actions.device)
+            object.__setattr__(self, "mask", no_mask)
 
 
 @dataclass(frozen=True)
@@ -362,10 +362,10 @@ def require_trainable(policy: Policy) -> Trainable:
     """Return `policy`, converted if needed, as `Trainable`; raises ConfigError naming the members that it lacks."""
     if isinstance(policy, BecomesTrainable):
         return policy.to_trainable()
-    missing = missing_members(policy, Trainable)
-    if missing:
+    missing_names = missing_members(policy, Trainable)
+    if missing_names:
         raise ConfigError(
-            f"{type(policy).__name__} acts but cannot be trained: it lacks {', '.join(missing)} "
+            f"{type(policy).__name__} acts but cannot be trained: it lacks {', '.join(missing_names)} "
             "(see Trainable in robopolicy/core/policy.py). Evaluate, serve, collect and rank take it as it is."
         )
     assert isinstance(policy, Trainable)

@@ -120,10 +120,10 @@ def normal(
     exactly as torch.randn; with an `EpisodeGenerator` every row draws its own numbers.
     """
     if isinstance(generator, EpisodeGenerator):
-        drawn = generator.normal(shape, axis, dtype)
+        noise = generator.normal(shape, axis, dtype)
     else:
-        drawn = torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
-    return drawn if device is None else drawn.to(device)
+        noise = torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
+    return noise if device is None else noise.to(device)
 
 
 def uniform(
@@ -138,10 +138,10 @@ def uniform(
     does.
     """
     if isinstance(generator, EpisodeGenerator):
-        drawn = generator.uniform(shape, axis, dtype)
+        numbers = generator.uniform(shape, axis, dtype)
     else:
-        drawn = torch.rand(*shape, generator=generator, device=generator.device, dtype=dtype)
-    return drawn if device is None else drawn.to(device)
+        numbers = torch.rand(*shape, generator=generator, device=generator.device, dtype=dtype)
+    return numbers if device is None else numbers.to(device)
 
 
 def integers(
@@ -151,10 +151,10 @@ def integers(
     does.
     """
     if isinstance(generator, EpisodeGenerator):
-        drawn = generator.integers(high, shape, axis)
+        numbers = generator.integers(high, shape, axis)
     else:
-        drawn = torch.randint(high, tuple(shape), generator=generator, device=generator.device)
-    return drawn if device is None else drawn.to(device)
+        numbers = torch.randint(high, tuple(shape), generator=generator, device=generator.device)
+    return numbers if device is None else numbers.to(device)
 
 
 class EpisodeGenerator(torch.Generator):
@@ -192,11 +192,11 @@ class EpisodeGenerator(torch.Generator):
 
     def begin(self, seeds: Sequence[int] | Array, rows: Array | Sequence[int] | None = None) -> None:
         """Start new episodes with `seeds` [R] in `rows` [R]; rows None: start R rows, all new."""
-        given = np.asarray(seeds, dtype=np.int64)
+        new_seeds = np.asarray(seeds, dtype=np.int64)
         if rows is None:
-            self._episodes, self._decisions = given.copy(), np.zeros(len(given), dtype=np.int64)
+            self._episodes, self._decisions = new_seeds.copy(), np.zeros(len(new_seeds), dtype=np.int64)
         else:
-            self._episodes[rows], self._decisions[rows] = given, 0
+            self._episodes[rows], self._decisions[rows] = new_seeds, 0
 
     @contextmanager
     def decision(self, rows: Array | None = None) -> Generator[None]:
@@ -233,8 +233,8 @@ class EpisodeGenerator(torch.Generator):
         words = self._bits(keys, -(-each // 2))  # one for two numbers, by Box and Muller 1958
         radius = (_shifted(words, 32) + 1).double().mul_(2.0**-32).log_().mul_(-2).sqrt_()
         angle = (words & (2**32 - 1)).double().mul_(2 * math.pi * 2.0**-32)
-        drawn = torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :each]
-        return _arranged(drawn.to(dtype), shape, axis)
+        noise = torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :each]
+        return _arranged(noise.to(dtype), shape, axis)
 
     def uniform(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         """Draw uniform numbers in [0, 1) of `shape`, otherwise as `normal`."""
@@ -309,8 +309,8 @@ def _arranged(drawn: Tensor, shape: Sequence[int], axis: int | None) -> Tensor:
     """Reshape the numbers drawn by rows [B, n] to `shape`, with B rows or m numbers per row [B * m] along `axis`."""
     if axis is None:
         return drawn.reshape(tuple(shape))
-    others = [size for place, size in enumerate(shape) if place != axis]
-    return drawn.reshape(shape[axis], *others).movedim(0, axis)
+    other_sizes = [size for place, size in enumerate(shape) if place != axis]
+    return drawn.reshape(shape[axis], *other_sizes).movedim(0, axis)
 
 
 @contextmanager
@@ -350,22 +350,22 @@ class _DrawsByRow(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Call a torch function, or its per-row replacement."""
-        given = dict(kwargs or {})
+        keywords = dict(kwargs or {})
         draw = _DRAWS.get(func)
-        if draw is None or given.get("generator", self.generator) not in (None, self.generator):
-            return func(*args, **given)
+        if draw is None or keywords.get("generator", self.generator) not in (None, self.generator):
+            return func(*args, **keywords)
         self.drew = True
-        given.pop("generator", None)
-        return draw(self.generator, *args, **given)
+        keywords.pop("generator", None)
+        return draw(self.generator, *args, **keywords)
 
 
 def _filled(generator: EpisodeGenerator, target: Tensor, kind: str) -> Tensor:
     """Fill a tensor in place with per-row normal or uniform numbers."""
     dtype = target.dtype if target.dtype in _MANTISSA else torch.float32
     axis = generator.axis_of(target.shape)
-    drawn = getattr(generator, kind)(tuple(target.shape), axis, dtype)
+    noise = getattr(generator, kind)(tuple(target.shape), axis, dtype)
     with torch.no_grad():
-        return target.copy_(drawn)
+        return target.copy_(noise)
 
 
 def _made(kind: str, empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -393,8 +393,8 @@ def _normal(generator: EpisodeGenerator, mean: Any, std: Any = 1.0, size: Any = 
 
 
 def _integers_like(generator: EpisodeGenerator, target: Tensor, low: int, high: int) -> Tensor:
-    drawn = generator.integers(high - low, tuple(target.shape), generator.axis_of(target.shape))
-    return target.copy_(drawn + low)
+    numbers = generator.integers(high - low, tuple(target.shape), generator.axis_of(target.shape))
+    return target.copy_(numbers + low)
 
 
 def _randint(generator: EpisodeGenerator, *args: Any, **given: Any) -> Tensor:
@@ -407,13 +407,13 @@ def _randint(generator: EpisodeGenerator, *args: Any, **given: Any) -> Tensor:
 
 
 def _bernoulli(generator: EpisodeGenerator, chance: Tensor, p: float | None = None) -> Tensor:
-    drawn = _filled(generator, torch.empty_like(chance), "uniform")
-    return (drawn < (chance if p is None else p)).to(chance.dtype)
+    numbers = _filled(generator, torch.empty_like(chance), "uniform")
+    return (numbers < (chance if p is None else p)).to(chance.dtype)
 
 
 def _bernoulli_(generator: EpisodeGenerator, target: Tensor, p: float | Tensor = 0.5) -> Tensor:
-    drawn = _filled(generator, torch.empty_like(target, dtype=torch.float32), "uniform")
-    return target.copy_(drawn < p)
+    numbers = _filled(generator, torch.empty_like(target, dtype=torch.float32), "uniform")
+    return target.copy_(numbers < p)
 
 
 def _exponential_(generator: EpisodeGenerator, target: Tensor, lambd: float = 1.0) -> Tensor:
@@ -428,8 +428,8 @@ def _multinomial(generator: EpisodeGenerator, weights: Tensor, num_samples: int,
         waits = _exponential_(generator, torch.empty_like(weights, dtype=torch.float64))
         return (waits / weights.double()).topk(num_samples, largest=False).indices
     sums = weights.double().cumsum(-1)
-    drawn = _filled(generator, sums.new_empty((*weights.shape[:-1], num_samples)), "uniform") * sums[..., -1:]
-    return torch.searchsorted(sums, drawn, right=True).clamp_max(weights.shape[-1] - 1)
+    numbers = _filled(generator, sums.new_empty((*weights.shape[:-1], num_samples)), "uniform") * sums[..., -1:]
+    return torch.searchsorted(sums, numbers, right=True).clamp_max(weights.shape[-1] - 1)
 
 
 _DRAWS: dict[Callable[..., Any], Callable[..., Tensor]] = {

@@ -46,13 +46,13 @@ def load_dotted(path: str, what: str) -> Any:
     if not is_dotted(path):
         raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:name.")
     module_name, _, name = path.partition(":")
-    found: Any = import_named(module_name, f"{what} '{path}'")
+    target: Any = import_named(module_name, f"{what} '{path}'")
     for part in name.split("."):
-        if not hasattr(found, part):
-            public = [known for known in dir(found) if not known.startswith("_")]
+        if not hasattr(target, part):
+            public = [attribute for attribute in dir(target) if not attribute.startswith("_")]
             raise ConfigError(f"{what} '{path}': the module has no '{name}'.{did_you_mean(name, public)}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def import_named(module: str, named: str) -> ModuleType:
@@ -91,8 +91,8 @@ def require_types(make: Callable[..., Any], options: Mapping[str, Any], setting:
     for name, value in options.items():
         kinds = _alternatives(hints.get(name, Any))
         if all(kind in _TYPES for kind in kinds) and not any(_TYPES[kind][1](value) for kind in kinds):
-            wanted = " or ".join(_TYPES[kind][0] for kind in kinds)
-            raise ConfigError(f"{setting}{name} is {value!r}, which is not {wanted}.")
+            expected = " or ".join(_TYPES[kind][0] for kind in kinds)
+            raise ConfigError(f"{setting}{name} is {value!r}, which is not {expected}.")
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -153,8 +153,8 @@ class Registry:
         """Return the entries of other installed packages; built-in names are never replaced."""
         if not self.group:
             return {}
-        found = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
-        return {name: path for name, path in found.items() if name not in self._known}
+        paths = {point.name: point.value for point in importlib.metadata.entry_points(group=self.group)}
+        return {name: path for name, path in paths.items() if name not in self._known}
 
     def names(self) -> tuple[str, ...]:
         """Return every registered name, built-in ones first; nothing is imported."""
@@ -179,20 +179,20 @@ class Registry:
         """Return the import path of `name`; an import path is returned unchanged. Raises ConfigError with the most
         similar name.
         """
-        found = self._known.get(name) or self._installed.get(name)
-        if found is None and not is_dotted(name):
+        path = self._known.get(name) or self._installed.get(name)
+        if path is None and not is_dotted(name):
             raise ConfigError(
                 f"There is no {self.what} '{name}'.{did_you_mean(name, self.names())} "
                 f"There are {', '.join(self.names())}; your own is named by its dotted path, package.module:Name."
             )
-        return found or name
+        return path or name
 
     def load(self, name: str) -> Any:
         """Import and return the object for `name` (or an import path). Raises ConfigError."""
         path = self.path(name)
-        found = load_dotted(path, self.what.capitalize())
+        target = load_dotted(path, self.what.capitalize())
         note(path)
-        return found
+        return target
 
     def load_saved(self, name: str, where: Any) -> Any:
         """Return the object that a checkpoint at `where` names; raises CheckpointError as `require_saved`, and
@@ -219,7 +219,7 @@ class Registry:
     def name_of(self, kind: type) -> str:
         """Return the registered name of `kind`, else its import path."""
         path = f"{kind.__module__}:{kind.__qualname__}"
-        return next((name for name, known in self.paths().items() if known == path), path)
+        return next((name for name, known_path in self.paths().items() if known_path == path), path)
 
 
 class Kinds(Registry):
@@ -231,8 +231,8 @@ class Kinds(Registry):
 
     def configuration(self, name: str) -> type:
         """Return the configuration dataclass of kind `name`; raises ConfigError if it has none."""
-        found = self.load(name)
-        config = found if _is_configuration(found) else getattr(found, "configuration", None)
+        target = self.load(name)
+        config = target if _is_configuration(target) else getattr(target, "configuration", None)
         if not (isinstance(config, type) and is_dataclass(config)):
             raise ConfigError(
                 f"The {self.what} '{name}' has no configuration: give its class an attribute `configuration`, a "
@@ -251,8 +251,8 @@ class Kinds(Registry):
     def name_of(self, kind: type) -> str:
         """Return the registered name of class `kind`, else its import path."""
         path = f"{kind.__module__}:{kind.__qualname__}"
-        for name, known in self.paths().items():
-            if known == path or (name in self.ours and getattr(self.load(name), "builds", "") == path):
+        for name, known_path in self.paths().items():
+            if known_path == path or (name in self.ours and getattr(self.load(name), "builds", "") == path):
                 return name
         return path
 

@@ -16,20 +16,20 @@ PROGRESS = "progress"
 def progress_reward(episodes: Episodes) -> Tensor:
     """Return the reward [N] without the success term; DataError when the data has no rewards or lacks final frames."""
     if episodes.rewards is None or episodes.step_success is None:
-        absent = {"next.reward": episodes.rewards is None, "next.success": episodes.step_success is None}
-        columns = " and ".join(name for name, lacks in absent.items() if lacks)
+        is_absent = {"next.reward": episodes.rewards is None, "next.success": episodes.step_success is None}
+        columns = " and ".join(name for name, lacks in is_absent.items() if lacks)
         raise DataError(f"A world model learns reward and success: the dataset lacks {columns}.")
     if episodes.final_known is not None and not bool(episodes.final_known.all()):
         raise DataError("The dataset lacks final observations: record it with 'robopolicy collect'.")
-    others = [value for name, value in episodes.rewards.items() if name != SUCCESS]
-    return torch.stack(others).sum(0) if others else torch.zeros(episodes.step_count)
+    terms = [value for name, value in episodes.rewards.items() if name != SUCCESS]
+    return torch.stack(terms).sum(0) if terms else torch.zeros(episodes.step_count)
 
 
 def success_bonus(episodes: Episodes) -> float:
     """Return the mean reward for success, 0 if there is none."""
     bonus = (episodes.rewards or {}).get(SUCCESS, torch.zeros(0))
-    paid = bonus[bonus != 0]
-    return float(paid.mean()) if len(paid) else 0.0
+    bonuses = bonus[bonus != 0]
+    return float(bonuses.mean()) if len(bonuses) else 0.0
 
 
 def discounted_sums(reward: Tensor, discount: Tensor, goes_on: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ class Rollouts:
     @property
     def played(self) -> Tensor:
         """[B, T]: decisions made in this row rather than copied from an ancestor; only these are trained on."""
-        taken = self.mask.any(-1)
-        return self.alive & (taken if self.extras.taught is None else taken | self.extras.taught)
+        sampled_mask = self.mask.any(-1)
+        return self.alive & (sampled_mask if self.extras.taught is None else sampled_mask | self.extras.taught)
 
     @property
     def proximal(self) -> Tensor:
@@ -125,18 +125,18 @@ class Rollouts:
 
     def tree(self) -> dict[str, Any]:
         """Return nested tensors for a checkpoint, read by `of`."""
-        found = {item.name: getattr(self, item.name) for item in fields(self)}
+        columns = {item.name: getattr(self, item.name) for item in fields(self)}
         images = None if self.images is None else self.images.tree()
-        return {**found, "extras": dict(self.extras.items()), "images": images}
+        return {**columns, "extras": dict(self.extras.items()), "images": images}
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "Rollouts":
         """Restore rollouts from `tree`; earlier versions stored images among the observations."""
-        found: dict[str, Any] = {name: value for name, value in tree.items() if name != "final_images"}
-        images, seen = found.get("images"), found["observation"]
-        found["images"] = Images.of(seen) if images is None else Images.from_tree(images)
-        found["observation"] = {key: value for key, value in seen.items() if not key.startswith(IMAGE_PREFIX)}
-        return Rollouts(**found)
+        columns: dict[str, Any] = {name: value for name, value in tree.items() if name != "final_images"}
+        images, observation = columns.get("images"), columns["observation"]
+        columns["images"] = Images.of(observation) if images is None else Images.from_tree(images)
+        columns["observation"] = {key: value for key, value in observation.items() if not key.startswith(IMAGE_PREFIX)}
+        return Rollouts(**columns)
 
     def flat(self) -> "Rollouts":
         """Merge rows and time: every [B, T, ...] becomes [B * T, 1, ...], so that decisions can be drawn as
@@ -152,8 +152,8 @@ class Rollouts:
 
     def to(self, device: torch.device | str) -> "Rollouts":
         """Move every tensor to a device."""
-        moved = self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
-        return replace(moved, images=None if self.images is None else self.images.to(device))
+        rollouts = self._map(lambda tensor: tensor.to(device), rows=lambda tensor: tensor.to(device))
+        return replace(rollouts, images=None if self.images is None else self.images.to(device))
 
     def compact(self) -> "Rollouts":
         """Drop images that only removed rows refer to; for rows that are stored for long."""
@@ -164,10 +164,12 @@ class Rollouts:
 
         following: drop the next observations and their camera images; images: drop all camera images.
         """
-        kept = None if images else self.images
+        kept_images = None if images else self.images
         if not following:
-            return replace(self, images=kept)
-        return replace(self, next_observation={}, images=None if kept is None else replace(kept, after=None))
+            return replace(self, images=kept_images)
+        return replace(
+            self, next_observation={}, images=None if kept_images is None else replace(kept_images, after=None)
+        )
 
     def ended_by_limits(self) -> "Rollouts":
         """Treat time limits as terminations, with zero value afterwards.
@@ -199,11 +201,11 @@ def visible(rollouts: Rollouts, where: Tensor, *, following: bool = False, image
     """
     source = rollouts.next_observation if following else rollouts.observation
     pick = picker(where)
-    found = {key: pick(tensor_of(source, key)) for key in source if key != TASK}
+    inputs = {key: pick(tensor_of(source, key)) for key in source if key != TASK}
     if images and rollouts.images is not None:
-        shown = rollouts.images
-        found |= shown.following(where) if following else shown.read(pick(shown.seen))
-    return {**found, TASK: pick(rollouts.task)}
+        source_images = rollouts.images
+        inputs |= source_images.following(where) if following else source_images.read(pick(source_images.seen))
+    return {**inputs, TASK: pick(rollouts.task)}
 
 
 def picker(where: Tensor) -> Callable[[Tensor], Tensor]:
@@ -256,7 +258,7 @@ def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts
 
     names = [item.name for item in fields(Rollouts)]
     columns = {name: [getattr(part, name) for part in parts] for name in names}
-    return Rollouts(**{name: _joined(found, length, name in ROW_FIELDS) for name, found in columns.items()})
+    return Rollouts(**{name: _joined(values, length, name in ROW_FIELDS) for name, values in columns.items()})
 
 
 # A function inside a function that calls itself is a reference cycle: what it holds, here all of an iteration's
@@ -294,19 +296,19 @@ def _joined(values: list[Any], length: int, per_row: bool) -> Any:
 
 def _with_own_groups(parts: list[Rollouts]) -> list[Rollouts]:
     """Shift the group numbers of parts so that they do not collide with those of earlier parts."""
-    moved: list[Rollouts] = []
+    shifted: list[Rollouts] = []
     first = 0
     for part in parts:
         if len(part.group):
             low, high = int(part.group.min()), int(part.group.max())
-            shift = max(0, first - low) if moved else 0
+            shift = max(0, first - low) if shifted else 0
             part, first = replace(part, group=part.group + shift), high + shift + 1
-        moved.append(part)
-    return moved
+        shifted.append(part)
+    return shifted
 
 
 def _pad(tensor: Tensor, length: int) -> Tensor:
-    missing = length - tensor.shape[1]
-    if not missing:
+    padding = length - tensor.shape[1]
+    if not padding:
         return tensor
-    return torch.cat([tensor, tensor.new_zeros((tensor.shape[0], missing, *tensor.shape[2:]))], 1)
+    return torch.cat([tensor, tensor.new_zeros((tensor.shape[0], padding, *tensor.shape[2:]))], 1)

@@ -60,8 +60,8 @@ class RunFolder:
         """
         write_atomic(self.path / "config.yaml", config_yaml)
         (self.path / CLOCK).unlink(missing_ok=True)
-        found = versions() | ({"threads": threads} if threads else {})
-        write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **found})
+        setup = versions() | ({"threads": threads} if threads else {})
+        write_json(self.path / "versions.json", {"seed": seed, "command": sys.argv, **setup})
 
     def describe_resumption(self, threads: int = 0) -> list[str]:
         """Return the changes since the run started that affect results, as "name was A, now B", and record them in
@@ -73,11 +73,11 @@ class RunFolder:
         with reading(path):
             before: dict[str, Any] = began | began.get("packages", {})
             after: dict[str, Any] = now | now["packages"]
-            known = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
-            changed = {name: after[name] for name in known if before[name] != after[name]}
-            if changed and changed not in began.get("resumed_with", []):
-                write_json(path, {**began, "resumed_with": [*began.get("resumed_with", []), changed]})
-        return [f"{name} was {before[name]}, now {value}" for name, value in changed.items()]
+            names = [name for name in GROUNDS if before.get(name) is not None and after.get(name) is not None]
+            changes = {name: after[name] for name in names if before[name] != after[name]}
+            if changes and changes not in began.get("resumed_with", []):
+                write_json(path, {**began, "resumed_with": [*began.get("resumed_with", []), changes]})
+        return [f"{name} was {before[name]}, now {value}" for name, value in changes.items()]
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one JSON line to metrics.jsonl; every value must be JSON-serialisable."""
@@ -99,8 +99,8 @@ class RunFolder:
         """Drop metric lines whose `key` exceeds `last`: those logged by a killed run after its last checkpoint."""
         if not (self.path / "metrics.jsonl").exists():
             return
-        kept = [record for record in self.metrics() if record.get(key, last) <= last]
-        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        records = [record for record in self.metrics() if record.get(key, last) <= last]
+        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl; a half-written last line (killed run) is ignored, any other bad line raises."""
@@ -151,8 +151,8 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    model_names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(model_names, platform.processor() or platform.machine())
 
 
 def _torch() -> dict[str, Any]:
@@ -164,11 +164,11 @@ def _torch() -> dict[str, Any]:
 @cache
 def _packages() -> dict[str, str]:
     """Return the versions of installed packages by name; reading them from files takes 20 ms."""
-    found: dict[str, str] = {}
+    package_versions: dict[str, str] = {}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            package_versions[name] = importlib.metadata.version(name)
+    return package_versions
 
 
 def _commit() -> str | None:

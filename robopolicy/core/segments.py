@@ -30,13 +30,13 @@ def quantile(values: Tensor, share: float | Tensor, *, nearest: bool = False) ->
     def order_statistic(place: int) -> Tensor:
         return flat[place] if several else flat.kthvalue(place + 1).values
 
-    found: list[Tensor] = []
+    quantiles: list[Tensor] = []
     for each in cast(list[float], shares.flatten().tolist()):  # pyright: ignore[reportUnknownMemberType]
         position = each * (len(flat) - 1)
         position = round(position) if nearest else position
         low = order_statistic(math.floor(position))
-        found.append(low.lerp(order_statistic(math.ceil(position)), position - math.floor(position)))
-    result = torch.stack(found).reshape(shares.shape)
+        quantiles.append(low.lerp(order_statistic(math.ceil(position)), position - math.floor(position)))
+    result = torch.stack(quantiles).reshape(shares.shape)
     return torch.where(flat.isnan().any(), torch.nan, result)
 
 
@@ -61,8 +61,8 @@ class Segments:
     def of(*keys: Tensor) -> "Segments":
         """Build segments from equality of all `keys`, each [N] integers; segments are numbered in key order."""
         stacked = torch.stack([key.long() for key in keys], -1)
-        found, index = distinct(stacked)
-        return Segments(index, len(found))
+        keys_of_segments, index = distinct(stacked)
+        return Segments(index, len(keys_of_segments))
 
     def sum(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sums [S] of values [N]."""
@@ -107,11 +107,11 @@ class Segments:
         rank = self.rank(values, mask)
         position = (size - 1).clamp(min=0).double() * share  # single precision counts no further than 2^24
         low, high = position.floor(), position.ceil()
-        counted = torch.ones_like(self.index, dtype=torch.bool) if mask is None else mask
-        below = self.sum(values, counted & (rank == low[self.index]))
-        above = self.sum(values, counted & (rank == high[self.index]))
-        found = below + (position - low).to(values.dtype) * (above - below)
-        return torch.where(size > 0, found, torch.full_like(found, empty))
+        counted_mask = torch.ones_like(self.index, dtype=torch.bool) if mask is None else mask
+        below = self.sum(values, counted_mask & (rank == low[self.index]))
+        above = self.sum(values, counted_mask & (rank == high[self.index]))
+        quantiles = below + (position - low).to(values.dtype) * (above - below)
+        return torch.where(size > 0, quantiles, torch.full_like(quantiles, empty))
 
     def rank(self, values: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return each entry's rank in its segment in ascending order, [N] from 0; ties keep the order of entries.
@@ -131,7 +131,7 @@ class Segments:
 
     def _extreme(self, values: Tensor, mask: Tensor | None, empty: float, how: str) -> Tensor:
         bound = -torch.inf if how == "amax" else torch.inf
-        chosen = values if mask is None else torch.where(mask, values, torch.full_like(values, bound))
-        found = torch.full((self.count,), bound, dtype=values.dtype, device=values.device)
-        found = found.scatter_reduce(0, self.index, chosen, reduce=how)
-        return torch.where(self.size(mask) > 0, found, torch.full_like(found, empty))
+        bounded_values = values if mask is None else torch.where(mask, values, torch.full_like(values, bound))
+        extremes = torch.full((self.count,), bound, dtype=values.dtype, device=values.device)
+        extremes = extremes.scatter_reduce(0, self.index, bounded_values, reduce=how)
+        return torch.where(self.size(mask) > 0, extremes, torch.full_like(extremes, empty))

@@ -153,14 +153,14 @@ class WorldSpec:
 
     def meaning(self, text: str) -> str:
         """Return the plain wording of an instruction that may be a paraphrase."""
-        return next((plain for plain, others in self.paraphrases.items() if text in others), text)
+        return next((plain for plain, paraphrases in self.paraphrases.items() if text in paraphrases), text)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         plain = {key: list(value) if is_sequence(value) else value for key, value in self.__dict__.items()}
         fields = {key: each.to_json() for key, each in self.observation.items()}
-        others = {text: list(each) for text, each in self.paraphrases.items()}
-        return {**plain, "observation": fields, "action": self.action.to_json(), "paraphrases": others}
+        paraphrases = {text: list(each) for text, each in self.paraphrases.items()}
+        return {**plain, "observation": fields, "action": self.action.to_json(), "paraphrases": paraphrases}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "WorldSpec":
@@ -221,24 +221,24 @@ def require_fields(observation: Mapping[str, Field], action: Field, world: World
     for key, field in observation.items():
         if key not in world.observation:
             camera = key.startswith(IMAGE_PREFIX)
-            what = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if camera else f"field '{key}'"
-            alike = [name for name in world.observation if name.startswith(IMAGE_PREFIX) == camera]
+            reader = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if camera else f"field '{key}'"
+            candidates = [name for name in world.observation if name.startswith(IMAGE_PREFIX) == camera]
             raise SpecError(
-                f"The policy reads the {what}, which the world '{world.name}' does not show "
-                f"(it shows {', '.join(sorted(world.observation))}).{did_you_mean(key, alike)} "
+                f"The policy reads the {reader}, which the world '{world.name}' does not show "
+                f"(it shows {', '.join(sorted(world.observation))}).{did_you_mean(key, candidates)} "
                 "Is this the world it was trained for?"
             )
-        shown = world.observation[key]
-        if shown.shape != field.shape:
+        world_field = world.observation[key]
+        if world_field.shape != field.shape:
             size = f"{key.removeprefix(IMAGE_PREFIX)}: {list(field.shape[:2])}".replace(" ", "").replace(":", ": ")
             way_out = (
                 f" Where it is simulated, world.image_size={{{size}}} shows that."
-                if field.is_image and shown.is_image
+                if field.is_image and world_field.is_image
                 else ""
             )
             raise SpecError(
                 f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' shows "
-                f"{_describe(shown)}.{way_out} Is this the world it was trained for?"
+                f"{_describe(world_field)}.{way_out} Is this the world it was trained for?"
             )
     if action.shape != world.action.shape:
         raise SpecError(
@@ -282,18 +282,24 @@ def require_alike(
     the policy", "in the world 'push_t'"; renamed: remedy for differing names, in which {train.rename} is replaced by
     that setting; converted: remedy for differing units.
     """
-    for what, (own, other) in pairs.items():
-        place = misnamed(own.names, other.names)
+    for label, (own_field, other) in pairs.items():
+        place = misnamed(own_field.names, other.names)
         if place is not None:
-            mine, theirs = own.names[place], other.names[place]
-            apart = {one: another for one, another in zip(own.names, other.names, strict=False) if one != another}
-            way_out = renamed.replace("{train.rename}", as_setting("train.rename", apart))
-            if not set(apart.values()).isdisjoint(own.names):  # same names in another order: renaming would be wrong
+            own_name, other_name = own_field.names[place], other.names[place]
+            renaming = {
+                one: another for one, another in zip(own_field.names, other.names, strict=False) if one != another
+            }
+            way_out = renamed.replace("{train.rename}", as_setting("train.rename", renaming))
+            if not set(renaming.values()).isdisjoint(
+                own_field.names
+            ):  # same names in another order: renaming would be wrong
                 way_out = REORDERED
-            raise error(f"Element {place} of {what} is '{mine}' {sides[0]}, but '{theirs}' {sides[1]}. {way_out}")
-        if not same_units(own, other):
-            raise error(f"{what} is in '{own.unit}' {sides[0]}, in '{other.unit}' {sides[1]}. {converted}")
-    doubts = [text for what, (own, other) in pairs.items() for text in _doubts(what, own, other, sides)]
+            raise error(
+                f"Element {place} of {label} is '{own_name}' {sides[0]}, but '{other_name}' {sides[1]}. {way_out}"
+            )
+        if not same_units(own_field, other):
+            raise error(f"{label} is in '{own_field.unit}' {sides[0]}, in '{other.unit}' {sides[1]}. {converted}")
+    doubts = [text for name, (one_field, other) in pairs.items() for text in _doubts(name, one_field, other, sides)]
     if not same_rate(*rates):
         doubts.append(f"The control rate is {rates[0]:g} steps per second {sides[0]}, {rates[1]:g} {sides[1]}")
     if doubts:
@@ -309,10 +315,10 @@ def misnamed(own: Sequence[str], other: Sequence[str]) -> int | None:
     if not own or not other:
         return None
     reordered = sorted(own) == sorted(other)
-    for place, (mine, theirs) in enumerate(zip(own, other, strict=False)):
-        elsewhere = (not is_number(mine) and mine in other) or (not is_number(theirs) and theirs in own)
-        said = not is_number(mine) and not is_number(theirs)
-        if mine != theirs and (said or elsewhere or reordered):
+    for place, (own_name, other_name) in enumerate(zip(own, other, strict=False)):
+        elsewhere = (not is_number(own_name) and own_name in other) or (not is_number(other_name) and other_name in own)
+        both_named = not is_number(own_name) and not is_number(other_name)
+        if own_name != other_name and (both_named or elsewhere or reordered):
             return place
     return None
 
@@ -324,28 +330,32 @@ def is_number(name: str) -> bool:
 
 def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list[str]:
     """Return warning sentences (without full stop) on possible differences between two fields of one shape."""
-    found: list[str] = []
-    for mine, theirs in zip(own.names, other.names, strict=False):
-        if mine != theirs:
-            found.append(
-                f"The elements of {what} are compared by their number alone: the first unlike names are '{mine}' "
-                f"{sides[0]} and '{theirs}' {sides[1]}, so see yourself that the {own.size} stand in one order"
+    doubts: list[str] = []
+    for own_name, other_name in zip(own.names, other.names, strict=False):
+        if own_name != other_name:
+            doubts.append(
+                f"The elements of {what} are compared by their number alone: the first unlike names are '{own_name}' "
+                f"{sides[0]} and '{other_name}' {sides[1]}, so see yourself that the {own.size} stand in one order"
             )
             break
     if own.is_image or own.shape != other.shape:  # pixels
-        return found
+        return doubts
     for name in ("low", "high"):
-        mine, theirs = (np.broadcast_to(np.asarray(getattr(each, name), float), each.shape) for each in (own, other))
-        said = np.isfinite(mine) & np.isfinite(theirs)
-        apart = said & ~np.isclose(np.where(said, mine, 0), np.where(said, theirs, 0), rtol=1e-3, atol=1e-6)
-        if apart.any():
-            place = int(apart.argmax())
+        own_name, other_name = (
+            np.broadcast_to(np.asarray(getattr(each, name), float), each.shape) for each in (own, other)
+        )
+        both_finite = np.isfinite(own_name) & np.isfinite(other_name)
+        differs = both_finite & ~np.isclose(
+            np.where(both_finite, own_name, 0), np.where(both_finite, other_name, 0), rtol=1e-3, atol=1e-6
+        )
+        if differs.any():
+            place = int(differs.argmax())
             element = f" in '{own.names[place]}'" if own.names else f" in element {place}" if own.size > 1 else ""
-            found.append(
-                f"The {'lower' if name == 'low' else 'upper'} bound of {what} is {mine.flat[place]:g}{element} "
-                f"{sides[0]}, {theirs.flat[place]:g} {sides[1]}"
+            doubts.append(
+                f"The {'lower' if name == 'low' else 'upper'} bound of {what} is {own_name.flat[place]:g}{element} "
+                f"{sides[0]}, {other_name.flat[place]:g} {sides[1]}"
             )
-    return found
+    return doubts
 
 
 def same_rate(own: float, other: float) -> bool:
@@ -363,10 +373,10 @@ def same_units(own: Field, other: Field) -> bool:
 
     See `Field.unit` for the forms of a unit.
     """
-    mine, theirs = _units(own), _units(other)
-    if len(mine) == len(theirs):
-        return all(not a or not b or a == b for a, b in zip(mine, theirs, strict=True))
-    return not any(mine) or not any(theirs) or _once(mine) == _once(theirs)
+    own_units, other_units = _units(own), _units(other)
+    if len(own_units) == len(other_units):
+        return all(not a or not b or a == b for a, b in zip(own_units, other_units, strict=True))
+    return not any(own_units) or not any(other_units) or _once(own_units) == _once(other_units)
 
 
 def _units(field: Field) -> tuple[str, ...]:
@@ -413,8 +423,8 @@ def _describe(field: Field) -> str:
 
 def least_return(success: str) -> float | None:
     """Return NUMBER of a success criterion "return >= NUMBER", None for any other."""
-    found = re.fullmatch(rf"\s*return\s*>=\s*({NUMBER})\s*", success)
-    return None if found is None else float(found[1])
+    match = re.fullmatch(rf"\s*return\s*>=\s*({NUMBER})\s*", success)
+    return None if match is None else float(match[1])
 
 
 def cameras_of(keys: Iterable[str]) -> tuple[str, ...]:
@@ -481,22 +491,22 @@ def image_sizes(
     cameras = tuple(cameras)
     if image_size is not None and not is_mapping(image_size):
         _size(image_size)  # wrong without any camera, too
-    asked = image_size if is_mapping(image_size) else dict.fromkeys(cameras, image_size)
-    for camera in asked:
+    requested_sizes = image_size if is_mapping(image_size) else dict.fromkeys(cameras, image_size)
+    for camera in requested_sizes:
         if camera not in cameras:
             raise ConfigError(
                 f"world.image_size gives a size for the camera '{camera}', which is not among world.cameras."
                 f"{did_you_mean(camera, cameras)}"
             )
-    shown = {**dict.fromkeys(cameras, DRAWN), **(own or {})}
-    chosen = {camera: _size(size) for camera, size in asked.items() if size is not None}
-    return {camera: chosen.get(camera, shown[camera]) for camera in cameras}
+    default_sizes = {**dict.fromkeys(cameras, DRAWN), **(own or {})}
+    sizes = {camera: _size(size) for camera, size in requested_sizes.items() if size is not None}
+    return {camera: sizes.get(camera, default_sizes[camera]) for camera in cameras}
 
 
 def _size(given: Any) -> Size:
     sides: Any = tuple(given) if is_sequence(given) else (given, given)
-    whole = all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
-    if len(sides) == 2 and whole and all(0 < side <= LARGEST_SIDE for side in sides):
+    are_whole = all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
+    if len(sides) == 2 and are_whole and all(0 < side <= LARGEST_SIDE for side in sides):
         return sides
     raise ConfigError(
         f"world.image_size={given} is no size of 1 to {LARGEST_SIDE} pixels: write world.image_size=64, "

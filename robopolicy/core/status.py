@@ -76,7 +76,7 @@ class Status:
         if not soon and now - self._written < EVERY:
             return
         self._written = now
-        told = {
+        content = {
             "state": self.state,
             "reason": self.reason,
             "process": os.getpid(),
@@ -89,7 +89,7 @@ class Status:
         }
         temporary = self.path.with_name(f"{self.path.name}.tmp")
         with suppress(OSError):  # a full disk: the run itself says so where it matters
-            temporary.write_text(json.dumps(told))
+            temporary.write_text(json.dumps(content))
             os.replace(temporary, self.path)
 
     def end(self, state: str, reason: str = "") -> None:
@@ -121,9 +121,9 @@ def begin(folder: Path) -> Status:
 
 def end(folder: Path, state: str = FINISHED) -> None:
     """Say that the run in `folder` has ended; nothing where this process did not begin it."""
-    found = _open.get(status_file(folder))
-    if found is not None:
-        found.end(state)
+    status = _open.get(status_file(folder))
+    if status is not None:
+        status.end(state)
 
 
 @contextmanager
@@ -140,8 +140,8 @@ def ending() -> Generator[None, None, None]:
 
 
 def _reason(error: BaseException) -> str:
-    said = in_a_sentence(error) if isinstance(error, Exception) else ""
-    return said or in_one_line(error)
+    text = in_a_sentence(error) if isinstance(error, Exception) else ""
+    return text or in_one_line(error)
 
 
 def note(text: str) -> None:
@@ -154,11 +154,11 @@ def note(text: str) -> None:
 @contextmanager
 def phase(label: str, total: int) -> Generator[Callable[[int, str], None], None, None]:
     """Tell of a piece of work of `total` steps; yields what counts them: (steps, note)."""
-    found = Phase(label, total)
-    _phases.append(found)
+    entry = Phase(label, total)
+    _phases.append(entry)
 
     def advance(steps: int, note: str) -> None:
-        found.advance(steps, note)
+        entry.advance(steps, note)
         for status in _open.values():
             status.write(soon=False)
 
@@ -166,7 +166,7 @@ def phase(label: str, total: int) -> Generator[Callable[[int, str], None], None,
         advance(0, "")
         yield advance
     finally:
-        _phases.remove(found)
+        _phases.remove(entry)
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -181,10 +181,10 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 def state_of(folder: Path, status: dict[str, Any]) -> str:
     """Return the state of the run in `folder`, of which `read_status` said `status`."""
-    said = status.get("state")
-    if said in (FINISHED, FAILED, INTERRUPTED):
-        return said
-    if said is not None and is_claimed(folder):
+    state = status.get("state")
+    if state in (FINISHED, FAILED, INTERRUPTED):
+        return state
+    if state is not None and is_claimed(folder):
         return RUNNING
     result = folder / "result.json"
     began = status.get("began", 0.0)

@@ -39,12 +39,12 @@ def difference_of_steps(policy: Policy, other: Policy) -> str:
 
     If neither policy describes its steps, as custom policies need not, only their number and kind are compared.
     """
-    own, its = _described(policy), _described(other)
-    if (len(own) > 2) != (len(its) > 2):
+    own_steps, its = _described(policy), _described(other)
+    if (len(own_steps) > 2) != (len(its) > 2):
         silent = policy if len(its) > 2 else other
         return f"{type(silent).__name__} does not say what its steps speak of (describe_steps)"
-    for name in dict.fromkeys((*own, *its)):
-        one, another = own.get(name), its.get(name)
+    for name in dict.fromkeys((*own_steps, *its)):
+        one, another = own_steps.get(name), its.get(name)
         if not _same(one, another):
             return f"its {name}: {_shown(another, one)}, the policy's: {_shown(one, another)}"
     return ""
@@ -70,9 +70,9 @@ def require_own_actions(policy: Policy, ends: Tensor, actions: Tensor, valid: Te
 
 def _described(policy: Policy) -> dict[str, Any]:
     spec = policy.spec
-    said: Mapping[str, Any] = policy.describe_steps() if isinstance(policy, DescribesSteps) else {}
+    description: Mapping[str, Any] = policy.describe_steps() if isinstance(policy, DescribesSteps) else {}
     kind = "tokens" if spec.categorical else "no tokens"
-    return {"kind": kind, "number of scored steps": spec.scored_steps, **said}
+    return {"kind": kind, "number of scored steps": spec.scored_steps, **description}
 
 
 def _same(one: Any, another: Any) -> bool:

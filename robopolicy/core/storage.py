@@ -167,10 +167,10 @@ def read_json(path: Path, failure: type[RobopolicyError] = CheckpointError) -> A
 
 def read_object(path: Path, failure: type[RobopolicyError] = CheckpointError) -> dict[str, Any]:
     """Read a JSON object, or raise `failure` naming the file."""
-    found = read_json(path, failure)
-    if not is_mapping(found):
-        raise failure(f"{path} is corrupt: it holds a {type(found).__name__}, no object. Restore it from a copy.")
-    return dict(found)
+    content = read_json(path, failure)
+    if not is_mapping(content):
+        raise failure(f"{path} is corrupt: it holds a {type(content).__name__}, no object. Restore it from a copy.")
+    return dict(content)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     lines = read_text(path, DataError, limit=None).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
@@ -209,8 +209,8 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path} line {number} is not JSON: {error}.") from error
         if not is_mapping(record):
             raise DataError(f"{path} line {number} is a JSON {type(record).__name__}, not an object.")
-        found.append(dict(record))
-    return found
+        records.append(dict(record))
+    return records
 
 
 def write_folder_atomic(folder: Path, fill: Callable[[Path], None]) -> None:

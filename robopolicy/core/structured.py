@@ -68,17 +68,17 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
     if issubclass(kind, Tagged):
         data = _of_kind(kind, data, where)
     data = without_fixed(kind, data, where)
-    known = {item.name: item for item in fields(cast(Any, kind)) if item.init}
+    items = {item.name: item for item in fields(cast(Any, kind)) if item.init}
     for key in data:
-        if key not in known:
+        if key not in items:
             place = f" in '{where}'" if where else ""
             raise ConfigError(
-                f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), known)}"
+                f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), items)}"
             )
     hints = typing.get_type_hints(kind, include_extras=True)
-    given = {key: _over_default(known[key], data[key]) for key in known if key in data}
-    values = {key: _convert(hints[key], value, _join(where, key)) for key, value in given.items()}
-    for key, item in known.items():
+    plain = {key: _over_default(items[key], data[key]) for key in items if key in data}
+    values = {key: _convert(hints[key], value, _join(where, key)) for key, value in plain.items()}
+    for key, item in items.items():
         if key not in values and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"'{_join(where, key)}' is required: add {_join(where, key)}=VALUE.")
     try:
@@ -98,8 +98,8 @@ def fixed(kind: type) -> dict[str, Any]:
     A dataclass says so in a class variable FIXED, for itself and all that derive from it: saved configurations and
     recipes of before name such keys.
     """
-    named = [vars(each).get("FIXED", {}) for each in reversed(kind.__mro__)]
-    return {name: to_plain(value) for constants in named for name, value in constants.items()}
+    fixed_of_classes = [vars(each).get("FIXED", {}) for each in reversed(kind.__mro__)]
+    return {name: to_plain(value) for constants in fixed_of_classes for name, value in constants.items()}
 
 
 def without_fixed(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -119,13 +119,13 @@ def explanations(kind: type) -> dict[str, str]:
 
     A string directly below a field is its docstring, as in documentation tools.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for each in reversed(kind.__mro__[:-1]):
         body = cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]).body
         for above, below in pairwise(body):
             if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(above.target, ast.Name):
-                found[above.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
-    return found
+                texts[above.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return texts
 
 
 def choices(kind: Any) -> tuple[str, ...]:
@@ -148,10 +148,10 @@ def _over_default(item: Field[Any], value: Any) -> Any:
 
 
 def _sections_over(default: Any, value: Mapping[str, Any]) -> dict[str, Any]:
-    known = {item.name: getattr(default, item.name) for item in fields(default)}
+    defaults = {item.name: getattr(default, item.name) for item in fields(default)}
     return {
-        key: {**to_plain(known[key]), **_sections_over(known[key], item)}
-        if is_dataclass(known.get(key)) and not isinstance(known[key], Tagged) and is_mapping(item)
+        key: {**to_plain(defaults[key]), **_sections_over(defaults[key], item)}
+        if is_dataclass(defaults.get(key)) and not isinstance(defaults[key], Tagged) and is_mapping(item)
         else item
         for key, item in value.items()
     }
@@ -161,28 +161,28 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
     """Return the plain values of a tagged section, with `config` as the dataclass of the chosen kind."""
     name = str(data.get("kind", section.kind))
     kind, path = section.kinds.configuration(name), where if section.beside else _join(where, "config")
-    beside = {key: value for key, value in data.items() if key != "kind"}
-    given: Any = beside if section.beside else data.get("config", {})
-    own = {item.name for item in fields(kind) if item.init}
-    if not is_mapping(given):
-        raise ConfigError(f"'{path}' is a section with keys, not {given!r}.")
-    given = without_fixed(kind, given, path)
-    for key in given:
-        others = [
+    without_kind = {key: value for key, value in data.items() if key != "kind"}
+    config_data: Any = without_kind if section.beside else data.get("config", {})
+    config_keys = {item.name for item in fields(kind) if item.init}
+    if not is_mapping(config_data):
+        raise ConfigError(f"'{path}' is a section with keys, not {config_data!r}.")
+    config_data = without_fixed(kind, config_data, path)
+    for key in config_data:
+        kinds_with_key = [
             other
             for other in section.kinds.ours
             if key in {item.name for item in fields(section.kinds.configuration(other))}
         ]
-        if key not in own:
+        if key not in config_keys:
             has = (
-                f" {where}.kind={others[0]} has it."
-                if others
-                else did_you_mean(f"{path}.{key}", [f"{path}.{name}" for name in own])
+                f" {where}.kind={kinds_with_key[0]} has it."
+                if kinds_with_key
+                else did_you_mean(f"{path}.{key}", [f"{path}.{name}" for name in config_keys])
             )
             raise ConfigError(f"Unknown configuration key '{path}.{key}': {where}.kind={name} has no '{key}'.{has}")
-    tag = {"kind": name} if "kind" in own else {}
+    tag = {"kind": name} if "kind" in config_keys else {}
     rest: Mapping[str, Any] = {} if section.beside else data
-    return {**rest, "kind": name, "config": from_plain(kind, {**given, **tag}, path)}
+    return {**rest, "kind": name, "config": from_plain(kind, {**config_data, **tag}, path)}
 
 
 def _join(where: str, key: str) -> str:
@@ -218,9 +218,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 def _within(ranges: tuple[Any, ...], value: Any, where: str) -> Any:
     """Return `value`; raises ConfigError if it lies outside one of `ranges`."""
     for each in ranges:
-        if wrong := each.wrong(value):
-            shown = f"{value:g}" if isinstance(value, float) else to_plain(value)
-            raise ConfigError(f"{where} is {shown}: {wrong}.")
+        if problem := each.wrong(value):
+            text = f"{value:g}" if isinstance(value, float) else to_plain(value)
+            raise ConfigError(f"{where} is {text}: {problem}.")
     return value
 
 

@@ -67,15 +67,17 @@ class Transitions:
 
     def draw(self, count: int, generator: torch.Generator) -> "Transitions":
         """Draw `count` transitions, with replacement."""
-        drawn = torch.randint(len(self), (count,), generator=generator, device=generator.device)
-        return self.take(drawn.to(self.state.device))
+        indices = torch.randint(len(self), (count,), generator=generator, device=generator.device)
+        return self.take(indices.to(self.state.device))
 
     @staticmethod
     def join(parts: Sequence["Transitions"]) -> "Transitions":
         """Concatenate transitions; a column that one part lacks is None in the result."""
-        known = [part._known() for part in parts]
-        shared = [item.name for item in fields(Transitions) if all(item.name in columns for columns in known)]
-        return Transitions(**{name: torch.cat([columns[name] for columns in known]) for name in shared})
+        columns_of_parts = [part._known() for part in parts]
+        shared = [
+            item.name for item in fields(Transitions) if all(item.name in columns for columns in columns_of_parts)
+        ]
+        return Transitions(**{name: torch.cat([columns[name] for columns in columns_of_parts]) for name in shared})
 
     def _known(self) -> dict[str, Tensor]:
         """Return the columns that are not None, by name."""

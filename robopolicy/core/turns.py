@@ -73,17 +73,20 @@ def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: 
     turns: name -> its period, 0 for an element that is neither periodic nor switches; switches: names of elements that
     switch. Raises ConfigError on an unknown element.
     """
-    said = dict(turns or {})
-    for setting, names in (("turns", said), ("switches", switches)):
-        if wrong := [name for name in names if name not in action.names]:
-            known = did_you_mean(wrong[0], action.names) or " Its elements have no names, so none can be named here."
-            raise ConfigError(f"{setting} names '{wrong[0]}', which is no element of the action.{known}")
+    periods = dict(turns or {})
+    for setting, names in (("turns", periods), ("switches", switches)):
+        if unknown_names := [name for name in names if name not in action.names]:
+            hint = (
+                did_you_mean(unknown_names[0], action.names)
+                or " Its elements have no names, so none can be named here."
+            )
+            raise ConfigError(f"{setting} names '{unknown_names[0]}', which is no element of the action.{hint}")
     units = unit_of(action.unit, action.names)
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.size) for bound in (action.low, action.high))
     period, at_once = np.zeros(action.size), np.zeros(action.size, dtype=bool)
     for place, name in enumerate(action.names):
-        if name in said or name in switches:
-            period[place], at_once[place] = said.get(name, 0.0), name in switches
+        if name in periods or name in switches:
+            period[place], at_once[place] = periods.get(name, 0.0), name in switches
         else:
             period[place], at_once[place] = _turn(name, units.get(name, ""), low[place], high[place])
     bounded = np.where(np.isfinite(low) & np.isfinite(high), period, 0.0)
@@ -103,7 +106,7 @@ def _turn(name: str, unit: str, low: float, high: float) -> tuple[float, bool]:
     endless = (turn, not turn) if _GOES_ROUND.search(name) else (0.0, False)
     if not (math.isfinite(low) and math.isfinite(high)):
         return endless
-    for whole in (turn,) if turn else () if unit else (2 * math.pi, 360.0):
-        if abs(high - low - whole) < 0.02 * whole and (turn or _ANGLE.search(name)):
-            return whole, False
+    for full_turn in (turn,) if turn else () if unit else (2 * math.pi, 360.0):
+        if abs(high - low - full_turn) < 0.02 * full_turn and (turn or _ANGLE.search(name)):
+            return full_turn, False
     return endless if high - low > (turn or 2 * math.pi) else (0.0, False)

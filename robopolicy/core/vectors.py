@@ -38,8 +38,8 @@ class StateVector:
     @staticmethod
     def of(described: "WorldSpec | PolicySpec | Mapping[str, Field]") -> "StateVector":
         """Return the vector of a spec, or of fields by key; it is empty if there are only images."""
-        given = described if isinstance(described, Mapping) else described.observation
-        vectors = {key: field for key, field in given.items() if not key.startswith(IMAGE_PREFIX)}
+        observation = described if isinstance(described, Mapping) else described.observation
+        vectors = {key: field for key, field in observation.items() if not key.startswith(IMAGE_PREFIX)}
         first = [key for key in (STATE, ENVIRONMENT_STATE) if key in vectors]
         return StateVector({key: vectors[key] for key in (*first, *(key for key in vectors if key not in first))})
 
