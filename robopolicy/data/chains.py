@@ -48,11 +48,11 @@ class Chains:
             raise DataError("Chains are of no use without their log-densities under the policy that acted.")
         begins = torch.zeros(steps, dtype=torch.bool)
         begins[self.step] = True
-        found = {BEGINS: begins}
+        columns = {BEGINS: begins}
         for name, values in ((CHAIN, self.chain.flatten(1)), (DENSITY, self.log_density)):
-            found[name] = torch.zeros(steps, values.shape[1])
-            found[name][self.step] = values.float()
-        return found
+            columns[name] = torch.zeros(steps, values.shape[1])
+            columns[name][self.step] = values.float()
+        return columns
 
 
 def chain_of(decision: Decision, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -78,13 +78,13 @@ def read_chains(folders: Sequence[Path], predicted: int, size: int) -> Chains:
                 f"{folder} records no chains of decisions: record the policy with collect.chains=true "
                 "collect.policy=CHECKPOINT, or judge by gate.judges=[model]."
             )
-        found = read_columns(folder, (BEGINS, CHAIN, DENSITY))
-        step = found[BEGINS].nonzero().squeeze(1)
-        chain, density = found[CHAIN][step], found[DENSITY][step].reshape(len(step), -1)
+        columns = read_columns(folder, (BEGINS, CHAIN, DENSITY))
+        step = columns[BEGINS].nonzero().squeeze(1)
+        chain, density = columns[CHAIN][step], columns[DENSITY][step].reshape(len(step), -1)
         if chain.shape[1] != (density.shape[1] + 1) * predicted * size:
             raise DataError(f"{folder} records chains of another policy: {predicted} steps of {size} do not fit them.")
         parts.append((step + before, chain.reshape(len(step), -1, predicted, size), density))
-        before += len(found[BEGINS])
+        before += len(columns[BEGINS])
     if len({part[2].shape[1] for part in parts}) > 1:
         raise DataError("The datasets record chains of different lengths: give those of one policy.")
     step, chain, density = (torch.cat([part[place] for part in parts]) for place in range(3))

@@ -68,7 +68,7 @@ class Conversion:
         self.config = config
         self._stack = ExitStack()
         try:
-            self.opened = [self._open(path, kind) for given in paths for path in sources_in(given, kind)]
+            self.opened = [self._open(path, kind) for given_path in paths for path in sources_in(given_path, kind)]
             self.fps = self._rate()
             self._require_alike()
             self.chosen = self._chosen()
@@ -95,13 +95,13 @@ class Conversion:
     @property
     def notes(self) -> list[str]:
         """What the user should read, a sentence each."""
-        found = [note for each in self.opened for note in each.source.notes]
+        texts = [note for each in self.opened for note in each.source.notes]
         actions = [each.source.columns[part.key].dtype for each in self.opened for part in each.columns[ACTION]]
         if any(dtype.startswith(("int", "uint", "bool")) for dtype in actions):
-            found.append(
+            texts.append(
                 "Actions are whole numbers, and are learned as any other numbers: policies here are continuous."
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(texts))
 
     @property
     def title(self) -> str:
@@ -132,23 +132,23 @@ class Conversion:
     # -- opening ---------------------------------------------------------------------------------------------------
 
     def _open(self, path: Path, kind: str) -> _Opened:
-        found = format_of(path, kind)
-        if found is None:
+        dataset_format = format_of(path, kind)
+        if dataset_format is None:
             raise DataError(_unknown(path))
         with reading(path):
-            source = self._stack.enter_context(found.open(path))
+            source = self._stack.enter_context(dataset_format.open(path))
             columns = mapped(source.columns, self.config.map, path)
-            return _Opened(source, found.title, columns, self._pictures(source, columns))
+            return _Opened(source, dataset_format.title, columns, self._pictures(source, columns))
 
     def _pictures(self, source: Source, columns: ColumnMap) -> dict[str, Pictures]:
-        known = [name.removeprefix(IMAGE_PREFIX) for name in columns if name.startswith(IMAGE_PREFIX)]
+        cameras = [name.removeprefix(IMAGE_PREFIX) for name in columns if name.startswith(IMAGE_PREFIX)]
         for setting in ("flip", "bgr"):
             for name in getattr(self.config, setting):
-                if name not in known:
+                if name not in cameras:
                     raise ConfigError(
-                        f"convert.{setting} names '{name}'; the cameras are {', '.join(known) or 'none'}."
+                        f"convert.{setting} names '{name}'; the cameras are {', '.join(cameras) or 'none'}."
                     )
-        found: dict[str, Pictures] = {}
+        pictures: dict[str, Pictures] = {}
         for target, (part, *_) in columns.items():
             column, name = source.columns[part.key], target.removeprefix(IMAGE_PREFIX)
             if not is_picture(column):
@@ -156,13 +156,13 @@ class Conversion:
             scale = 1.0
             if column.dtype.startswith("float"):
                 samples = sorted({0, len(source.lengths) // 2, len(source.lengths) - 1})
-                read = [source.read(episode, [part.key])[part.key] for episode in samples]
-                scale = scale_of(read, f"{source.path}: '{part.key}'")
+                arrays = [source.read(episode, [part.key])[part.key] for episode in samples]
+                scale = scale_of(arrays, f"{source.path}: '{part.key}'")
             axes = layout(column.shape, column.dtype) or "hwc"  # encoded pictures are decoded so
-            found[part.key] = Pictures(
+            pictures[part.key] = Pictures(
                 axes, scale, column.upside_down != (name in self.config.flip), name in self.config.bgr
             )
-        return found
+        return pictures
 
     def _rate(self) -> float | None:
         """Return the control steps per second that are set, or that all sources say; None where one does not say."""
@@ -170,40 +170,45 @@ class Conversion:
             return self.config.fps
         rates = {each.source.fps: each.source for each in self.opened}
         if len(rates) > 1:
-            said = ", ".join(f"{source.path} {rate or 'does not say'}" for rate, source in rates.items())
+            rates_text = ", ".join(f"{source.path} {rate or 'does not say'}" for rate, source in rates.items())
             raise DataError(
-                f"The sources were recorded at different rates (steps per second: {said}): convert them apart, or set "
-                "convert.fps if they are the same."
+                f"The sources were recorded at different rates (steps per second: {rates_text}): convert them apart, "
+                f"or set convert.fps if they are the same."
             )
         return next(iter(rates))
 
     def _require_alike(self) -> None:
         """Raise DataError unless all sources give the same columns, in the same shapes."""
-        first, *others = [{name: field.shape for name, field in self._fields(each).items()} for each in self.opened]
-        for each, fields in zip(self.opened[1:], others, strict=True):
+        first, *other_shapes = [
+            {name: field.shape for name, field in self._fields(each).items()} for each in self.opened
+        ]
+        for each, fields in zip(self.opened[1:], other_shapes, strict=True):
             for name in sorted({*first, *fields}):
                 if first.get(name) != fields.get(name):
-                    here, there = (list(found[name]) if name in found else "none" for found in (first, fields))
+                    first_shape, other_shape = (
+                        list(shapes[name]) if name in shapes else "none" for shapes in (first, fields)
+                    )
                     raise DataError(
-                        f"'{name}' is {here} in {self.opened[0].source.path} and {there} in {each.source.path}: set "
-                        "convert.map so that both give the same columns, or convert them apart."
+                        f"'{name}' is {first_shape} in {self.opened[0].source.path} and {other_shape} in "
+                        f"{each.source.path}: set convert.map so that both give the same columns, or convert them "
+                        f"apart."
                     )
 
     def _fields(self, opened: _Opened) -> dict[str, Field]:
         """Return a field for every column that is written but those of outcomes."""
         columns = opened.source.columns
-        found: dict[str, Field] = {}
+        fields: dict[str, Field] = {}
         for target, parts in opened.columns.items():
             if target.startswith(IMAGE_PREFIX):
                 axes, shape = opened.pictures[parts[0].key].layout, columns[parts[0].key].shape
                 size = shape[1:] if axes == "chw" else shape[:2]
-                found[target] = Field((*size, 3), "uint8", 0.0, 255.0)
+                fields[target] = Field((*size, 3), "uint8", 0.0, 255.0)
             elif target in OUTCOMES:
-                found[target] = Field((1,))
+                fields[target] = Field((1,))
             else:
                 count = sum(size_of(part, columns) for part in parts)
-                found[target] = Field((count,), names=names_of(parts, columns))
-        return found
+                fields[target] = Field((count,), names=names_of(parts, columns))
+        return fields
 
     def _chosen(self) -> list[tuple[_Opened, int]]:
         every = [(each, episode) for each in self.opened for episode in range(len(each.source.lengths))]
@@ -217,25 +222,25 @@ class Conversion:
         """Raise DataError unless every chosen episode has the rows and shapes that its source promises."""
         cut = self.config.trim_start + self.config.trim_end
         with progress("checking", len(self.chosen)) as advance:
-            for opened, episode in self.chosen:
-                source, length = opened.source, opened.source.lengths[episode]
-                where = f"{source.path}: episode {episode}"
+            for entry, episode in self.chosen:
+                source, length = entry.source, entry.source.lengths[episode]
+                place = f"{source.path}: episode {episode}"
                 if length <= cut:
-                    raise DataError(f"{where} has {length} steps, of which convert.trim_start and trim_end leave none.")
+                    raise DataError(f"{place} has {length} steps, of which convert.trim_start and trim_end leave none.")
                 with reading(source.path):
-                    shapes = source.shapes(episode, opened.keys)
+                    shapes = source.shapes(episode, entry.keys)
                 observed = {
-                    part.key for name, parts in opened.columns.items() for part in parts if name[:12] == "observation."
+                    part.key for name, parts in entry.columns.items() for part in parts if name[:12] == "observation."
                 }
                 for key, (rows, *shape) in shapes.items():
                     if rows != length and not (key in observed and rows == length + 1):
                         raise DataError(
-                            f"{where} has {length} actions and {rows} rows of '{key}': leave it out, or "
+                            f"{place} has {length} actions and {rows} rows of '{key}': leave it out, or "
                             "record it again."
                         )
                     if tuple(shape) != source.columns[key].shape:
                         raise DataError(
-                            f"{where} has '{key}' as {shape}, and the first one as "
+                            f"{place} has '{key}' as {shape}, and the first one as "
                             f"{list(source.columns[key].shape)}: leave it out."
                         )
                 advance()
@@ -244,9 +249,9 @@ class Conversion:
         """Yield the chosen episodes, as many at a time as `AT_ONCE` holds."""
         waiting: list[dict[str, Any]] = []
         size = 0
-        for opened, episode in self.chosen:
-            with reading(opened.source.path, f"Leave episode {episode} out, or restore it from a copy"):
-                waiting.append(self._read(opened, episode))
+        for entry, episode in self.chosen:
+            with reading(entry.source.path, f"Leave episode {episode} out, or restore it from a copy"):
+                waiting.append(self._read(entry, episode))
             size += sum(values.nbytes for values in waiting[-1]["observation"].values())
             if size >= AT_ONCE:
                 yield self._joined(waiting)
@@ -267,20 +272,20 @@ class Conversion:
                 )
         columns = {name: self._column(opened, name, values, episode) for name in opened.columns}
         observed = {name: each for name, each in columns.items() if name.startswith("observation.")}
-        known = end < length or all(len(each) > length for each in observed.values())
-        frames = np.arange(start, end + 1) if known else np.append(np.arange(start, end), end - 1)
+        final_known = end < length or all(len(each) > length for each in observed.values())
+        frames = np.arange(start, end + 1) if final_known else np.append(np.arange(start, end), end - 1)
         task = self.config.task or source.tasks[episode]
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "observation": {name: each[frames] for name, each in observed.items()},
             ACTION: columns[ACTION][start:end],
             "task": task,
-            "known": known,
+            "known": final_known,
             "seed": None if source.seeds is None else source.seeds[episode],
         }
         for name in OUTCOMES:
             if name in columns:
-                found[name] = columns[name][start:end].reshape(-1)
-        return found
+                result[name] = columns[name][start:end].reshape(-1)
+        return result
 
     def _column(self, opened: _Opened, name: str, values: Mapping[str, np.ndarray], episode: int) -> np.ndarray:
         parts = opened.columns[name]
@@ -300,7 +305,7 @@ class Conversion:
 
         reward = steps(REWARD)
         success = [np.logical_or.accumulate(each[SUCCESS] > 0) for each in waiting if SUCCESS in each]
-        ended = [bool(each[TERMINATED][-1] > 0) for each in waiting if TERMINATED in each]
+        terminated = [bool(each[TERMINATED][-1] > 0) for each in waiting if TERMINATED in each]
         seeds = [each["seed"] for each in waiting if each["seed"] is not None]
         action = steps(ACTION)
         assert action is not None
@@ -317,7 +322,7 @@ class Conversion:
             tasks=tuple(each["task"] for each in waiting),
             rewards=None if reward is None else {"reward": reward},
             step_success=torch.from_numpy(np.concatenate(success)) if success else None,
-            terminated=torch.tensor(ended) if ended else None,
+            terminated=torch.tensor(terminated) if terminated else None,
             seeds=torch.tensor(seeds) if len(seeds) == len(waiting) and not self.config.trim_start else None,
             final_known=torch.tensor([each["known"] for each in waiting]),
         )

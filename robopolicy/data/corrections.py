@@ -87,19 +87,19 @@ class Operator:
             stuck |= self._time >= config.budget
         new = (self._taken < 0) & stuck
         self._taken[new] = self._time[new]
-        taken = self._taken >= 0
-        back = taken & (self._undone < np.minimum(config.rewind, self._taken))
+        taken_over = self._taken >= 0
+        back = taken_over & (self._undone < np.minimum(config.rewind, self._taken))
         place = self._time % self._chunk.shape[1]
-        if (fresh := ~taken & (place == 0)).any():
+        if (fresh := ~taken_over & (place == 0)).any():
             self._chunk[fresh] = self.policy.choose(observation, fresh)[0][fresh]
         actions = self._chunk[every, place]
         if back.any():
             # A row that has ended counts on until it is given another episode.
-            undone = np.clip(self._taken - 1 - self._undone, 0, self._done.shape[1] - 1)
-            before = self._done[every, undone]
+            undo_step = np.clip(self._taken - 1 - self._undone, 0, self._done.shape[1] - 1)
+            before = self._done[every, undo_step]
             actions = np.where(back[:, None], np.where(self._kept, before, 2 * self._middle - before), actions)
             self._undone[back] += 1
-        if (forward := taken & ~back).any():
+        if (forward := taken_over & ~back).any():
             began = forward & (self._time == self._taken + self._undone)
             if began.any():
                 index = began.nonzero()[0]
@@ -109,7 +109,7 @@ class Operator:
         self._done[every, np.minimum(self._time, self._done.shape[1] - 1)] = actions
         self._time += 1
         segment = np.where(back, Segment.RECOVER, np.where(forward, Segment.CORRECT, Segment.AUTONOMOUS))
-        return actions[:, None], Turn(np.where(taken, Acted.SCRIPT, Acted.POLICY), segment)
+        return actions[:, None], Turn(np.where(taken_over, Acted.SCRIPT, Acted.POLICY), segment)
 
     def watch(self, played: PlayedStep[Any]) -> None:
         """Record the rewards of the last control step."""

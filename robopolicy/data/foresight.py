@@ -62,10 +62,10 @@ class Foresight:
         """
         snapshot = self._now()
         self._restore(Snapshot({name: snapshot.arrays[name] for name in self._known}))
-        decided = queued(snapshot)
+        action = queued(snapshot)
         goes_on = np.ones(self.ahead.batch_size, bool)
-        if decided is not None:
-            step = self.ahead.step(decided)
+        if action is not None:
+            step = self.ahead.step(action)
             observation, goes_on = step.observation, ~step.ended
         actions = [self._one(self.controller, observation)]
         self.before_end = goes_on.astype(np.int64)

@@ -86,7 +86,7 @@ class Kept:
 
 def _arrays(item: Recording) -> dict[str, Array]:
     """Return a recording as arrays by name, without empty ones."""
-    found: dict[str, Array] = {
+    arrays: dict[str, Array] = {
         "task": np.array(item.task),
         "terminated": np.array(item.terminated),
         "success": np.array(item.success, dtype=bool),
@@ -94,7 +94,7 @@ def _arrays(item: Recording) -> dict[str, Array]:
         **{f"observation/{key}": np.concatenate(frames) for key, frames in item.observation.items()},
         **{f"rewards/{name}": np.concatenate(values) for name, values in item.rewards.items()},
     }
-    listed: dict[str, list[Any]] = {
+    lists: dict[str, list[Any]] = {
         "begins": item.begins,
         "chain": [chain for chain, _ in item.chains],  # [D, K+1, P, A]
         "mask": [mask for _, mask in item.chains],  # [D, K]
@@ -102,7 +102,7 @@ def _arrays(item: Recording) -> dict[str, Array]:
         "labels": item.labels,
         "label_steps": item.label_steps,
     }
-    return found | {name: np.array(values) for name, values in listed.items() if values}
+    return arrays | {name: np.array(values) for name, values in lists.items() if values}
 
 
 def _read(file: Path) -> dict[int, Recording]:

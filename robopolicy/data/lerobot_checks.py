@@ -34,9 +34,9 @@ def check_information(information: Any, path: Path) -> None:
     features = information.get("features")
     if not isinstance(features, dict) or not features:
         raise DataError(f"{path}: features is {in_one_line(features, 60)}, not a dictionary of columns.")
-    absent = [key for key in ("episode_index", "frame_index", "task_index") if key not in features]
-    if absent:
-        raise DataError(f"{path}: there is no feature {absent[0]}, by which frames find their episode.")
+    missing_features = [key for key in ("episode_index", "frame_index", "task_index") if key not in features]
+    if missing_features:
+        raise DataError(f"{path}: there is no feature {missing_features[0]}, by which frames find their episode.")
     for key, feature in features.items():
         shape = feature.get("shape") if isinstance(feature, dict) else None
         sizes = isinstance(shape, list | tuple) and all(isinstance(size, int) and 0 <= size < 2**31 for size in shape)
@@ -50,16 +50,16 @@ def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
     An image column is of type image or video, or uint8 with three axes, one of them channels; depth is excluded. Raises
     DataError if two columns of `meta/info.json`, at `path`, would be the same camera.
     """
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for name, feature in features.items():
         if not name.startswith("observation.") or not is_picture(feature) or is_depth(feature):
             continue
-        if other := found.get(camera_key(name)):
+        if other := columns.get(camera_key(name)):
             raise DataError(
                 f"{path}: '{other}' and '{name}' would both be the camera '{camera_key(name)}': rename one."
             )
-        found[camera_key(name)] = name
-    return found
+        columns[camera_key(name)] = name
+    return columns
 
 
 def is_picture(feature: Mapping[str, Any]) -> bool:
@@ -90,14 +90,14 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
     """
     step = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     episode = columns["episode_index"]
-    wrong = np.flatnonzero(columns["frame_index"] != step)
-    if len(wrong):
-        chosen = episode == episode[wrong[0]]
-        numbers = ", ".join(map(str, columns["frame_index"][chosen][:12]))
+    bad_frames = np.flatnonzero(columns["frame_index"] != step)
+    if len(bad_frames):
+        in_episode = episode == episode[bad_frames[0]]
+        numbers = ", ".join(map(str, columns["frame_index"][in_episode][:12]))
         raise DataError(
-            f"{folder}: episode {episode[wrong[0]]} has frame_index {numbers}{', ...' * bool(chosen.sum() > 12)}, not "
-            f"0 to {chosen.sum() - 1}: frames are missing or stand twice, so images and states would not belong "
-            "together. Leave that episode out, or record it again."
+            f"{folder}: episode {episode[bad_frames[0]]} has frame_index "
+            f"{numbers}{', ...' * bool(in_episode.sum() > 12)}, not 0 to {in_episode.sum() - 1}: frames are missing or "
+            f"stand twice, so images and states would not belong together. Leave that episode out, or record it again."
         )
     if "timestamp" not in columns:
         return
@@ -105,9 +105,9 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
     times = columns["timestamp"].reshape(-1).astype(np.float64)
     times = times - np.repeat(times[step == 0], lengths)
     late = np.abs(times * fps - step)
-    wrong = np.flatnonzero(~(late <= TIMESTAMP_SLACK))
-    if len(wrong):
-        place = wrong[0]
+    bad_frames = np.flatnonzero(~(late <= TIMESTAMP_SLACK))
+    if len(bad_frames):
+        place = bad_frames[0]
         raise DataError(
             f"{folder}: episode {episode[place]} has frame {step[place]} at a timestamp "
             f"{times[place]:g} s after its first, which at fps {fps:g} is frame {times[place] * fps:.2f}: correct "
@@ -122,20 +122,20 @@ def file_within(folder: Path, path: str, what: str) -> Path:
     file (a pipe would never end).
     """
     try:
-        found = (folder / path).resolve()
+        resolved = (folder / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or no path
         raise DataError(
             f"{what} is said to lie at {path[:100]!r}, which is no file ({in_one_line(error, 60)})."
         ) from error
-    if not found.is_relative_to(folder.resolve()):
+    if not resolved.is_relative_to(folder.resolve()):
         raise DataError(f"{what} is said to lie at {path[:100]}, outside of {folder}: it is not read.")
     try:
-        regular = stat.S_ISREG(found.stat().st_mode)
+        regular = stat.S_ISREG(resolved.stat().st_mode)
     except OSError:
         regular = False
     if not regular:
         raise DataError(f"{what} is said to lie at {path[:100]}, and there is no file in {folder}.")
-    return found
+    return resolved
 
 
 def require_room(folder: Path, what: str, needed: int) -> None:
@@ -157,9 +157,9 @@ def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | N
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = file_within(folder, str(path.relative_to(folder)), "A table")
+    table_path = file_within(folder, str(path.relative_to(folder)), "A table")
     try:
-        with pq.ParquetFile(found) as file:
+        with pq.ParquetFile(table_path) as file:
             if file.metadata.num_rows > most:
                 raise DataError(f"{path} has {file.metadata.num_rows} rows, and meta/info.json promises {most}.")
             chunks = [
@@ -229,11 +229,11 @@ def one_task_each(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.nda
     """Split episodes so that each has one task: return lengths [E], given tasks [N] per step and the recorded
     lengths.
     """
-    starts, recorded = np.zeros(len(task), dtype=bool), np.cumsum(lengths) - lengths
-    starts[recorded] = True
+    starts, first_steps = np.zeros(len(task), dtype=bool), np.cumsum(lengths) - lengths
+    starts[first_steps] = True
     changes = np.flatnonzero(np.diff(task, prepend=task[:1]).astype(bool) & ~starts)
     if len(changes):
-        count = len(np.unique(np.searchsorted(recorded, changes, side="right")))
+        count = len(np.unique(np.searchsorted(first_steps, changes, side="right")))
         warnings.warn(
             f"{folder}: {count} of {len(lengths)} episodes change their task on the way. Each part is read as an "
             "episode of its own, with its own instruction.",

@@ -74,18 +74,18 @@ def write_dataset(
         raise DataError(f"There are no episodes to write to {folder}: every one was left out or none was recorded.")
     if images not in ("video", "png"):
         raise ConfigError(f"images is 'video' or 'png', not {images!r}.")
-    taken = folder.exists() and any(folder.iterdir())
-    if taken and existing == "refuse":
+    is_occupied = folder.exists() and any(folder.iterdir())
+    if is_occupied and existing == "refuse":
         raise DataError(f"{folder} already holds something: append to it, replace it, or choose another folder.")
     features = _features(episodes, images) | {key: _described(value) for key, value in (columns or {}).items()}
     before: Episodes | None = None
-    if taken and existing == "append":
+    if is_occupied and existing == "append":
         _require_same_columns(folder, features, round(episodes.fps))
         before = read_dataset(folder, cameras=())
         _require_same_world(folder, origin)
-        there, new = ({**each.observation_fields, "action": each.action_field} for each in (before, episodes))
+        old_fields, new = ({**each.observation_fields, "action": each.action_field} for each in (before, episodes))
         require_alike(
-            {f"'{key}'": (field, new[key]) for key, field in there.items()},
+            {f"'{key}'": (field, new[key]) for key, field in old_fields.items()},
             (f"in {folder}", "in the episodes that are to be appended"),
             error=DataError,
             renamed=APART,
@@ -123,14 +123,18 @@ def write_parts(
 def _extended(tree: Mapping[str, Any], part: Episodes) -> dict[str, Any]:
     """Return the side table of the episodes so far and of another part."""
     final = part.frame_starts + part.lengths
-    known = torch.ones(len(part), dtype=torch.bool) if part.final_known is None else part.final_known
-    stored = {
-        key: each[final] for key, each in part.observation.items() if known.any() or not key.startswith(IMAGE_PREFIX)
+    final_known = torch.ones(len(part), dtype=torch.bool) if part.final_known is None else part.final_known
+    final_frames = {
+        key: each[final]
+        for key, each in part.observation.items()
+        if final_known.any() or not key.startswith(IMAGE_PREFIX)
     }
-    new: dict[str, Any] = {"final": stored, "lengths": part.lengths, "final_known": known, **_fields(part)}
+    new: dict[str, Any] = {"final": final_frames, "lengths": part.lengths, "final_known": final_known, **_fields(part)}
     if not tree:
         return new
-    joined = {key: torch.cat([tree["final"][key], value]) for key, value in stored.items() if key in tree["final"]}
+    joined = {
+        key: torch.cat([tree["final"][key], value]) for key, value in final_frames.items() if key in tree["final"]
+    }
     return new | {"final": joined} | {name: torch.cat([tree[name], new[name]]) for name in ("lengths", "final_known")}
 
 
@@ -184,9 +188,9 @@ def _fill(
 
 
 def _require_same_world(folder: Path, origin: WorldOrigin | None) -> None:
-    there = recorded_origin(folder)
-    if there is not None and origin is not None and there != origin:
-        raise DataError(f"{folder} was recorded in {there.to_json()}, the new episodes in {origin.to_json()}.")
+    old_origin = recorded_origin(folder)
+    if old_origin is not None and origin is not None and old_origin != origin:
+        raise DataError(f"{folder} was recorded in {old_origin.to_json()}, the new episodes in {origin.to_json()}.")
 
 
 def _features(episodes: Episodes, images: str) -> dict[str, Any]:
@@ -211,9 +215,9 @@ def _features(episodes: Episodes, images: str) -> dict[str, Any]:
     if episodes.actor is not None and episodes.segment is not None:
         features |= {INTERVENTIONS[0]: _scalar("bool"), ACTOR: _scalar("int64"), SEGMENT: _scalar("int64")}
     if episodes.labels is not None:
-        ahead = episodes.labels.shape[1]
+        label_length = episodes.labels.shape[1]
         names = episodes.action_field.names
-        features[LABELS] = _vector((ahead * episodes.action_field.size,), names if ahead == 1 else ())
+        features[LABELS] = _vector((label_length * episodes.action_field.size,), names if label_length == 1 else ())
     if episodes.label_steps is not None:
         features[LABEL_STEPS] = _scalar("int64")
     return features
@@ -234,11 +238,15 @@ def _described(values: Tensor) -> dict[str, Any]:
 
 def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -> None:
     information = read_information(folder)
-    own = {"timestamp", "frame_index", "episode_index", "index", "task_index"}
-    there = {key: tuple(value["shape"]) for key, value in information["features"].items() if key not in own}
-    here = {key: tuple(value["shape"]) for key, value in features.items()}
-    if there != here:
-        different = sorted(key for key in set(there) | set(here) if there.get(key) != here.get(key))
+    bookkeeping = {"timestamp", "frame_index", "episode_index", "index", "task_index"}
+    old_shapes = {
+        key: tuple(value["shape"]) for key, value in information["features"].items() if key not in bookkeeping
+    }
+    new_shapes = {key: tuple(value["shape"]) for key, value in features.items()}
+    if old_shapes != new_shapes:
+        different = sorted(
+            key for key in set(old_shapes) | set(new_shapes) if old_shapes.get(key) != new_shapes.get(key)
+        )
         raise DataError(f"{folder} has other columns than the episodes to append: {', '.join(different)} differ.")
     if information["fps"] != fps:
         raise DataError(f"{folder} was recorded at {information['fps']} frames per second, the new episodes at {fps}.")
@@ -247,11 +255,11 @@ def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -
 def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None:
     """Store the fields, and the observation after the last action of each episode."""
     final = episodes.frame_starts + episodes.lengths
-    known = episodes.final_known
+    final_known = episodes.final_known
     tree: dict[str, Any] = {
         "final": {key: value[final].cpu() for key, value in episodes.observation.items()},
         "lengths": episodes.lengths.cpu(),
-        "final_known": (torch.ones(len(episodes), dtype=torch.bool) if known is None else known).cpu(),
+        "final_known": (torch.ones(len(episodes), dtype=torch.bool) if final_known is None else final_known).cpu(),
     }
     if before is not None:
         earlier = read_dataset(before)
@@ -262,9 +270,9 @@ def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None
 def _joined(earlier: Episodes, tree: Mapping[str, Any]) -> dict[str, Any]:
     final = earlier.frame_starts + earlier.lengths
     observation: Mapping[str, Tensor] = tree["final"]
-    known = torch.ones(len(earlier), dtype=torch.bool) if earlier.final_known is None else earlier.final_known
+    final_known = torch.ones(len(earlier), dtype=torch.bool) if earlier.final_known is None else earlier.final_known
     return {
         "final": {key: torch.cat([earlier.observation[key][final], value]) for key, value in observation.items()},
         "lengths": torch.cat([earlier.lengths, tree["lengths"]]),
-        "final_known": torch.cat([known, tree["final_known"]]),
+        "final_known": torch.cat([final_known, tree["final_known"]]),
     }

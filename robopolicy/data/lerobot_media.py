@@ -80,7 +80,7 @@ def read_images(
     sizes = promised_sizes(folder, key, feature)
     row = 0
     count = len(columns["frame_index"])
-    found: np.ndarray | None = None
+    images: np.ndarray | None = None
     for path in paths:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(_rows_at_once(folder, file, key), columns=[key]):
@@ -89,17 +89,17 @@ def read_images(
                     if position < 0:
                         continue
                     frame, episode = columns["frame_index"][position], columns["episode_index"][position]
-                    what = f"'{key}', frame {frame} of episode {episode},"
-                    image = decode_image(folder, what, item.as_py(), sizes)
-                    if found is None:
+                    label = f"'{key}', frame {frame} of episode {episode},"
+                    image = decode_image(folder, label, item.as_py(), sizes)
+                    if images is None:
                         require_room(folder, f"'{key}'", 2 * count * image.size)
-                        found = np.empty((count, *image.shape), dtype=np.uint8)
-                    if image.shape != found.shape[1:]:
-                        there = list(found.shape[1:])
-                        raise DataError(f"{folder}: {what} is {list(image.shape)}, another is {there}.")
-                    found[position] = image
-    assert found is not None
-    return found
+                        images = np.empty((count, *image.shape), dtype=np.uint8)
+                    if image.shape != images.shape[1:]:
+                        first_shape = list(images.shape[1:])
+                        raise DataError(f"{folder}: {label} is {list(image.shape)}, another is {first_shape}.")
+                    images[position] = image
+    assert images is not None
+    return images
 
 
 def _rows_at_once(folder: Path, file: Any, key: str) -> int:
@@ -122,9 +122,9 @@ def decode_image(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndar
     """Decode an image as stored by LeRobot (bytes or a path) to uint8 [height, width, 3]."""
     from PIL import Image
 
-    known: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
-    data = known.get("bytes")
-    source = io.BytesIO(data) if data is not None else file_within(folder, str(known.get("path")), what)
+    entry: Mapping[str, Any] = item if isinstance(item, Mapping) else {}
+    data = entry.get("bytes")
+    source = io.BytesIO(data) if data is not None else file_within(folder, str(entry.get("path")), what)
     try:
         with Image.open(source, formats=IMAGE_FORMATS) as image:
             _require_size(folder, what, (image.height, image.width), sizes)
@@ -150,17 +150,17 @@ def read_videos(
     chosen, lengths: [E], indices and lengths of the episodes. Raises DataError as `read_images`.
     """
     sizes = promised_sizes(folder, key, information["features"][key])
-    wanted: dict[Path, list[tuple[int, int, int]]] = {}
+    pieces_of_files: dict[Path, list[tuple[int, int, int]]] = {}
     offset = 0
     places = _places(folder, information, key, chosen)
     for episode, length in zip(chosen.tolist(), lengths.tolist(), strict=True):
         path, start = places[episode]
-        wanted.setdefault(path, []).append((round(start * information["fps"]), offset, length))
+        pieces_of_files.setdefault(path, []).append((round(start * information["fps"]), offset, length))
         offset += length
     frames: np.ndarray | None = None
-    for path, pieces in wanted.items():
+    for path, pieces in pieces_of_files.items():
         target = {first + step: position + step for first, position, length in pieces for step in range(length)}
-        seen = 0
+        count = 0
         for index, frame in enumerate(decode_video(folder, path, max(target), sizes)):
             if index in target:
                 if frames is None:
@@ -169,9 +169,9 @@ def read_videos(
                 if frame.shape != frames.shape[1:]:
                     raise DataError(f"{path} has frames of several sizes.")
                 frames[target[index]] = frame
-                seen += 1
-        if seen != len(target):
-            raise DataError(f"{path} ends early: {len(target) - seen} frames are missing. Restore it from a copy.")
+                count += 1
+        if count != len(target):
+            raise DataError(f"{path} ends early: {len(target) - count} frames are missing. Restore it from a copy.")
     assert frames is not None
     return frames
 
@@ -188,15 +188,15 @@ def _places(
             rows += table.to_pylist()
     except DataError as error:
         raise DataError(f"{folder}/meta/episodes does not say where '{key}' lies: {error}") from error
-    known = {row["episode_index"]: tuple(row[name] for name in names) for row in rows}
+    place_of_episode = {row["episode_index"]: tuple(row[name] for name in names) for row in rows}
     places: dict[int, tuple[Path, float]] = {}
     for episode in chosen.tolist():
-        if episode not in known:
+        if episode not in place_of_episode:
             raise DataError(
                 f"{folder}/meta/episodes does not say where the video '{key}' of episode {episode} lies: the copy of "
                 "the dataset is incomplete."
             )
-        chunk, file, start = known[episode]
+        chunk, file, start = place_of_episode[episode]
         if not all(isinstance(number, int) for number in (chunk, file)) or not _is_time(start):
             raise DataError(f"{folder}/meta/episodes has episode {episode} of '{key}' at {chunk}, {file}, {start} s.")
         name = filled_in(folder, information.get("video_path"), video_key=key, chunk_index=chunk, file_index=file)
@@ -216,9 +216,9 @@ def filled_in(folder: Path, template: object, **given: str | int) -> str:
     """
     try:
         for _, name, form, conversion in string.Formatter().parse(str(template)):
-            known = given.get(name or "")
-            allowed = re.fullmatch(r"(0?\d?d)?" if isinstance(known, int) else "", form or "")
-            if name is not None and (known is None or conversion or not allowed):
+            value = given.get(name or "")
+            allowed = re.fullmatch(r"(0?\d?d)?" if isinstance(value, int) else "", form or "")
+            if name is not None and (value is None or conversion or not allowed):
                 raise ValueError(f"it has the field '{name}{f':{form}'[:20] if form else ''}'")
         return str(template).format(**given)
     except ValueError as error:
@@ -259,10 +259,10 @@ def decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[
 
 def _require_size(folder: Path, what: str, size: tuple[int, int], sizes: Sizes) -> None:
     if size not in sizes:
-        promised = " or ".join(f"{height} x {width}" for height, width in sorted(sizes))
+        expected = " or ".join(f"{height} x {width}" for height, width in sorted(sizes))
         raise DataError(
             f"{folder}: {what} has {size[0]} x {size[1]} pixels (height x width), and meta/info.json promises "
-            f"{promised}: correct the feature's shape there, or restore the dataset from a copy."
+            f"{expected}: correct the feature's shape there, or restore the dataset from a copy."
         )
 
 
@@ -311,14 +311,14 @@ def write_videos(
     while episode < len(lengths):
         path(number).parent.mkdir(parents=True, exist_ok=True)
         with _encoder(path(number), *frames(episode).shape[1:3], fps) as write:
-            position, used = 0, 0
+            position, byte_count = 0, 0
             while episode < len(lengths):
                 # The size that this episode will have is guessed from the average frame so far.
-                if position and used * (1 + lengths[episode] / position) >= limit:
+                if position and byte_count * (1 + lengths[episode] / position) >= limit:
                     break
                 places.append((number, position / fps))
                 for step, frame in enumerate(frames(episode)):
-                    used += write(frame, position + step, step == 0)
+                    byte_count += write(frame, position + step, step == 0)
                 position += int(lengths[episode])
                 episode += 1
                 finished()

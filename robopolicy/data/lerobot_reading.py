@@ -58,13 +58,13 @@ def renamed_features(
 
     Raises DataError if two columns would get the same name.
     """
-    found: dict[str, dict[str, Any]] = {}
+    result: dict[str, dict[str, Any]] = {}
     for column, feature in features.items():
         name = rename.get(column, column)
-        if name in found or (name != column and name in features and rename.get(name, name) == name):
+        if name in result or (name != column and name in features and rename.get(name, name) == name):
             raise DataError(f"{folder} has two columns '{name}' once '{column}' is called so: rename one of them.")
-        found[name] = {**feature, "names": _renamed_names(feature.get("names"), rename)} if rename else dict(feature)
-    return found
+        result[name] = {**feature, "names": _renamed_names(feature.get("names"), rename)} if rename else dict(feature)
+    return result
 
 
 def _renamed_names(names: Any, rename: Mapping[str, str]) -> Any:
@@ -110,21 +110,23 @@ def advice(features: Mapping[str, Mapping[str, Any]], stored: Mapping[str, str] 
 
     stored: name in the files of a renamed column.
     """
-    found: dict[str, str] = {}
+    new_names: dict[str, str] = {}
     for name, feature in features.items():
         kind, shape = str(feature.get("dtype")), feature.get("shape") or ()
         if name in _BOOKKEEPING or name.startswith(("observation.", "next.")):
             continue
         if kind in ("image", "video"):
-            found[name] = IMAGE_PREFIX + name.removeprefix("observation/").replace("/", "_").replace(".", "_")
+            new_names[name] = IMAGE_PREFIX + name.removeprefix("observation/").replace("/", "_").replace(".", "_")
         elif name in ("actions", "a") and "action" not in features:
-            found[name] = "action"
+            new_names[name] = "action"
         elif kind.startswith("float") and len(shape) == 1 and name in _STATES and STATE not in features:
-            found[name] = STATE
-    found = {(stored or {}).get(name, name): ours for name, ours in found.items()}
-    if undone := [name for name, ours in found.items() if name == ours]:
-        return f" train.rename takes the name from '{undone[0]}' under which policies read it: leave that out."
-    return f" Give them the names under which policies read: {as_setting('train.rename', found)}." if found else ""
+            new_names[name] = STATE
+    new_names = {(stored or {}).get(name, name): new_name for name, new_name in new_names.items()}
+    if unchanged := [name for name, new_name in new_names.items() if name == new_name]:
+        return f" train.rename takes the name from '{unchanged[0]}' under which policies read it: leave that out."
+    return (
+        f" Give them the names under which policies read: {as_setting('train.rename', new_names)}." if new_names else ""
+    )
 
 
 NO_OTHER_NAMES: Mapping[str, str] = {}
@@ -153,36 +155,38 @@ def _read(
     folder: Path, episodes: Sequence[int] | None, cameras: Sequence[str] | None, rename: Mapping[str, str]
 ) -> Episodes:
     on_disk = read_information(folder)
-    stored = {rename.get(column, column): column for column in on_disk["features"]}
+    stored_names = {rename.get(column, column): column for column in on_disk["features"]}
     information = {**on_disk, "features": renamed_features(on_disk["features"], rename, folder)}
-    shown = _chosen_cameras(information, cameras, folder, stored)
+    columns_of_cameras = _chosen_cameras(information, cameras, folder, stored_names)
     paths = _data_files(folder)
-    table = _read_table(folder, information, paths, list(shown.values()), stored)
-    chosen = _chosen_episodes(folder, table, episodes)
-    rows = np.flatnonzero(np.isin(table["episode_index"], chosen))
+    table = _read_table(folder, information, paths, list(columns_of_cameras.values()), stored_names)
+    episode_numbers = _chosen_episodes(folder, table, episodes)
+    rows = np.flatnonzero(np.isin(table["episode_index"], episode_numbers))
     rows = rows[np.lexsort((table["frame_index"][rows], table["episode_index"][rows]))]
     columns = {key: values[rows] for key, values in table.items()}
     lengths = np.unique_counts(columns["episode_index"]).counts
     check_frames(folder, columns, lengths, information["fps"])
     positions = np.full(len(table["episode_index"]), -1)
     positions[rows] = np.arange(len(rows))
-    for name in shown.values():
+    for name in columns_of_cameras.values():
         feature = information["features"][name]
         if feature["dtype"] == "video":
-            columns[name] = read_videos(folder, on_disk, stored[name], chosen, lengths)
+            columns[name] = read_videos(folder, on_disk, stored_names[name], episode_numbers, lengths)
         elif feature["dtype"] == "image":
-            columns[name] = read_images(folder, paths, stored[name], feature, positions, columns)
+            columns[name] = read_images(folder, paths, stored_names[name], feature, positions, columns)
         else:
             columns[name] = _colours(columns[name])
-    ours = {name: key for key, name in shown.items()}
-    columns = {ours.get(name, name): values for name, values in columns.items()}
-    features = {ours.get(name, name): feature for name, feature in information["features"].items()}
-    selected = sorted(set(chosen.tolist()))
+    key_of_column = {name: key for key, name in columns_of_cameras.items()}
+    columns = {key_of_column.get(name, name): values for name, values in columns.items()}
+    features = {key_of_column.get(name, name): feature for name, feature in information["features"].items()}
+    selected = sorted(set(episode_numbers.tolist()))
     shapes = {key: values.shape[1:] for key, values in columns.items() if key.startswith(("observation.", "action"))}
     sidecar = _read_sidecar(folder, information["total_episodes"], selected, lengths, shapes, rename)
     if sidecar is None:
         lengths = one_task_each(folder, columns["task_index"], lengths)
-    return _assemble(folder, {**information, "features": features}, columns, lengths, sidecar, tuple(shown))
+    return _assemble(
+        folder, {**information, "features": features}, columns, lengths, sidecar, tuple(columns_of_cameras)
+    )
 
 
 def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
@@ -199,19 +203,19 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     with reading(folder):
         table = _read_table(folder, information, _data_files(folder), [], {}, names)
     order = np.lexsort((table["frame_index"], table["episode_index"]))
-    found = {name: torch.from_numpy(np.ascontiguousarray(table[name][order])) for name in names}
-    return {name: values.squeeze(1) if values.shape[1:] == (1,) else values for name, values in found.items()}
+    arrays = {name: torch.from_numpy(np.ascontiguousarray(table[name][order])) for name in names}
+    return {name: values.squeeze(1) if values.shape[1:] == (1,) else values for name, values in arrays.items()}
 
 
 def require_known(rename: Mapping[str, str], folders: Sequence[Path]) -> None:
     """Raise DataError if a name to be changed is not a column or element of any of the datasets."""
     if not rename:
         return
-    known = set[str]().union(*(names_in(read_information(folder)["features"]) for folder in folders))
+    known_names = set[str]().union(*(names_in(read_information(folder)["features"]) for folder in folders))
     for name in rename:
-        if name not in known:
+        if name not in known_names:
             places = ", ".join(map(str, folders))
-            raise DataError(f"{places} has no column or element '{name}' to rename.{did_you_mean(name, known)}")
+            raise DataError(f"{places} has no column or element '{name}' to rename.{did_you_mean(name, known_names)}")
 
 
 def is_dataset(folder: Path) -> bool:
@@ -225,8 +229,8 @@ def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -
     if not Path(folder).exists():
         raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
     if not is_dataset(folder):
-        what = "a file, and a LeRobotDataset is a folder" if Path(folder).is_file() else "no LeRobotDataset"
-        no_information = f"{folder} is {what}: it has no meta/info.json. {OTHER_FORMATS}"
+        description = "a file, and a LeRobotDataset is a folder" if Path(folder).is_file() else "no LeRobotDataset"
+        no_information = f"{folder} is {description}: it has no meta/info.json. {OTHER_FORMATS}"
         raise DataError(what_it_is(Path(folder)) or no_information)
     information = read_json(file_within(Path(folder), "meta/info.json", "meta/info.json"), DataError)
     version = str(information.get("codebase_version", "unknown"))[:20] if isinstance(information, dict) else "unknown"
@@ -277,26 +281,26 @@ def _read_table(
             or key in (*_OWN, *WHO_ACTED, LABELS, LABEL_STEPS, "action", *further)
         )
     ]
-    wanted = {*numbers, *(key for key in shown if features[key]["dtype"] == "image")}
-    if "action" not in wanted:
+    needed_columns = {*numbers, *(key for key in shown if features[key]["dtype"] == "image")}
+    if "action" not in needed_columns:
         raise DataError(f"{folder} has no 'action' column; it has: {', '.join(features)}.{advice(features, stored)}")
-    in_file = {key: stored.get(key, key) for key in wanted}
+    in_file = {key: stored.get(key, key) for key in needed_columns}
     try:
-        found = 0
+        row_count = 0
         for path in paths:
             with pq.ParquetFile(path) as file:
-                absent = set(in_file.values()) - set(file.schema_arrow.names)
-                if absent:
-                    raise DataError(f"{path} lacks the column '{min(absent)}' that meta/info.json promises.")
-                check_columns(file, path, {in_file[key]: features[key] for key in wanted})
-                found += file.metadata.num_rows
-        if found != information["total_frames"]:
+                missing_columns = set(in_file.values()) - set(file.schema_arrow.names)
+                if missing_columns:
+                    raise DataError(f"{path} lacks the column '{min(missing_columns)}' that meta/info.json promises.")
+                check_columns(file, path, {in_file[key]: features[key] for key in needed_columns})
+                row_count += file.metadata.num_rows
+        if row_count != information["total_frames"]:
             raise DataError(
-                f"{folder} promises {information['total_frames']} frames but its data files hold {found}: the "
+                f"{folder} promises {information['total_frames']} frames but its data files hold {row_count}: the "
                 "recording was never finalised or the copy is incomplete."
             )
         elements = sum(math.prod(features[key]["shape"]) for key in numbers)
-        require_room(folder, "what it holds of numbers", 8 * found * elements)
+        require_room(folder, "what it holds of numbers", 8 * row_count * elements)
         table = pa.concat_tables([pq.read_table(path, columns=[in_file[key] for key in numbers]) for path in paths])
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
@@ -347,9 +351,9 @@ def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Se
     present = np.unique(table["episode_index"])
     if episodes is None:
         return present
-    absent = sorted(set(episodes) - set(present.tolist()))
-    if absent:
-        raise DataError(f"{folder} has no episode {absent[:5]}; it holds {present[0]} to {present[-1]}.")
+    missing_episodes = sorted(set(episodes) - set(present.tolist()))
+    if missing_episodes:
+        raise DataError(f"{folder} has no episode {missing_episodes[:5]}; it holds {present[0]} to {present[-1]}.")
     if not len(episodes):
         raise DataError("No episode was asked for: leave `episodes` out to read them all.")
     return np.unique(np.asarray(episodes, dtype=np.int64))
@@ -364,15 +368,17 @@ def _chosen_cameras(
     """
     features = information["features"]
     columns = camera_columns(features, folder / "meta" / "info.json")
-    others = {name: what for name, what in features.items() if name not in _KNOWN and not name.startswith("next.")}
-    if others and not any(name.startswith("observation.") for name in others):
-        said = listed([f"{name} ({kind_in_words(what)})" for name, what in others.items()], 8)
+    other_features = {
+        name: feature for name, feature in features.items() if name not in _KNOWN and not name.startswith("next.")
+    }
+    if other_features and not any(name.startswith("observation.") for name in other_features):
+        listing = listed([f"{name} ({kind_in_words(feature)})" for name, feature in other_features.items()], 8)
         names = (
             " Give what a policy shall read LeRobot's names, such as observation.state and observation.images.wrist: "
             "train.rename={COLUMN: observation.state}."
         )
         raise DataError(
-            f"{folder} has no column 'observation.*', and policies read nothing else. It has {said}."
+            f"{folder} has no column 'observation.*', and policies read nothing else. It has {listing}."
             f"{advice(features, stored) or names}"
         )
     if cameras is None:
@@ -421,35 +427,38 @@ def _read_sidecar(
     for name in ("episodes.json", "episodes.safetensors"):
         file_within(folder, f"{SIDECAR}/{name}", "The side table")
     try:
-        found = load_tree(folder / SIDECAR, "episodes")
+        tree = load_tree(folder / SIDECAR, "episodes")
     except CheckpointError as error:
         raise DataError(f"{error} {way_out}.") from error
     with reading(folder / SIDECAR, way_out):
-        recorded: Tensor = found["lengths"]
-        if len(recorded) != total or recorded[selected].tolist() != lengths.tolist():
+        stored_lengths: Tensor = tree["lengths"]
+        if len(stored_lengths) != total or stored_lengths[selected].tolist() != lengths.tolist():
             raise DataError(f"{folder} was edited by another program: {SIDECAR} describes other episodes. {way_out}.")
         last, described = (
-            {rename.get(key, key): each for key, each in found[part].items()}
-            for part in ("final", "observation_fields")
+            {rename.get(key, key): each for key, each in tree[part].items()} for part in ("final", "observation_fields")
         )
         final = {key: value[selected] for key, value in last.items() if key in shapes}
         fields = {key: field for key, field in described.items() if key in shapes}
-        for key, field in {**fields, "action": found["action_field"]}.items():
-            said = wrong_in_field(field) or ("" if math.prod(field["shape"]) == math.prod(shapes[key]) else "a shape")
-            said = said or ("names" if len(field["names"]) not in (0, math.prod(shapes[key])) else "")
-            if said:
-                raise DataError(f"{folder / SIDECAR} describes '{key}' with {said} that its data has not. {way_out}.")
+        for key, field in {**fields, "action": tree["action_field"]}.items():
+            problem = wrong_in_field(field) or (
+                "" if math.prod(field["shape"]) == math.prod(shapes[key]) else "a shape"
+            )
+            problem = problem or ("names" if len(field["names"]) not in (0, math.prod(shapes[key])) else "")
+            if problem:
+                raise DataError(
+                    f"{folder / SIDECAR} describes '{key}' with {problem} that its data has not. {way_out}."
+                )
         for key, value in final.items():
             if value.shape[1:] != shapes[key]:
                 raise DataError(f"{folder / SIDECAR} ends episodes with '{key}' as {list(value.shape[1:])}. {way_out}.")
-        fps = found["fps"]
+        fps = tree["fps"]
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
             raise DataError(f"{folder / SIDECAR} says fps is {in_one_line(fps, 60)}. {way_out}.")
-        known = found["final_known"][selected]
-        if known.shape != (len(selected),) or known.dtype != torch.bool:
+        final_known = tree["final_known"][selected]
+        if final_known.shape != (len(selected),) or final_known.dtype != torch.bool:
             raise DataError(f"{folder / SIDECAR} does not say of every episode how it ended. {way_out}.")
-        made = {key: Field.from_json(field) for key, field in fields.items()}
-        return _Sidecar(final, known, made, Field.from_json(found["action_field"]), float(fps))
+        parsed_fields = {key: Field.from_json(field) for key, field in fields.items()}
+        return _Sidecar(final, final_known, parsed_fields, Field.from_json(tree["action_field"]), float(fps))
 
 
 def _assemble(
@@ -462,10 +471,10 @@ def _assemble(
 ) -> Episodes:
     features = information["features"]
     keys = [key for key in features if key.startswith("observation.") and key in columns]
-    unread = {key: what for key, what in features.items() if key.startswith("observation.") and key not in keys}
+    unread = {key: feature for key, feature in features.items() if key.startswith("observation.") and key not in keys}
     if unread and not keys and not any(map(is_picture, unread.values())):
-        said = listed([f"{name} ({kind_in_words(what)})" for name, what in unread.items()], 8)
-        raise DataError(f"{folder} has no observation of numbers or pictures. It has {said}.")
+        listing = listed([f"{name} ({kind_in_words(feature)})" for name, feature in unread.items()], 8)
+        raise DataError(f"{folder} has no observation of numbers or pictures. It has {listing}.")
     count, ends = len(lengths), np.cumsum(lengths)
     final: Mapping[str, Tensor] = {} if sidecar is None else sidecar.final
     fields: Mapping[str, Field] = {} if sidecar is None else sidecar.fields
@@ -521,8 +530,8 @@ def _success(folder: Path, columns: Mapping[str, np.ndarray]) -> Tensor | None:
     """Return the mask [N] bool of steps in which the task was done; None if no boolean column records it."""
     if "next.success" not in columns:
         return None
-    said = _flat(columns["next.success"])
-    other = said[(said != 0) & (said != 1)]
+    values = _flat(columns["next.success"])
+    other = values[(values != 0) & (values != 1)]
     if len(other):
         warnings.warn(
             f"{folder}: next.success is {other[0].item():g} in a step, and true or false, 1 or 0, elsewhere: nothing "
@@ -531,7 +540,7 @@ def _success(folder: Path, columns: Mapping[str, np.ndarray]) -> Tensor | None:
             stacklevel=4,
         )
         return None
-    return said.bool()
+    return values.bool()
 
 
 def _terminated(columns: Mapping[str, np.ndarray], ends: np.ndarray) -> Tensor | None:
@@ -610,7 +619,7 @@ def _tasks(folder: Path, index: np.ndarray, most: int) -> tuple[str, ...]:
     if texts is None:
         raise DataError(f"{path} has no column 'task'; it has: {', '.join(columns)}.")
     names = dict(zip(columns["task_index"], map(str, texts), strict=True))
-    unknown = sorted(set(index.tolist()) - set(names))
-    if unknown:
-        raise DataError(f"{path} does not name task {unknown[0]}, which an episode has.")
+    unnamed = sorted(set(index.tolist()) - set(names))
+    if unnamed:
+        raise DataError(f"{path} does not name task {unnamed[0]}, which an episode has.")
     return tuple(names[item] for item in index.tolist())

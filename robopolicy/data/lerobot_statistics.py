@@ -51,12 +51,12 @@ def image_statistics(frames: np.ndarray) -> Statistics:
     frames: uint8 [L, height, width, 3]. As in LeRobot, only a sample of the frames is used, and large images are
     subsampled.
     """
-    chosen = frames[_sampled(len(frames))]
-    height, width = chosen.shape[1:3]
+    samples = frames[_sampled(len(frames))]
+    height, width = samples.shape[1:3]
     if max(height, width) >= 300:
         factor = int((width if width > height else height) / 150)
-        chosen = chosen[:, ::factor, ::factor]
-    flat = np.ascontiguousarray(chosen).reshape(-1, 3)
+        samples = samples[:, ::factor, ::factor]
+    flat = np.ascontiguousarray(samples).reshape(-1, 3)
     values = flat.astype(np.float32)
     mean = np.mean(values, axis=0)
     std = np.sqrt(np.maximum(0, np.mean(values**2, axis=0) - mean**2))
@@ -72,7 +72,7 @@ def image_statistics(frames: np.ndarray) -> Statistics:
     quantiles = _quantiles(levels, low, high, targets[:, None], len(flat), below)
     result = {"min": low, "max": high, "mean": mean, "std": std, **dict(zip(QUANTILES, quantiles, strict=True))}
     scaled = {name: (entry / 255.0).reshape(1, 3, 1, 1) for name, entry in result.items()}
-    return {**scaled, "count": np.array([[len(chosen)]], np.int64)}
+    return {**scaled, "count": np.array([[len(samples)]], np.int64)}
 
 
 def pooled(parts: Sequence[Mapping[str, np.ndarray]]) -> Statistics:
@@ -155,12 +155,12 @@ def _quantiles(
     # The constants stay Python floats: in float32 they vanish beside |low| > 0.001, as they do for LeRobot.
     start, stop = low - 1e-10, high + 1e-10
     bins = _bin_of(values, start, stop)
-    left, right = _edge(bins, start, stop), _edge(bins + 1, start, stop)
-    before = below(left)
+    left_edge, right = _edge(bins, start, stop), _edge(bins + 1, start, stop)
+    before = below(left_edge)
     # Bins are half open but the last, which holds the largest value too.
     inside = np.where(bins == _BINS - 1, total, below(right)) - before
-    within = left + (targets - before) / inside * (right - left)
-    return np.where(bins == 0, left, within).astype(np.float64)
+    within = left_edge + (targets - before) / inside * (right - left_edge)
+    return np.where(bins == 0, left_edge, within).astype(np.float64)
 
 
 def _edge(index: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -77,19 +77,19 @@ def write_tables(
     lengths, every = episodes.lengths.cpu().numpy(), range(len(episodes))
     tasks = tuple(dict.fromkeys((*before.tasks, *episodes.tasks)))
     columns = _columns(episodes, features, further or {})
-    own = _own_columns(episodes, fps, before, tasks)
+    own_columns = _own_columns(episodes, fps, before, tasks)
     cameras = {key: feature for key, feature in features.items() if feature["dtype"] in ("image", "video")}
     videos = [key for key, feature in cameras.items() if feature["dtype"] == "video"]
     statistics = {
         key: vector_statistics(values, lengths, column=key, elements=features.get(key, {}).get("names"))
-        for key, values in {**columns, **own}.items()
+        for key, values in {**columns, **own_columns}.items()
     }
-    own["timestamp"] = own["timestamp"].astype(np.float32)
+    own_columns["timestamp"] = own_columns["timestamp"].astype(np.float32)
     quiet = quiet_encoder() if videos else nullcontext()
     bar = progress("writing episodes", len(episodes) * (1 + len(videos))) if advance is None else nullcontext(advance)
     with quiet, ThreadPoolExecutor(usable_threads()) as pool, bar as step:
         encoding = [pool.submit(_write_camera, folder, episodes, key, fps, step) for key in videos]
-        numbers = _write_data(folder, episodes, {**columns, **own}, features, pool, step)
+        numbers = _write_data(folder, episodes, {**columns, **own_columns}, features, pool, step)
         for key in cameras:
             images = partial(_frames, episodes, key)
             statistics[key] = _stacked(pool.map(lambda at, images=images: image_statistics(images(at)), every))
@@ -153,14 +153,14 @@ def _own_columns(episodes: Episodes, fps: int, before: _Existing, tasks: tuple[s
     numbers = {text: index for index, text in enumerate(tasks)}
     episode = np.repeat(np.arange(len(lengths)), lengths)
     step = np.arange(len(episode)) - (np.cumsum(lengths) - lengths)[episode]
-    own = {
+    columns = {
         "timestamp": step / fps,
         "frame_index": step,
         "episode_index": episode + count,
         "index": np.arange(len(episode)) + frames,
         "task_index": np.array([numbers[text] for text in episodes.tasks], np.int64)[episode],
     }
-    return {key: values[:, None] for key, values in own.items()}
+    return {key: values[:, None] for key, values in columns.items()}
 
 
 def _frames(episodes: Episodes, key: str, episode: int) -> np.ndarray:
@@ -186,34 +186,38 @@ def _write_data(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    stored = {key: feature for key, feature in {**features, **_OWN_FEATURES}.items() if feature["dtype"] != "video"}
-    table = {key: _arrow(columns[key], feature) for key, feature in stored.items() if feature["dtype"] != "image"}
+    stored_features = {
+        key: feature for key, feature in {**features, **_OWN_FEATURES}.items() if feature["dtype"] != "video"
+    }
+    table = {
+        key: _arrow(columns[key], feature) for key, feature in stored_features.items() if feature["dtype"] != "image"
+    }
     image = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    fields = [pa.field(key, table[key].type if key in table else image) for key in stored]
-    schema = pa.schema(fields, {"huggingface": json.dumps({"info": {"features": _descriptions(stored)}})})
+    fields = [pa.field(key, table[key].type if key in table else image) for key in stored_features]
+    schema = pa.schema(fields, {"huggingface": json.dumps({"info": {"features": _descriptions(stored_features)}})})
     number = _next_file(folder, "data")
     files = []
     position = 0
-    begun = 0
+    file_start = 0
     writer: pq.ParquetWriter | None = None
     path = folder
     try:
         for episode, length in enumerate(episodes.lengths.tolist()):
             if writer is not None:
-                used, frames = path.stat().st_size, position - begun
-                if used * (1 + length / frames) >= _DATA_LIMIT * _MEGABYTE:
+                byte_count, frames = path.stat().st_size, position - file_start
+                if byte_count * (1 + length / frames) >= _DATA_LIMIT * _MEGABYTE:
                     writer.close()
                     writer, number = None, number + 1
             if writer is None:
-                path, begun = folder / _DATA_PATH.format(**_place(number)), position
+                path, file_start = folder / _DATA_PATH.format(**_place(number)), position
                 path.parent.mkdir(parents=True, exist_ok=True)
                 writer = pq.ParquetWriter(path, schema, compression="snappy", use_dictionary=True)
             rows = {key: values.slice(position, length) for key, values in table.items()}
-            for key in stored.keys() - table.keys():
+            for key in stored_features.keys() - table.keys():
                 encoded = pool.map(encode_png, _frames(episodes, key, episode))
                 images = [{"bytes": file, "path": f"frame-{step:06d}.png"} for step, file in enumerate(encoded)]
                 rows[key] = pa.array(images, image)
-            writer.write_table(pa.Table.from_arrays([rows[key] for key in stored], schema=schema))
+            writer.write_table(pa.Table.from_arrays([rows[key] for key in stored_features], schema=schema))
             files.append(number)
             position += length
             advance()

@@ -140,14 +140,14 @@ def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: f
         )
     good = 0.0
     bad = 1.0
-    found = list[Trial]()
+    trials = list[Trial]()
     for _ in range(most):
         done = trial((good + bad) / 2)
-        found.append(done)
+        trials.append(done)
         if abs(done.success - aim) <= _CLOSE:
             break
         good, bad = (done.level, bad) if done.success > aim else (good, done.level)
-    best = min(found, key=lambda each: abs(each.success - aim))
+    best = min(trials, key=lambda each: abs(each.success - aim))
     if not low <= best.success <= high:
         raise DataError(
             f"No noise gives success of {low:.0%} to {high:.0%}: it falls at once from more to less at {good:.4f} to "
@@ -185,10 +185,10 @@ class Schedule:
     def segments(self) -> Array:
         """Return the source of every step's action, [E, T] int64, encoded as in SEGMENTS."""
         uniform = _chances(self.seeds, self.horizon) < self.random
-        held = self.source != np.arange(self.horizon)
-        first = np.roll(held, -1, axis=1)  # the step that a held draw is of begins its segment
+        is_held = self.source != np.arange(self.horizon)
+        first = np.roll(is_held, -1, axis=1)  # the step that a held draw is of begins its segment
         first[:, -1:] = False
-        return np.where(uniform, np.where(held | first, 2, 1), 0).astype(np.int64)
+        return np.where(uniform, np.where(is_held | first, 2, 1), 0).astype(np.int64)
 
 
 def schedule(
@@ -201,10 +201,10 @@ def schedule(
     segments of 5 to 25 steps: one third expert, one third uniform, one third one uniform action held. Raises DataError
     when a level is missing.
     """
-    needed = {"expert": expert, "medium": medium}
-    absent = [name for name in NEEDED[quality] if needed[name] is None]
-    if absent:
-        raise DataError(f"Quality '{quality}' needs the level of {absent[0]} noise, which has not been found.")
+    level_of = {"expert": expert, "medium": medium}
+    missing_levels = [name for name in NEEDED[quality] if level_of[name] is None]
+    if missing_levels:
+        raise DataError(f"Quality '{quality}' needs the level of {missing_levels[0]} noise, which has not been found.")
     good = float(expert or 0.0)
     half = float(medium or 0.0)
     place = np.arange(len(seeds))
@@ -222,15 +222,15 @@ def schedule(
 
 def fixed(levels: Array, seeds: Array, horizon: int) -> Schedule:
     """Return a schedule with one level per episode, levels [E] in [0, 1] and seeds [E], over `horizon` steps T."""
-    found = [Disturbance.at(float(level)) for level in levels]
+    disturbances = [Disturbance.at(float(level)) for level in levels]
     shape = (len(seeds), horizon)
 
     def spread(values: list[float]) -> Array:
         return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
 
     return Schedule(
-        gaussian=spread([each.gaussian if each.random < 1 else 0.0 for each in found]),
-        random=spread([each.random for each in found]),
+        gaussian=spread([each.gaussian if each.random < 1 else 0.0 for each in disturbances]),
+        random=spread([each.random for each in disturbances]),
         source=np.broadcast_to(np.arange(horizon), shape),
         seeds=np.asarray(seeds, np.int64),
     )
@@ -245,13 +245,13 @@ def _played(base: Schedule) -> Schedule:
     ends = np.cumsum(lengths, axis=1)
     step = np.arange(base.horizon)
     segment = (step[None, :, None] >= ends[:, None, :]).sum(2)  # [E, T]
-    chosen = np.take_along_axis(draws[:, most:], segment, axis=1)
+    draws_of_segments = np.take_along_axis(draws[:, most:], segment, axis=1)
     begin = np.take_along_axis(ends - lengths, segment, axis=1)
     return replace(
         base,
-        gaussian=np.where(chosen < _EXPERT_SHARE, base.gaussian, 0.0).astype(np.float32),
-        random=np.where(chosen < _EXPERT_SHARE, base.random, 1.0).astype(np.float32),
-        source=np.where(chosen >= 1 - _HELD_SHARE, begin, base.source),
+        gaussian=np.where(draws_of_segments < _EXPERT_SHARE, base.gaussian, 0.0).astype(np.float32),
+        random=np.where(draws_of_segments < _EXPERT_SHARE, base.random, 1.0).astype(np.float32),
+        source=np.where(draws_of_segments >= 1 - _HELD_SHARE, begin, base.source),
     )
 
 
@@ -288,18 +288,18 @@ class Disturbances:
         """Assign the next episodes to `rows` [R] (None: all). Raises DataError if none is left."""
         from scipy.special import ndtri  # who disturbs actions, pays for its import
 
-        given = np.arange(len(self._episode)) if rows is None else np.asarray(rows)
-        index = given[: len(self._plan) - self._next]  # a last wave has spare rows, which nobody looks at
+        row_indices = np.arange(len(self._episode)) if rows is None else np.asarray(rows)
+        index = row_indices[: len(self._plan) - self._next]  # a last wave has spare rows, which nobody looks at
         if not len(index):
             raise DataError(f"All of {len(self._plan)} episodes of the schedule have been played.")
         episodes = self._next + np.arange(len(index))
         self._next += len(index)
-        self._episode[index], self._time[given] = episodes, 0
+        self._episode[index], self._time[row_indices] = episodes, 0
         seeds, shape = self._plan.seeds[episodes], (len(index), self._plan.horizon, self._size)
         self._chance[index] = _chances(seeds, shape[1])
         self._fresh[index] = uniforms(_of_kind(seeds, 3), shape[1] * shape[2]).reshape(shape)
-        drawn = uniforms(_of_kind(seeds, 4), shape[1] * shape[2]).reshape(shape)
-        self._noise[index] = ndtri(np.maximum(drawn, 2.0**-54))
+        numbers = uniforms(_of_kind(seeds, 4), shape[1] * shape[2]).reshape(shape)
+        self._noise[index] = ndtri(np.maximum(numbers, 2.0**-54))
 
     def apply(self, actions: Array) -> Array:
         """Disturb the next chunk of actions [B, C, A] within their range; returns float64."""
@@ -419,10 +419,10 @@ def read_quality(folder: Path) -> dict[str, Any]:
             f"{folder} does not say how good its episodes are: robopolicy collect collect.quality=medium writes data "
             "that does."
         )
-    found = read_object(path, DataError)
-    if not {"name", "quality", "anchors"} <= set(found):
+    description = read_object(path, DataError)
+    if not {"name", "quality", "anchors"} <= set(description):
         raise DataError(f"{path} holds no name, quality and anchors: restore it from a copy.")
-    return found
+    return description
 
 
 def read_behaviour(folder: Path) -> dict[str, Tensor]:

@@ -49,8 +49,8 @@ def record(
     SpecError (actor, teacher and world do not fit) and ConfigError (successes only, but the world reports none).
     """
     draws = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
-    own = EpisodeGenerator(derive(draws.initial_seed(), "teacher"), draws.device)
-    labels = None if teacher is None else actor_of(teacher, own, deterministic=True)
+    teacher_draws = EpisodeGenerator(derive(draws.initial_seed(), "teacher"), draws.device)
+    labels = None if teacher is None else actor_of(teacher, teacher_draws, deterministic=True)
     takes = _play(world, actor, seeds, episodes, successes_only, generator, deterministic, teacher=labels, kept=kept)
     return _gather(takes, world.spec, episodes, successes_only)
 
@@ -71,13 +71,13 @@ def record_chains(
     takes = _play(world, policy, seeds, None, False, generator, False, chains=True, kept=kept)
     every = [takes.done[position] for position in sorted(takes.done)]
     first = np.cumsum([0, *(len(item.success) for item in every[:-1])])
-    begun = [start + begins for start, item in zip(first, every, strict=True) for begins in item.begins]
+    chain_starts = [start + begins for start, item in zip(first, every, strict=True) for begins in item.begins]
     chains, masks = (np.stack([pair[place] for item in every for pair in item.chains]) for place in range(2))
     if (masks != masks[0]).any():
         raise ConfigError(
             "Chains of which only some steps are noisy (noisy_steps) have no density: none can be recorded."
         )
-    return _gather(takes, world.spec, None, False), Chains(torch.tensor(begun), torch.from_numpy(chains))
+    return _gather(takes, world.spec, None, False), Chains(torch.tensor(chain_starts), torch.from_numpy(chains))
 
 
 def record_corrected(
@@ -116,21 +116,21 @@ def _play(
     """Run episodes as described in `record`; chains: store the chain of every decision; teacher: labels every step."""
     spec = world.spec
     seeds = np.asarray(seeds, dtype=np.int64)
-    wanted = len(seeds) if episodes is None else episodes
-    if not len(seeds) or wanted < 1:
+    target = len(seeds) if episodes is None else episodes
+    if not len(seeds) or target < 1:
         raise DataError("Nothing to record: give at least one seed and ask for at least one episode.")
     if is_policy(actor) and generator is None:
         raise DataError("A policy draws noise: pass the generator it shall use.")
     if successes_only and not spec.reports_success:
         raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
     generator = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
-    chosen = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
+    player_actor = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
     stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
-    player: Player[Any] = Player(world, chosen, stepwise=stepwise)
+    player: Player[Any] = Player(world, player_actor, stepwise=stepwise)
     takes = _Takes(player, seeds, chains, teacher, kept)
     exact = episodes is None and not successes_only
     takes.label()
-    with progress(f"recording {spec.name}", wanted) as advance, _written(kept):
+    with progress(f"recording {spec.name}", target) as advance, _written(kept):
 
         def tell(ended: Iterable[Recording]) -> None:
             """Show how many episodes more there are, and how many succeeded."""
@@ -138,19 +138,19 @@ def _play(
             advance(count, f"{takes.successes}/{takes.finished} succeeded" if spec.reports_success else "")
 
         tell(takes.done.values())
-        for played in player:
-            takes.add(played)
+        for part in player:
+            takes.add(part)
             if isinstance(actor, Operator):
-                actor.watch(played)
-            if not played.chunk_done:
+                actor.watch(part)
+            if not part.chunk_done:
                 takes.label()
                 continue
-            ended = takes.collect()
+            finished = takes.collect()
             if kept is not None:
-                kept.add(ended)
-            tell(ended)
+                kept.add(finished)
+            tell(finished)
             pending = takes.successes if successes_only else takes.finished
-            if exact or pending + player.running.sum() < wanted:
+            if exact or pending + player.running.sum() < target:
                 takes.start_next()
             takes.label()
     if text := takes.outside.text:
@@ -236,24 +236,24 @@ class _Takes:
 
     def collect(self) -> list[Recording]:
         """Remove and return the episodes that ended since the last call."""
-        ended: list[Recording] = []
+        finished: list[Recording] = []
         for row, recording in enumerate(self.current):
             if recording is not None and not self.player.running[row]:
                 self.done[recording.position] = recording
                 self.current[row] = None
-                ended.append(recording)
-        self.finished += len(ended)
-        self.successes += sum(item.success[-1] for item in ended)
-        return ended
+                finished.append(recording)
+        self.finished += len(finished)
+        self.successes += sum(item.success[-1] for item in finished)
+        return finished
 
     def start_next(self) -> None:
         """Assign the next seeds, in order, to the free rows."""
         free = np.array([row for row, item in enumerate(self.current) if item is None], dtype=np.int64)
         rows = free[: len(self.waiting)]
         if len(rows):
-            chosen = self.seeds[self.waiting[: len(rows)]]
-            self.player.start(chosen, rows)
-            begin_episodes(self.teacher, chosen, rows)
+            new_seeds = self.seeds[self.waiting[: len(rows)]]
+            self.player.start(new_seeds, rows)
+            begin_episodes(self.teacher, new_seeds, rows)
             self._open(rows)
 
     def _open(self, rows: np.ndarray) -> None:
@@ -287,17 +287,17 @@ def _all_actions(kept: Sequence[Recording]) -> list[np.ndarray]:
 
 def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: bool) -> Episodes:
     done = [takes.done[position] for position in sorted(takes.done)]
-    kept = [item for item in done if item.success[-1]] if successes_only else done
-    if wanted is not None and len(kept) < wanted:
+    recordings = [item for item in done if item.success[-1]] if successes_only else done
+    if wanted is not None and len(recordings) < wanted:
         raise DataError(
-            f"Only {len(kept)} of {wanted} episodes came out of {len(takes.seeds)} seeds on '{spec.name}': give more "
-            f"seeds or a better actor."
+            f"Only {len(recordings)} of {wanted} episodes came out of {len(takes.seeds)} seeds on '{spec.name}': give "
+            f"more seeds or a better actor."
         )
-    kept = kept[:wanted]
-    if not kept:
+    recordings = recordings[:wanted]
+    if not recordings:
         raise DataError(f"None of {len(done)} episodes on '{spec.name}' succeeded: keep failures or better the actor.")
 
-    turns = torch.tensor([turn for item in kept for turn in item.turns], dtype=torch.int64).reshape(-1, 2)
+    turns = torch.tensor([turn for item in recordings for turn in item.turns], dtype=torch.int64).reshape(-1, 2)
 
     def joined(parts: list[np.ndarray], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(dtype)
@@ -305,29 +305,31 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
     return Episodes(
         observation_fields=dict(spec.observation),
         # Whoever learns from them may do what was done here, also where the bounds are none.
-        action_field=widened(spec.action, *_all_actions(kept)),
+        action_field=widened(spec.action, *_all_actions(recordings)),
         fps=float(spec.fps),  # which is how it comes back from the disk
         observation={
             key: joined(
-                [frame for item in kept for frame in item.observation[key]],
+                [frame for item in recordings for frame in item.observation[key]],
                 torch.uint8 if key.startswith(IMAGE_PREFIX) else torch.float32,
             )
             for key in spec.observation
         },
-        actions=joined([piece for item in kept for piece in item.actions]),
-        lengths=torch.tensor([len(item.success) for item in kept]),
-        tasks=tuple(item.task for item in kept),
-        rewards={name: joined([piece for item in kept for piece in item.rewards[name]]) for name in spec.rewards},
-        step_success=torch.tensor([value for item in kept for value in item.success]) if spec.reports_success else None,
-        terminated=torch.tensor([item.terminated for item in kept]),
-        seeds=torch.from_numpy(takes.seeds[[item.position for item in kept]]),
-        final_known=torch.ones(len(kept), dtype=torch.bool),
+        actions=joined([piece for item in recordings for piece in item.actions]),
+        lengths=torch.tensor([len(item.success) for item in recordings]),
+        tasks=tuple(item.task for item in recordings),
+        rewards={name: joined([piece for item in recordings for piece in item.rewards[name]]) for name in spec.rewards},
+        step_success=torch.tensor([value for item in recordings for value in item.success])
+        if spec.reports_success
+        else None,
+        terminated=torch.tensor([item.terminated for item in recordings]),
+        seeds=torch.from_numpy(takes.seeds[[item.position for item in recordings]]),
+        final_known=torch.ones(len(recordings), dtype=torch.bool),
         actor=turns[:, 0].contiguous() if len(turns) else None,
         segment=turns[:, 1].contiguous() if len(turns) else None,
         labels=None
         if takes.teacher is None
-        else torch.from_numpy(np.stack([label for item in kept for label in item.labels])).float(),
-        label_steps=torch.tensor([count for item in kept for count in item.label_steps])
+        else torch.from_numpy(np.stack([label for item in recordings for label in item.labels])).float(),
+        label_steps=torch.tensor([count for item in recordings for count in item.label_steps])
         if isinstance(takes.teacher, Foresight)
         else None,
     )

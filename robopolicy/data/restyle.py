@@ -36,22 +36,22 @@ def restyled(world: World, episodes: Episodes) -> Episodes:
     rows = world.batch_size
     with progress("filming again", len(episodes)) as advance:
         for begin in range(0, len(episodes), rows):
-            chosen = np.arange(begin, min(begin + rows, len(episodes)))
-            frames = episodes.frame_starts[torch.from_numpy(chosen)]
-            first = episodes.starts[torch.from_numpy(chosen)].numpy()
-            observation = world.reset(seeds=np.resize(seeds[chosen], rows))
-            for step in range(int(lengths[chosen].max()) + 1):
-                live = lengths[chosen] >= step
+            numbers = np.arange(begin, min(begin + rows, len(episodes)))
+            frames = episodes.frame_starts[torch.from_numpy(numbers)]
+            first = episodes.starts[torch.from_numpy(numbers)].numpy()
+            observation = world.reset(seeds=np.resize(seeds[numbers], rows))
+            for step in range(int(lengths[numbers].max()) + 1):
+                live = lengths[numbers] >= step
                 places = frames[torch.from_numpy(live)] + step
                 _require_same(observation, episodes, vectors, spread, np.flatnonzero(live), places)
                 for key in cameras:
-                    images[key][places] = torch.from_numpy(observation[key][: len(chosen)][live, -1])
-                if step == int(lengths[chosen].max()):
+                    images[key][places] = torch.from_numpy(observation[key][: len(numbers)][live, -1])
+                if step == int(lengths[numbers].max()):
                     break
-                index = np.minimum(first + step, first + lengths[chosen] - 1)
+                index = np.minimum(first + step, first + lengths[numbers] - 1)
                 actions = np.resize(episodes.actions[index].numpy(), (rows, episodes.actions.shape[1]))
                 observation = world.step(actions[:, None].astype(np.float64)).observation
-            advance(len(chosen))
+            advance(len(numbers))
     return replace(episodes, observation={**episodes.observation, **images})
 
 
@@ -59,8 +59,8 @@ def _require_same(
     observation: dict, episodes: Episodes, vectors: list[str], spread: dict, rows: np.ndarray, places: torch.Tensor
 ) -> None:
     for key in vectors:
-        seen, known = observation[key][rows, -1], episodes.observation[key][places].numpy()
-        error = np.abs((seen - known) / spread[key]).max(initial=0.0)
+        replayed_values, recorded_values = observation[key][rows, -1], episodes.observation[key][places].numpy()
+        error = np.abs((replayed_values - recorded_values) / spread[key]).max(initial=0.0)
         if error > TOLERANCE:
             raise DataError(
                 f"Played again, '{key}' is {error:.1e} standard deviations off the recording: the episodes come from "

@@ -47,8 +47,8 @@ def examine(
     success: the policy's success rate after training on this data, None if unknown.
     """
     reads_text = getattr(policy, "reads_instructions", None)
-    found = examine_data(episodes, world, reads_text)
-    findings = [*check_success(episodes, None if world is None else world.spec), *found]
+    data_findings = examine_data(episodes, world, reads_text)
+    findings = [*check_success(episodes, None if world is None else world.spec), *data_findings]
     if policy is not None and not _fails(findings, "finite values"):
         findings += examine_policy(episodes, policy, generator or torch.Generator().manual_seed(0), success)
     return findings
@@ -73,8 +73,8 @@ def examine_data(episodes: Episodes, world: World | None, reads_text: bool | Non
         return findings
     findings += check_action_range(episodes.actions, world.spec)
     findings += check_images(episodes, world)
-    recorded, wanted = episodes.observation_fields, world.spec.observation
-    if all(recorded[key].shape == wanted[key].shape for key in wanted if key in recorded):
+    data_fields, world_fields = episodes.observation_fields, world.spec.observation
+    if all(data_fields[key].shape == world_fields[key].shape for key in world_fields if key in data_fields):
         replayed = check_replay(episodes, world)
         findings += replayed
         if not any(finding.problem for finding in replayed):
@@ -99,8 +99,8 @@ def examine_policy(
     """Check finite data against a policy: its fields, its normalisers, its actions at recorded states."""
     spec = policy.spec
     findings = check_policy_fields(spec.observation, spec.action, spec.fps, episodes)
-    recorded = episodes.observation_fields
-    fits = all(key in recorded and recorded[key].shape == field.shape for key, field in spec.observation.items())
+    data_fields = episodes.observation_fields
+    fits = all(key in data_fields and data_fields[key].shape == field.shape for key, field in spec.observation.items())
     if fits and episodes.action_field.shape == spec.action.shape:
         findings += check_normalizers(policy, episodes)
         findings += check_policy_on_data(policy, episodes, generator, success=success)

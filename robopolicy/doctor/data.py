@@ -33,11 +33,11 @@ def check_fields(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
     """Compare keys, shapes, element names, units and control rate of the data with the world's."""
     findings = []
     for key, field in spec.observation.items():
-        recorded = episodes.observation_fields.get(key)
-        if recorded is None:
+        data_field = episodes.observation_fields.get(key)
+        if data_field is None:
             findings.append(_missing(key, episodes.observation_fields, "the world shows"))
         else:
-            findings.append(_compare(key, recorded, field, "world"))
+            findings.append(_compare(key, data_field, field, "world"))
     findings.append(_compare("action", episodes.action_field, spec.action, "world"))
     for camera in sorted(set(episodes.cameras) - set(spec.cameras)):
         text = "recorded, but the world was not asked to show it"
@@ -65,21 +65,21 @@ def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, 
     """
     findings: list[Finding] = []
     for key, field in fields.items():
-        recorded = episodes.observation_fields.get(key)
-        if recorded is None:
+        data_field = episodes.observation_fields.get(key)
+        if data_field is None:
             findings.append(_missing(key, episodes.observation_fields, "the policy reads"))
         else:
-            findings.append(_compare(key, recorded, field, "policy"))
+            findings.append(_compare(key, data_field, field, "policy"))
     findings += [
         _compare("action", episodes.action_field, action, "policy"),
         check_rate(episodes.fps, fps, "policy"),
     ]
     unnamed = _unnamed({**fields, "action": action}, {**episodes.observation_fields, "action": episodes.action_field})
-    unknown = [*unnamed, *(finding for finding in findings if finding.health is Health.UNKNOWN)]
+    unclear = [*unnamed, *(finding for finding in findings if finding.health is Health.UNKNOWN)]
     problems = [finding for finding in findings if finding.problem]
     compared = ["keys", "shapes", *(() if unnamed else ("names",)), *(("rate",) if fps else ())]
     text = f"{', '.join(compared[:-1])} and {compared[-1]} are those of the data"
-    return [*(problems or [Finding("policy fields", Health.GOOD, text)]), *unknown]
+    return [*(problems or [Finding("policy fields", Health.GOOD, text)]), *unclear]
 
 
 def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
@@ -98,9 +98,9 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
         far = (actions.abs().amax(0) > 3 * torch.maximum(low.abs(), high.abs())).any()
         health = Health.WARNING if far else Health.UNKNOWN
         remedy = "The world executes them as they are: if its bounds are no formality, check scale and units."
-    counted = OutsideBounds(spec)
-    counted.add(actions.numpy(), np.ones(len(actions), dtype=bool))
-    text = counted.text.partition(";")[0] if outside[worst] else "within bounds"
+    outside_counts = OutsideBounds(spec)
+    outside_counts.add(actions.numpy(), np.ones(len(actions), dtype=bool))
+    text = outside_counts.text.partition(";")[0] if outside[worst] else "within bounds"
     findings = [Finding("action range", health, text, remedy)]
     findings += check_constant_actions(actions, field)
     spread, span = actions.std(0, correction=0), (high - low).clamp(min=1e-9)
@@ -143,8 +143,8 @@ def _unnamed(fields: Mapping[str, Field], recorded: Mapping[str, Field]) -> list
     }
     remedy = "See yourself that the elements are in the order that the policy was trained on."
     return [
-        Finding("element names", Health.UNKNOWN, f"not compared: {who} does not say those of {listed(keys)}", remedy)
-        for who, keys in silent.items()
+        Finding("element names", Health.UNKNOWN, f"not compared: {owner} does not say those of {listed(keys)}", remedy)
+        for owner, keys in silent.items()
         if keys
     ]
 
@@ -157,7 +157,9 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
         return Finding(key, Health.BAD, text, remedy)
     if misnamed(recorded.names, wanted.names) is not None:
         pairs = zip(recorded.names, wanted.names, strict=False)
-        different = [f"'{mine}' where the {whose} has '{other}'" for mine, other in pairs if mine != other]
+        different = [
+            f"'{data_name}' where the {whose} has '{other}'" for data_name, other in pairs if data_name != other
+        ]
         same = sorted(recorded.names) == sorted(wanted.names)
         kind = "action order" if key == "action" else "observation order"
         remedy = "Reorder the dataset's columns by name." if same else RENAME_ELEMENTS
@@ -168,8 +170,10 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
         text = f"dataset in '{recorded.unit}', {whose} in '{wanted.unit}'"
         return Finding(key, Health.BAD, text, "Convert the dataset, or correct its label.")
     if recorded.names and wanted.names and recorded.names != wanted.names:
-        mine, other = next((a, b) for a, b in zip(recorded.names, wanted.names, strict=False) if a != b)
-        text = f"compared by their number alone: '{mine}' where the {whose} has '{other}' says nothing but its place"
+        first_name, other = next((a, b) for a, b in zip(recorded.names, wanted.names, strict=False) if a != b)
+        text = (
+            f"compared by their number alone: '{first_name}' where the {whose} has '{other}' says nothing but its place"
+        )
         return Finding("element names", Health.UNKNOWN, f"{key}: {text}", ORDER)
     return Finding(key, Health.GOOD, f"shape {wanted.shape} on both sides")
 
@@ -193,7 +197,7 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
         text = "meta/stats.json is missing"
         return [Finding("statistics", Health.WARNING, text, REMEDY)]
     try:
-        stored = read_json(file_within(Path(folder), "meta/stats.json", "meta/stats.json"), DataError)
+        content = read_json(file_within(Path(folder), "meta/stats.json", "meta/stats.json"), DataError)
     except DataError as error:
         return [Finding("statistics", Health.BAD, f"meta/stats.json is damaged ({error})", REMEDY)]
     frames = (
@@ -205,11 +209,11 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
     fields = {**episodes.observation_fields, "action": episodes.action_field}
     findings: list[Finding] = []
     for key, values in rows.items():
-        found = stored.get(key) if isinstance(stored, dict) else None
-        if not isinstance(found, dict):
+        stored_statistics = content.get(key) if isinstance(content, dict) else None
+        if not isinstance(stored_statistics, dict):
             findings.append(Finding("statistics", Health.WARNING, f"meta/stats.json lacks '{key}'", REMEDY))
             continue
-        off = _disagreeing(found, values.reshape(len(values), -1), element_names(fields[key], key))
+        off = _disagreeing(stored_statistics, values.reshape(len(values), -1), element_names(fields[key], key))
         if off:
             text = f"meta/stats.json disagrees with the data of '{key}': {listed(off)}"
             findings.append(Finding("statistics", Health.BAD, text, REMEDY))
@@ -219,12 +223,14 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
 def check_columns(folder: Path) -> list[Finding]:
     """Report unread image columns: depth, and names that do not begin with "observation."."""
     features = read_information(folder)["features"]
-    read = camera_columns(features, Path(folder)).values()
-    left = [
-        f"{name} ({kind_in_words(what)})" for name, what in features.items() if is_picture(what) and name not in read
+    read_columns = camera_columns(features, Path(folder)).values()
+    unread = [
+        f"{name} ({kind_in_words(feature)})"
+        for name, feature in features.items()
+        if is_picture(feature) and name not in read_columns
     ]
     remedy = "Colours are read under observation.NAME, depth is not."
-    return [Finding("columns left out", Health.UNKNOWN, f"not read: {listed(left)}", remedy)] if left else []
+    return [Finding("columns left out", Health.UNKNOWN, f"not read: {listed(unread)}", remedy)] if unread else []
 
 
 def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str, ...]) -> list[str]:
@@ -242,13 +248,16 @@ def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str
     texts: list[str] = []
     for name in COMPARED:
         try:
-            said = np.asarray(stored[name], dtype=float).reshape(-1)
+            stored_values = np.asarray(stored[name], dtype=float).reshape(-1)
         except (KeyError, TypeError, ValueError):
             texts.append(f"no {name}")
             continue
-        if said.shape != true[name].shape:
-            texts.append(f"{name} has {said.size} elements, not {true[name].size}")
+        if stored_values.shape != true[name].shape:
+            texts.append(f"{name} has {stored_values.size} elements, not {true[name].size}")
             continue
-        wrong = ~(np.abs(said - true[name]) <= allowed + (squares if name == "std" else 0.0))
-        texts += [f"{name} of '{names[i]}' is {said[i]:.4g}, not {true[name][i]:.4g}" for i in np.flatnonzero(wrong)]
+        differs = ~(np.abs(stored_values - true[name]) <= allowed + (squares if name == "std" else 0.0))
+        texts += [
+            f"{name} of '{names[i]}' is {stored_values[i]:.4g}, not {true[name][i]:.4g}"
+            for i in np.flatnonzero(differs)
+        ]
     return texts

@@ -46,7 +46,7 @@ FACTORS: dict[float, tuple[str, str]] = {
 def name_factor(factor: float) -> str:
     """Describe a factor as "times too large (or small)", with the usual cause if it is within 1 % of a known factor."""
     size = max(abs(factor), 1e-12)
-    small, shown = size < 1, max(size, 1 / size)
-    reasons = [texts[small] for known, texts in FACTORS.items() if abs(shown / known - 1) < 0.01]
-    text = f"{shown:.4g} times too {'small' if small else 'large'}"
+    small, ratio = size < 1, max(size, 1 / size)
+    reasons = [texts[small] for known_factor, texts in FACTORS.items() if abs(ratio / known_factor - 1) < 0.01]
+    text = f"{ratio:.4g} times too {'small' if small else 'large'}"
     return f"{text} ({reasons[0]}?)" if reasons else text

@@ -60,21 +60,21 @@ def check_images(episodes: Episodes, world: World) -> list[Finding]:
     if not cameras:
         return []
     rows = min(world.batch_size, len(episodes))
-    chosen = np.linspace(0, len(episodes) - 1, rows).round().astype(int)
+    indices = np.linspace(0, len(episodes) - 1, rows).round().astype(int)
     seeded = episodes.seeds is not None
-    seeds = None if episodes.seeds is None else np.resize(episodes.seeds[chosen].cpu().numpy(), world.batch_size)
+    seeds = None if episodes.seeds is None else np.resize(episodes.seeds[indices].cpu().numpy(), world.batch_size)
     observation = world.reset(seeds=seeds)
-    frames = episodes.frame_starts[chosen]
+    frames = episodes.frame_starts[indices]
 
     def prepared(images: np.ndarray) -> np.ndarray:
         return images.astype(np.float32) if seeded else images.astype(np.float32).mean(0, keepdims=True)
 
-    shown = {camera: prepared(observation[IMAGE_PREFIX + camera][:rows, -1]) for camera in cameras}
+    world_images = {camera: prepared(observation[IMAGE_PREFIX + camera][:rows, -1]) for camera in cameras}
     findings = []
     for camera in cameras:
-        recorded = prepared(episodes.observation[IMAGE_PREFIX + camera][frames].cpu().numpy())
-        if recorded.shape == shown[camera].shape:
-            findings.append(_compare(camera, recorded, shown, seeded))
+        data_images = prepared(episodes.observation[IMAGE_PREFIX + camera][frames].cpu().numpy())
+        if data_images.shape == world_images[camera].shape:
+            findings.append(_compare(camera, data_images, world_images, seeded))
     return findings
 
 
@@ -130,10 +130,10 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
     flat = final & (spread < FLAT) & ~black & ~white
     owner = torch.repeat_interleave(torch.arange(len(episodes)), episodes.lengths.cpu() + 1)
     findings = []
-    for bad, what in ((black, "black"), (white, "white"), (flat, "of one colour")):
+    for bad, description in ((black, "black"), (white, "white"), (flat, "of one colour")):
         if bad.any():
-            where = listed([str(index) for index in owner[bad].unique().tolist()])
-            text = f"{int(bad.sum())} of {int(final.sum())} images are {what} (episodes {where})"
+            episodes_text = listed([str(index) for index in owner[bad].unique().tolist()])
+            text = f"{int(bad.sum())} of {int(final.sum())} images are {description} (episodes {episodes_text})"
             remedy = (
                 "The camera was covered, unplugged or not exposed (or written as 0 to 1): leave these episodes out."
             )
@@ -158,17 +158,21 @@ def _frozen(episodes: Episodes, images: Tensor) -> list[int]:
     keys = [key for key in (STATE, ENVIRONMENT_STATE) if key in episodes.observation]
     states = [episodes.observation[key].cpu() for key in keys]
     state = torch.cat([values / values.std(0, correction=0).clamp(min=1e-6) for values in states], 1) if keys else None
-    found = []
+    frozen_episodes = []
     for index in range(len(episodes)):
         first, length = int(episodes.frame_starts[index]), int(episodes.lengths[index])
         for begin, end in still_runs(images[first : first + length]):
             if begin == 0 and end < length:
                 continue
             run = slice(first + begin, first + end)
-            moved = 1.0 if state is None else float((state[run].amax(0) - state[run].amin(0)).max())
-            if moved > 0.5 and index not in found and (state is not None or end - begin >= length // 2):
-                found.append(index)
-    return found
+            state_change = 1.0 if state is None else float((state[run].amax(0) - state[run].amin(0)).max())
+            if (
+                state_change > 0.5
+                and index not in frozen_episodes
+                and (state is not None or end - begin >= length // 2)
+            ):
+                frozen_episodes.append(index)
+    return frozen_episodes
 
 
 def still_runs(images: Tensor) -> list[tuple[int, int]]:
@@ -186,34 +190,34 @@ def still_runs(images: Tensor) -> list[tuple[int, int]]:
 def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray], seeded: bool) -> Finding:
     """Compare images [n, height, width, 3] of one camera with the images of the world's cameras."""
     check, error = f"images of '{camera}'", _difference(recorded, shown[camera])
-    how = "the same starts" if seeded else "average images"
-    tried = {text: _difference(mend(recorded), shown[camera]) for text, mend in IMAGES_DIR.items()}
-    tried |= {
+    basis = "the same starts" if seeded else "average images"
+    errors = {text: _difference(mend(recorded), shown[camera]) for text, mend in IMAGES_DIR.items()}
+    errors |= {
         f"it shows what the world's camera '{other}' shows": _difference(recorded, images)
         for other, images in shown.items()
         if other != camera and images.shape == recorded.shape
     }
-    best = min(tried, key=lambda text: tried[text])
-    if tried[best] < 0.5 * error and error > (0.1 if seeded else CLOSE):
-        alike = [text for text in tried if tried[text] < 1.3 * tried[best] + (0.2 if seeded else 1.0)]
-        either = "" if len(alike) == 1 else "this data cannot tell which: "
-        exact = "" if tried[best] < CLOSE else "most likely, not exactly: "
-        amount = f"(difference {error:.1f} of 255, mended {tried[best]:.1f})"
+    best = min(errors, key=lambda text: errors[text])
+    if errors[best] < 0.5 * error and error > (0.1 if seeded else CLOSE):
+        candidates = [text for text in errors if errors[text] < 1.3 * errors[best] + (0.2 if seeded else 1.0)]
+        either = "" if len(candidates) == 1 else "this data cannot tell which: "
+        exact = "" if errors[best] < CLOSE else "most likely, not exactly: "
+        amount = f"(difference {error:.1f} of 255, mended {errors[best]:.1f})"
         mixed = best.startswith("it shows")
         remedy = "Rename the cameras." if mixed else "Convert the images, or the camera's driver."
         name = "camera order" if mixed else image_check(best)
-        return Finding(name, Health.BAD, f"'{camera}': {either}{exact}{' or '.join(alike)} {amount}", remedy)
-    text = f"differ from the world's by {error:.1f} of 255 ({how})"
+        return Finding(name, Health.BAD, f"'{camera}': {either}{exact}{' or '.join(candidates)} {amount}", remedy)
+    text = f"differ from the world's by {error:.1f} of 255 ({basis})"
     if error < CLOSE:
         return Finding(check, Health.GOOD, text)
-    slope, offset, left = _line(shown[camera], recorded)
-    if left < max(CLOSE, 0.1 * error) and abs(slope + 1) < NEGATIVE:
+    slope, offset, residual = _line(shown[camera], recorded)
+    if residual < max(CLOSE, 0.1 * error) and abs(slope + 1) < NEGATIVE:
         text = (
             f"'{camera}' is a negative (255 less the world's values): bytes were made 255 times larger and overflowed"
         )
         remedy = "Multiply only images from 0 to 1 by 255; leave bytes as they are."
         return Finding("image range", Health.BAD, text, remedy)
-    if left < 0.25 * error and slope > 0:
+    if residual < 0.25 * error and slope > 0:
         text = f"{text}: brightness and contrast, {slope:.2g} times the world's values {offset:+.0f}"
     if not seeded:
         return Finding(check, Health.UNKNOWN, f"{text}; without seeds they cannot be compared one by one")
@@ -251,25 +255,27 @@ def check_image_timing(episodes: Episodes, world: World, known_faults: Collectio
     images; frozen cameras are not checked for delays, cameras with other faults are skipped.
     """
     hanging = {item.check for item in known_faults if item.problem and item.measured.startswith(STANDS_STILL)}
-    spoiled = {item.check for item in known_faults if item.problem} - hanging
+    faulty = {item.check for item in known_faults if item.problem} - hanging
     cameras = [camera for camera in world.spec.cameras if camera in episodes.cameras]
-    cameras = [camera for camera in cameras if f"camera '{camera}'" not in spoiled]
+    cameras = [camera for camera in cameras if f"camera '{camera}'" not in faulty]
     if not cameras or episodes.seeds is None:
         return []
     rows = min(world.batch_size, len(episodes))
-    chosen = np.linspace(0, len(episodes) - 1, rows).round().astype(int)
-    shown, lengths = _filmed(episodes, world, cameras, chosen)
+    indices = np.linspace(0, len(episodes) - 1, rows).round().astype(int)
+    world_images, lengths = _filmed(episodes, world, cameras, indices)
     findings = []
     for camera in cameras:
-        recorded = episodes.observation[IMAGE_PREFIX + camera].cpu().numpy()
-        time = np.minimum(np.arange(shown[camera].shape[1]), lengths[:, None])
-        frames = recorded[episodes.frame_starts.cpu().numpy()[chosen][:, None] + time]
-        if frames.shape == shown[camera].shape:
-            known = np.arange(time.shape[1]) <= lengths[:, None]
+        data_images = episodes.observation[IMAGE_PREFIX + camera].cpu().numpy()
+        time = np.minimum(np.arange(world_images[camera].shape[1]), lengths[:, None])
+        frames = data_images[episodes.frame_starts.cpu().numpy()[indices][:, None] + time]
+        if frames.shape == world_images[camera].shape:
+            valid = np.arange(time.shape[1]) <= lengths[:, None]
             hangs = f"camera '{camera}'" in hanging
-            timing = [] if hangs else _compare_delays(camera, frames.astype(np.float32), shown[camera], known)
+            timing = [] if hangs else _compare_delays(camera, frames.astype(np.float32), world_images[camera], valid)
             if not any(finding.problem for finding in timing):
-                timing += standing_still(camera, [str(chosen[row]) for row in _hanging(frames, shown[camera], lengths)])
+                timing += standing_still(
+                    camera, [str(indices[row]) for row in _hanging(frames, world_images[camera], lengths)]
+                )
             findings += timing
     return findings
 
@@ -282,14 +288,14 @@ def _filmed(
     seeds = np.resize(np.asarray(episodes.seeds)[chosen], world.batch_size)
     starts, actions = episodes.starts.cpu().numpy()[chosen], episodes.actions.cpu().double().numpy()
     observation = world.reset(seeds=seeds)
-    taken = {camera: [observation[IMAGE_PREFIX + camera][: len(chosen), -1].copy()] for camera in cameras}
+    images_of_camera = {camera: [observation[IMAGE_PREFIX + camera][: len(chosen), -1].copy()] for camera in cameras}
     for step in range(int(lengths.max())):
         part = np.zeros((world.batch_size, 1, actions.shape[-1]))
         part[: len(chosen), 0] = actions[starts + np.minimum(step, lengths - 1)]
         observation = world.step(part).observation
         for camera in cameras:
-            taken[camera].append(observation[IMAGE_PREFIX + camera][: len(chosen), -1].copy())
-    return {camera: np.stack(images, 1).astype(np.float32) for camera, images in taken.items()}, lengths
+            images_of_camera[camera].append(observation[IMAGE_PREFIX + camera][: len(chosen), -1].copy())
+    return {camera: np.stack(images, 1).astype(np.float32) for camera, images in images_of_camera.items()}, lengths
 
 
 def _hanging(recorded: np.ndarray, shown: np.ndarray, lengths: np.ndarray) -> list[int]:
@@ -315,11 +321,11 @@ def _compare_delays(camera: str, recorded: np.ndarray, shown: np.ndarray, known:
     for delay in range(-LATEST, LATEST + 1):
         # Of late images only those count that are not the first one again, of early ones those that the film reaches.
         inside = (time > delay if delay > 0 else time < len(time) + delay) & known
-        where = moving & inside[..., None, None, None]
-        if inside.sum() >= ENOUGH and where.any():
+        region = moving & inside[..., None, None, None]
+        if inside.sum() >= ENOUGH and region.any():
             then = shown[:, np.clip(time - delay, 0, len(time) - 1)]
-            mended, plain = (float(np.abs(recorded - film)[where].mean()) for film in (then, shown))
-            error[delay] = mended, plain
+            shifted_error, plain = (float(np.abs(recorded - film)[region].mean()) for film in (then, shown))
+            error[delay] = shifted_error, plain
     best = min(error, key=lambda delay: error[delay][0], default=0)
     if best == 0 or error[best][1] < OFF or error[best][0] > EXPLAINED * error[best][1]:
         return [Finding("image timing", Health.GOOD, f"'{camera}' shows what moves when it moves")]

@@ -50,38 +50,38 @@ def action_hypotheses(field: Field, largest: np.ndarray) -> list[Hypothesis]:
     """
     names = element_names(field, "action")
     low, high = (np.broadcast_to(bound, field.shape).astype(float) for bound in (field.low, field.high))
-    found = []
+    hypotheses = []
     for i, name in enumerate(names):
         middle = low[i] + high[i] if low[i] >= 0 and np.isfinite(high[i]) else 0.0
         remedy = f"Flip '{name}' in the data, or in the driver that records it."
-        found.append(Hypothesis("action sign", f"'{name}' has the opposite sign", remedy, _flip(i, middle)))
+        hypotheses.append(Hypothesis("action sign", f"'{name}' has the opposite sign", remedy, _flip(i, middle)))
     for i, j in itertools.combinations(range(len(names)), 2):
         text = f"'{names[i]}' and '{names[j]}' are swapped"
-        found.append(
+        hypotheses.append(
             Hypothesis(
                 "action order", text, "Swap these two columns of the actions.", _reorder(_exchanged(i, j, len(names)))
             )
         )
     for order in _cycles(len(names)) if len(names) <= 7 else ():
-        moved = [(names[i], names[j]) for i, j in enumerate(order) if i != j]
-        text = ", ".join(f"'{place}' holds '{held}'" for place, held in moved)
-        found.append(Hypothesis("action order", text, "Reorder these columns of the actions.", _reorder(order)))
-    factors = [factor for known in FACTORS for factor in (known, 1 / known)]
+        moves = [(names[i], names[j]) for i, j in enumerate(order) if i != j]
+        text = ", ".join(f"'{place}' holds '{source}'" for place, source in moves)
+        hypotheses.append(Hypothesis("action order", text, "Reorder these columns of the actions.", _reorder(order)))
+    factors = [factor for known_factor in FACTORS for factor in (known_factor, 1 / known_factor)]
     share = largest / np.maximum(np.abs(low), np.abs(high))  # 0 where there are no bounds
     for factor in factors:
         if _fits(float(share.max()) / factor):
-            found.append(_scale_hypothesis(factor, None, "every action"))
+            hypotheses.append(_scale_hypothesis(factor, None, "every action"))
     for (i, name), factor in itertools.product(enumerate(names) if len(names) > 1 else (), factors):
         if _fits(float(share[i]) / factor) and largest[i] > 0:
-            found.append(_scale_hypothesis(factor, i, f"'{name}'"))
+            hypotheses.append(_scale_hypothesis(factor, i, f"'{name}'"))
     if np.isfinite(low).all() and np.isfinite(high).all():
         for first, last in ((-1.0, 1.0), (0.0, 1.0)):
             if np.allclose(low, first) and np.allclose(high, last):
                 continue
             text = f"the actions are stored on a range from {first:g} to {last:g}, not the world's"
             remedy = "Map them back to the world's bounds before writing the dataset."
-            found.append(Hypothesis("action scale", text, remedy, _from_range(first, last, low, high)))
-    return found
+            hypotheses.append(Hypothesis("action scale", text, remedy, _from_range(first, last, low, high)))
+    return hypotheses
 
 
 ALIGN = "Align them: an action belongs to the frame it was decided on."
@@ -127,13 +127,13 @@ def _shift(what: str, steps: int, way: str, mend: Callable[[Motion], Motion]) ->
 
 def rate_hypotheses(fps: float) -> list[Hypothesis]:
     """Return the hypotheses of a control rate that is wrong by an integer factor; fps: the world's."""
-    found = []
+    hypotheses = []
     for factor in (2, 3, 4, 5):
         for times, mend in ((1 / factor, _hold(factor)), (factor, _skip(factor))):
             text = f"the data moves as if recorded at {fps * times:g} steps/s; the world runs at {fps:g}"
             remedy = f"Resample the data to {fps:g} steps/s and correct its fps."
-            found.append(Hypothesis("control rate", text, remedy, mend))
-    return found
+            hypotheses.append(Hypothesis("control rate", text, remedy, mend))
+    return hypotheses
 
 
 def scaled_actions(factor: float, dimension: int | None = None) -> Callable[[Motion], Motion]:
@@ -173,15 +173,15 @@ def _exchanged(first: int, second: int, count: int) -> tuple[int, ...]:
 
 def _cycles(count: int) -> list[tuple[int, ...]]:
     """Return every cyclic permutation of three of `count` elements."""
-    found = []
+    permutations = []
     for i, j, k in itertools.combinations(range(count), 3):
         for first, second, third in ((i, j, k), (i, k, j)):
             order = list(range(count))
             order[first] = second
             order[second] = third
             order[third] = first
-            found.append(tuple(order))
-    return found
+            permutations.append(tuple(order))
+    return permutations
 
 
 def _reorder(order: tuple[int, ...]) -> Callable[[Motion], Motion]:
@@ -203,8 +203,8 @@ def _late(steps: int) -> Callable[[Motion], Motion]:
         count = motion.actions.shape[1] - steps
         if count < 1:
             return _unknown(motion)
-        known = motion.known[:, : count + 1] & motion.known[:, steps:]
-        return Motion(motion.actions[:, steps:], motion.frames[:, : count + 1], known)
+        valid = motion.known[:, : count + 1] & motion.known[:, steps:]
+        return Motion(motion.actions[:, steps:], motion.frames[:, : count + 1], valid)
 
     return mend
 
@@ -223,10 +223,10 @@ def _early(steps: int) -> Callable[[Motion], Motion]:
     def mend(motion: Motion) -> Motion:
         if motion.actions.shape[1] <= steps:
             return _unknown(motion)
-        unknown = np.full_like(motion.actions[:, :steps], np.nan)
-        known = motion.known.copy()
-        known[:, : steps + 1] = False  # the unknown actions are found from these frames, which so are no evidence
-        return replace(motion, actions=np.concatenate([unknown, motion.actions[:, :-steps]], axis=1), known=known)
+        fill = np.full_like(motion.actions[:, :steps], np.nan)
+        valid = motion.known.copy()
+        valid[:, : steps + 1] = False  # the unknown actions are found from these frames, which so are no evidence
+        return replace(motion, actions=np.concatenate([fill, motion.actions[:, :-steps]], axis=1), known=valid)
 
     return mend
 
@@ -238,8 +238,8 @@ def _frames_early(steps: int) -> Callable[[Motion], Motion]:
         if motion.actions.shape[1] <= steps:
             return _unknown(motion)
         frames = np.concatenate([np.repeat(motion.frames[:, :1], steps, axis=1), motion.frames[:, :-steps]], axis=1)
-        unknown = np.zeros_like(motion.known[:, :steps])
-        return replace(motion, frames=frames, known=np.concatenate([unknown, motion.known[:, :-steps]], axis=1))
+        fill = np.zeros_like(motion.known[:, :steps])
+        return replace(motion, frames=frames, known=np.concatenate([fill, motion.known[:, :-steps]], axis=1))
 
     return mend
 
@@ -250,12 +250,14 @@ def _hold(factor: int) -> Callable[[Motion], Motion]:
     def mend(motion: Motion) -> Motion:
         steps = motion.actions.shape[1]
         frames = np.repeat(motion.frames, factor, axis=1)[:, : steps + 1]
-        known = np.repeat(motion.known, factor, axis=1)[:, : steps + 1]
-        known[:, np.arange(steps + 1) % factor != 0] = False
+        valid = np.repeat(motion.known, factor, axis=1)[:, : steps + 1]
+        valid[:, np.arange(steps + 1) % factor != 0] = False
         share = (np.arange(steps) % factor / factor)[:, None]
         following = np.concatenate([motion.actions[:, 1:], motion.actions[:, -1:]], axis=1)
-        here, ahead = (np.repeat(actions, factor, axis=1)[:, :steps] for actions in (motion.actions, following))
-        return Motion((1 - share) * here + share * ahead, frames, known)
+        current, following_part = (
+            np.repeat(actions, factor, axis=1)[:, :steps] for actions in (motion.actions, following)
+        )
+        return Motion((1 - share) * current + share * following_part, frames, valid)
 
     return mend
 
@@ -265,8 +267,8 @@ def _skip(factor: int) -> Callable[[Motion], Motion]:
 
     def mend(motion: Motion) -> Motion:
         count = motion.actions.shape[1] // factor
-        frames, known = motion.frames[:, ::factor][:, : count + 1], motion.known[:, ::factor][:, : count + 1]
-        return Motion(motion.actions[:, ::factor][:, :count], frames, known)
+        frames, valid = motion.frames[:, ::factor][:, : count + 1], motion.known[:, ::factor][:, : count + 1]
+        return Motion(motion.actions[:, ::factor][:, :count], frames, valid)
 
     return mend
 
@@ -310,8 +312,8 @@ def explain_exactly(
     reduce the error are then tested on the best partial corrections (a beam search). The search stops at the first
     depth with an exact explanation; [] if there is none.
     """
-    for tried in _search(motion, hypotheses, judge, depth):
-        exact = _distinct([item for item in tried if item.score.exact])
+    for explanations in _search(motion, hypotheses, judge, depth):
+        exact = _distinct([item for item in explanations if item.score.exact])
         if exact:
             return sorted(exact, key=lambda item: item.score.error)
     return []
@@ -324,8 +326,8 @@ def explain_nearly(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judg
     """
     start = Explanation((), motion, judge(motion))
     limit = LIKELY * min(start.score.error, 1.0)
-    tried = [_mended(start, item, judge) for item in hypotheses]
-    likely = sorted((item for item in tried if item.score.error < limit), key=lambda item: item.score.error)
+    explanations = [_mended(start, item, judge) for item in hypotheses]
+    likely = sorted((item for item in explanations if item.score.error < limit), key=lambda item: item.score.error)
     return _distinct([item for item in likely if item.score.error < RIVAL * likely[0].score.error])
 
 
@@ -334,12 +336,12 @@ def _search(motion: Motion, hypotheses: Sequence[Hypothesis], judge: Judge, dept
     start = Explanation((), motion, judge(motion))
     beam, useful = [start], list(hypotheses)
     for _ in range(depth):
-        grown = [(partial, [_mended(partial, item, judge) for item in useful]) for partial in beam]
-        tried = [item for _, items in grown for item in items]
-        yield tried
+        expansions = [(partial, [_mended(partial, item, judge) for item in useful]) for partial in beam]
+        explanations = [item for _, items in expansions for item in items]
+        yield explanations
         if beam == [start]:
-            useful = [item.breaks[0] for item in tried if item.score.error < start.score.error]
-        better = [item for partial, items in grown for item in items if _helps(item, partial)]
+            useful = [item.breaks[0] for item in explanations if item.score.error < start.score.error]
+        better = [item for partial, items in expansions for item in items if _helps(item, partial)]
         beam = _distinct(sorted(better, key=lambda item: item.score.error))[:BEAM]
 
 
@@ -372,11 +374,11 @@ def _mended(partial: Explanation, hypothesis: Hypothesis, judge: Judge) -> Expla
 
 def _distinct(explanations: Sequence[Explanation]) -> list[Explanation]:
     """Drop explanations that correct a motion in the same way as an earlier one."""
-    kept: list[Explanation] = []
+    distinct: list[Explanation] = []
     for item in explanations:
-        if not any(_same(item.motion, other.motion) for other in kept):
-            kept.append(item)
-    return kept
+        if not any(_same(item.motion, other.motion) for other in distinct):
+            distinct.append(item)
+    return distinct
 
 
 def _same(first: Motion, second: Motion) -> bool:

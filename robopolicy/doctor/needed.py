@@ -52,20 +52,20 @@ def needed_actions(
     [A].
     """
     actions = np.clip(motion.actions, *bounds)
-    executed, wrong = actions.copy(), np.zeros(actions.shape[:2], dtype=bool)
+    executed, replaced = actions.copy(), np.zeros(actions.shape[:2], dtype=bool)
     solved = np.ones(actions.shape[:2], dtype=bool)
     given_up = np.zeros(len(actions), dtype=bool)
     first, rows = _first_wrong(motion, play(actions), scale), np.arange(len(actions))
     for _ in range(rounds):
         open_rows = (first > 0) & ~given_up
         step = np.maximum(first - 1, 0)
-        given_up |= wrong[rows, step] & open_rows  # the needed action was looked for and leads elsewhere
+        given_up |= replaced[rows, step] & open_rows  # the needed action was looked for and leads elsewhere
         open_rows &= ~given_up
         if not open_rows.any():
             break
-        found = solve_step(actions, step, motion.frames[rows, step + 1], play, scale, bounds)
-        actions[rows[open_rows], step[open_rows]] = found[open_rows]
-        wrong[rows[open_rows], step[open_rows]] = True
+        solution = solve_step(actions, step, motion.frames[rows, step + 1], play, scale, bounds)
+        actions[rows[open_rows], step[open_rows]] = solution[open_rows]
+        replaced[rows[open_rows], step[open_rows]] = True
         first = _first_wrong(motion, play(actions), scale)
     for row in rows[first >= 0]:
         solved[row, max(first[row] - 1, 0) :] = False
@@ -75,8 +75,8 @@ def needed_actions(
 def _first_wrong(motion: Motion, frames: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return the first frame [E] in which an episode has left the recording, -1 if it never does."""
     error = (np.abs(frames - motion.frames) / scale).max(-1)
-    left = (error >= LEFT) & motion.known
-    return np.where(left.any(1), left.argmax(1), -1)
+    diverged = (error >= LEFT) & motion.known
+    return np.where(diverged.any(1), diverged.argmax(1), -1)
 
 
 def solve_step(
@@ -94,25 +94,25 @@ def solve_step(
     until = int(step.max()) + 1
 
     def respond(chosen: np.ndarray) -> np.ndarray:
-        tried = actions[:, :until].copy()
-        tried[rows, step] = chosen
-        return play(tried)[rows, step + 1] / scale
+        trial = actions[:, :until].copy()
+        trial[rows, step] = chosen
+        return play(trial)[rows, step + 1] / scale
 
-    here = actions[rows, step]
-    before = respond(here)
+    current = actions[rows, step]
+    before = respond(current)
     columns = []
     for dimension, size in enumerate(reach):
-        change = np.zeros_like(here)
-        inward = here[:, dimension] + size > high[dimension]
+        change = np.zeros_like(current)
+        inward = current[:, dimension] + size > high[dimension]
         change[:, dimension] = np.where(inward, -size, size)
-        columns.append((respond(here + change) - before) / change[:, dimension, None])
+        columns.append((respond(current + change) - before) / change[:, dimension, None])
     inverse = np.linalg.pinv(np.stack(columns, -1), rcond=1e-6)
-    best, least = here, np.abs(target / scale - before).max(-1)
+    best, least = current, np.abs(target / scale - before).max(-1)
     for _ in range(ITERATIONS):
-        here = np.clip(here + np.einsum("eas,es->ea", inverse, target / scale - before), low, high)
-        before = respond(here)
+        current = np.clip(current + np.einsum("eas,es->ea", inverse, target / scale - before), low, high)
+        before = respond(current)
         error = np.abs(target / scale - before).max(-1)
-        best, least = np.where((error < least)[:, None], here, best), np.minimum(error, least)
+        best, least = np.where((error < least)[:, None], current, best), np.minimum(error, least)
     return best
 
 
@@ -123,13 +123,13 @@ def explain_needed(
 
     elements: names of the S observation elements; all_actions: [N, A], every recorded action.
     """
-    wrong = _wrong(needed)
-    dimensions = np.flatnonzero(wrong.any((0, 1)))
-    if wrong.sum() < ENOUGH or not len(dimensions):
+    differs = _wrong(needed)
+    dimensions = np.flatnonzero(differs.any((0, 1)))
+    if differs.sum() < ENOUGH or not len(dimensions):
         return []
-    explained = [_relation(needed, wrong[..., i], int(i), elements, all_actions[:, i]) for i in dimensions]
+    relations = [_relation(needed, differs[..., i], int(i), elements, all_actions[:, i]) for i in dimensions]
     findings: dict[tuple[str, str], list[str]] = {}
-    for i, each in zip(dimensions, explained, strict=True):
+    for i, each in zip(dimensions, relations, strict=True):
         if each is None:
             return []
         findings.setdefault((each[0], each[2]), []).append(f"'{names[i]}' {each[1]}")
@@ -138,11 +138,11 @@ def explain_needed(
 
 def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray) -> list[Finding]:
     """Report single wrong actions in an otherwise correct motion; episodes: [E], their indices in the data."""
-    wrong = _wrong(needed)
+    differs = _wrong(needed)
     texts = [
         f"'{names[i]}' of episode {episodes[row]} at step {step} is {needed.recorded[row, step, i]:.3g}, the motion "
         f"needs {needed.actions[row, step, i]:.3g}"
-        for row, step, i in zip(*wrong.nonzero(), strict=True)
+        for row, step, i in zip(*differs.nonzero(), strict=True)
     ]
     remedy = "These actions were not what the robot did: leave the episodes out, or mend them."
     return [Finding("action spikes", Health.BAD, listed(texts), remedy)] if texts else []
@@ -150,13 +150,13 @@ def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray)
 
 def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
     """Report the action dimensions that differ from the required ones, when others agree."""
-    wrong = _wrong(needed)
-    odd = wrong.any((0, 1))
-    if wrong.sum() < ENOUGH or odd.all():
+    differs = _wrong(needed)
+    odd = differs.any((0, 1))
+    if differs.sum() < ENOUGH or odd.all():
         return []
     texts = []
     for i in np.flatnonzero(odd):
-        size = float(np.abs(needed.executed - needed.actions)[..., i][wrong[..., i]].mean())
+        size = float(np.abs(needed.executed - needed.actions)[..., i][differs[..., i]].mean())
         texts.append(f"'{names[i]}' by {size:.2g} on average")
     text = f"of the actions only these differ from what the motion needs: {listed(texts)}"
     return [Finding("unlike action", Health.BAD, text, "Look at what records these elements; the others are sound.")]
@@ -175,30 +175,30 @@ def _relation(
     needed: Needed, wrong: np.ndarray, i: int, elements: tuple[str, ...], column: np.ndarray
 ) -> tuple[str, str, str] | None:
     """Return check, text and remedy for one dimension; wrong: [E, T] bool; column: [N], all its recorded values."""
-    recorded, wanted = needed.recorded[..., i], needed.actions[..., i]
+    recorded_values, needed_values = needed.recorded[..., i], needed.actions[..., i]
     low, high = float(column.min()), float(column.max())
-    span = f"{wanted[needed.solved].min():.3g} to {wanted[needed.solved].max():.3g}"
+    span = f"{needed_values[needed.solved].min():.3g} to {needed_values[needed.solved].max():.3g}"
     if high - low < 1e-6:
         text = f"never changes in the data (always {low:.4g}), though the motion needs {span}"
         return "dead action", text, "The recorder missed this element of the actions."
     slack = 1e-3 * (high - low)
-    below = (recorded <= low + slack) & (wanted < low)
-    above = (recorded >= high - slack) & (wanted > high)
+    below = (recorded_values <= low + slack) & (needed_values < low)
+    above = (recorded_values >= high - slack) & (needed_values > high)
     if (below | above)[wrong].all():
         text = f"is clipped to {low:.3g} to {high:.3g}, though the motion needs {span}"
         return "clipped actions", text, "Record the actions before they are clipped, or clip them on the robot as well."
-    late = _late_by(needed, recorded, wanted)
+    late = _late_by(needed, recorded_values, needed_values)
     if late:
         text = f"is stored {late} {'step' if late == 1 else 'steps'} too late"
         return "time shift", text, "Align it: an action belongs to the frame it was decided on."
     steps = needed.solved[:, 1:] & needed.solved[:, :-1]
-    if _same(recorded[:, 1:], np.diff(wanted, axis=1), steps):
+    if _same(recorded_values[:, 1:], np.diff(needed_values, axis=1), steps):
         text = "holds differences from the action before (deltas for absolute values)"
         return "action kind", text, "Add the differences up, or record what the robot was told."
-    if _fit(np.diff(recorded, axis=1)[steps], wanted[:, 1:][steps][:, None]) is not None:
+    if _fit(np.diff(recorded_values, axis=1)[steps], needed_values[:, 1:][steps][:, None]) is not None:
         text = "holds a running sum (absolute values for deltas)"
         return "action kind", text, "Store the difference from one step to the next, or record what the robot was told."
-    return _state_in(needed, recorded, wanted, elements)
+    return _state_in(needed, recorded_values, needed_values, elements)
 
 
 def _state_in(
@@ -209,9 +209,9 @@ def _state_in(
     rows = needed.solved
     if rows.sum() < ENOUGH:
         return None
-    for ahead, when in ((slice(1, None), "the frame that follows"), (slice(None, -1), "its own frame")):
+    for frames, when in ((slice(1, None), "the frame that follows"), (slice(None, -1), "its own frame")):
         for k, element in enumerate(elements):
-            state = needed.frames[:, ahead, k][rows]
+            state = needed.frames[:, frames, k][rows]
             fit = _fit(recorded[rows], state[:, None])
             if fit is not None and abs(fit[0] - 1) < EXACT:
                 text = f"holds '{element}' of {when} (a position reached instead of a command)"
@@ -230,8 +230,8 @@ def _late_by(needed: Needed, recorded: np.ndarray, wanted: np.ndarray) -> int:
     """Return the number of steps by which recorded values [E, T] lag the required ones, 0 if they do not."""
     for steps in range(1, min(LATEST, wanted.shape[1] - 1) + 1):
         both = needed.solved[:, steps:] & needed.solved[:, :-steps]
-        moved = both & (np.abs(wanted[:, steps:] - wanted[:, :-steps]) > 1e-6)
-        if moved.sum() >= ENOUGH and _same(recorded[:, steps:], wanted[:, :-steps], both):
+        moves = both & (np.abs(wanted[:, steps:] - wanted[:, :-steps]) > 1e-6)
+        if moves.sum() >= ENOUGH and _same(recorded[:, steps:], wanted[:, :-steps], both):
             return steps
     return 0
 
@@ -251,5 +251,5 @@ def _fit(values: np.ndarray, features: np.ndarray) -> np.ndarray | None:
         return None
     design = np.concatenate([features, np.ones((len(features), 1))], axis=1)
     weights, *_ = np.linalg.lstsq(design, values, rcond=None)
-    left = np.abs(values - design @ weights)
-    return weights[:-1] if float(np.quantile(left, 0.95)) < EXACT * spread else None
+    residual = np.abs(values - design @ weights)
+    return weights[:-1] if float(np.quantile(residual, 0.95)) < EXACT * spread else None

@@ -54,11 +54,11 @@ def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
     """Compare a policy's normalisers with the data, element by element."""
     if not isinstance(policy, ShowsNormalizers):
         return [Finding("normaliser", Health.UNKNOWN, f"{type(policy).__name__} does not show its normalisers")]
-    recorded, fields = {**episodes.observation, ACTION: episodes.actions}, policy.spec.observation
+    data_values, fields = {**episodes.observation, ACTION: episodes.actions}, policy.spec.observation
     findings: list[Finding] = []
     for key, normalizer in policy.normalizers().items():
         names = policy.spec.action.names if key == ACTION else fields[key].names
-        findings += _check_normalizer(key, normalizer, recorded[key], names)
+        findings += _check_normalizer(key, normalizer, data_values[key], names)
     return findings or [Finding("normaliser", Health.GOOD, "fits the data")]
 
 
@@ -86,29 +86,29 @@ def check_policy_on_data(
         generator.set_state(state)
         return policy.act(changed, generator, deterministic=True).actions[:, 0].cpu()
 
-    wanted = part.actions.cpu()
-    spread = wanted.std(0, correction=0)
+    data_actions = part.actions.cpu()
+    spread = data_actions.std(0, correction=0)
     moving = spread > 1e-6
     if not moving.any():
         text = "all recorded actions are the same: nothing tells whether a policy imitates them or reads its input"
         return [Finding("imitation", Health.UNKNOWN, text)]
-    decided = decide(observation)
+    policy_actions = decide(observation)
 
     def error(actions: Tensor) -> float:
-        return float((((actions - wanted) / spread)[:, moving]).pow(2).mean())
+        return float((((actions - data_actions) / spread)[:, moving]).pow(2).mean())
 
-    plain = error(decided)
+    plain = error(policy_actions)
     findings = [_imitation(plain, success)]
-    fits = _action_normalizer_fits(policy, wanted)
-    findings += _compare_actions(decided, wanted, element_names(policy.spec.action, "action"), fits)
+    fits = _action_normalizer_fits(policy, data_actions)
+    findings += _compare_actions(policy_actions, data_actions, element_names(policy.spec.action, "action"), fits)
     findings += _explain_images(observation, lambda changed: error(decide(changed)), plain)
-    order = torch.randperm(len(wanted), generator=generator, device=generator.device)
+    order = torch.randperm(len(data_actions), generator=generator, device=generator.device)
     shuffled: TensorObservation = {
         key: value[order] if isinstance(value, Tensor) else [value[index] for index in order.tolist()]
         for key, value in observation.items()
     }
-    variance = decided.var(0, correction=0).sum().clamp(min=1e-12)
-    change = float((decide(shuffled) - decided).pow(2).mean(0).sum() / (2 * variance))
+    variance = policy_actions.var(0, correction=0).sum().clamp(min=1e-12)
+    change = float((decide(shuffled) - policy_actions).pow(2).mean(0).sum() / (2 * variance))
     health = Health.GOOD if change > 0.1 else Health.BAD
     text = f"decisions change by {change:.2f} when observations are shuffled (1: entirely, 0: not at all)"
     remedy = "" if health is Health.GOOD else "The policy ignores its input: check the normaliser and the keys."
@@ -138,10 +138,10 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
         return []
     offset, scale = (part.detach().cpu().flatten() for part in (normalizer.offset, normalizer.scale))
     values = values.cpu().float().reshape(len(values), -1)
-    fitted = Normalizer((len(offset),), normalizer.mode).fit(values)
+    refit = Normalizer((len(offset),), normalizer.mode).fit(values)
     outside = (((values - offset) / scale).abs() > OUTSIDE[normalizer.mode]).float().mean(0) > SHARE
     varies = values.std(0, correction=0) > CONSTANT_SCALE
-    subsequence = torch.where(varies, fitted.scale / scale, torch.ones_like(scale))
+    subsequence = torch.where(varies, refit.scale / scale, torch.ones_like(scale))
     narrow = varies & (subsequence < 1 / NARROW)
     if 2 * int(narrow.sum()) <= int(varies.sum()):
         narrow[:] = False
@@ -149,8 +149,8 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
     if not off:
         return []
     labels = [f"'{name}'" for name in names] or [f"'{key}[{index}]'" for index in range(len(offset))]
-    details = listed([_misfit(labels[i], fitted, offset, scale, i) for i in off], 3)
-    swapped = _swapped(offset, scale, fitted, off, labels)
+    details = listed([_misfit(labels[i], refit, offset, scale, i) for i in off], 3)
+    swapped = _swapped(offset, scale, refit, off, labels)
     cause = "fitted on other data"
     if bool((offset == 0).all() and (scale == 1).all()):
         cause = "fitted on values from -1 to 1, or never (offset 0, scale 1)"
@@ -198,34 +198,41 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
     from scipy.optimize import linear_sum_assignment
 
     correlation = _correlation(decided, wanted).numpy()
-    own, places = np.diagonal(correlation), np.arange(len(correlation))
+    own_correlation, places = np.diagonal(correlation), np.arange(len(correlation))
     _, match = linear_sum_assignment(-np.abs(correlation))
     follows = np.abs(correlation[places, match])
     spread, demonstrated = decided.std(0, correction=0).clamp(min=1e-9).numpy(), wanted.std(0, correction=0).numpy()
-    untold = (follows * demonstrated[match] / spread > HESITANT) & (fits | (follows < CLOSELY))
-    moved = (match != places) & (follows > FOLLOWS) & (follows > np.abs(own) + 0.2) & ~untold
+    undertrained = (follows * demonstrated[match] / spread > HESITANT) & (fits | (follows < CLOSELY))
+    permuted = (match != places) & (follows > FOLLOWS) & (follows > np.abs(own_correlation) + 0.2) & ~undertrained
     for _ in places:
-        moved &= moved[match]
-    match = np.where(moved, match, places)
-    chosen, ratio = correlation[places, match], demonstrated[match] / spread
-    untold = (np.abs(chosen) * ratio > HESITANT) & (fits | (np.abs(chosen) < CLOSELY))
+        permuted &= permuted[match]
+    match = np.where(permuted, match, places)
+    correlations, ratio = correlation[places, match], demonstrated[match] / spread
+    undertrained = (np.abs(correlations) * ratio > HESITANT) & (fits | (np.abs(correlations) < CLOSELY))
     findings = []
-    if untold.any():
-        which = "" if untold.all() else f"{listed([f"'{names[i]}'" for i in np.flatnonzero(untold)])} "
-        times = f"{ratio[untold].min():.3g} times"
-        text = f"trained too little to tell: the policy moves {which}at least {times} less than the data"
+    if undertrained.any():
+        elements_text = (
+            "" if undertrained.all() else f"{listed([f"'{names[i]}'" for i in np.flatnonzero(undertrained)])} "
+        )
+        times = f"{ratio[undertrained].min():.3g} times"
+        text = f"trained too little to tell: the policy moves {elements_text}at least {times} less than the data"
         remedy = "Train longer and ask again before you change data or driver."
         findings.append(Finding("order, sign and scale", Health.UNKNOWN, text, remedy))
-    if moved.any():
-        texts = [f"'{names[i]}' follows '{names[match[i]]}' of the data ({chosen[i]:+.2f})" for i in moved.nonzero()[0]]
+    if permuted.any():
+        texts = [
+            f"'{names[i]}' follows '{names[match[i]]}' of the data ({correlations[i]:+.2f})"
+            for i in permuted.nonzero()[0]
+        ]
         remedy = "Reorder the columns of the actions as in the data that the policy was trained on."
         findings.append(Finding("action order", Health.BAD, listed(texts), remedy))
-    opposite = np.flatnonzero((chosen < -FOLLOWS) & ~untold)
+    opposite = np.flatnonzero((correlations < -FOLLOWS) & ~undertrained)
     if len(opposite):
-        texts = [f"'{names[match[i]]}' has the opposite sign of the policy's ({chosen[i]:+.2f})" for i in opposite]
+        texts = [
+            f"'{names[match[i]]}' has the opposite sign of the policy's ({correlations[i]:+.2f})" for i in opposite
+        ]
         remedy = "Flip it in the data, or in the driver that records it."
         findings.append(Finding("action sign", Health.BAD, listed(texts), remedy))
-    scaled = (np.abs(chosen) > 1.5 * FOLLOWS) & ((ratio > WIDER) | (ratio < 1 / WIDER)) & ~untold
+    scaled = (np.abs(correlations) > 1.5 * FOLLOWS) & ((ratio > WIDER) | (ratio < 1 / WIDER)) & ~undertrained
     if scaled.any():
         texts = [f"'{names[match[i]]}' is about {name_factor(float(ratio[i]))}" for i in scaled.nonzero()[0]]
         remedy = "Convert the actions to the scale that the policy was trained on."
@@ -248,13 +255,13 @@ def _explain_images(
     for key, images in observation.items():
         if not key.startswith(IMAGE_PREFIX) or not isinstance(images, Tensor):
             continue
-        tried = {
+        image_errors = {
             text: error({**observation, key: torch.from_numpy(mend(images.cpu().numpy()).copy()).to(images.device)})
             for text, mend in IMAGES_DIR.items()
         }
-        best = min(tried, key=lambda text: tried[text])
-        if plain > NOTABLE and tried[best] < min(CLEARLY * plain, 0.7):
-            camera, errors = key.removeprefix(IMAGE_PREFIX), f"error {plain:.2f}, mended {tried[best]:.2f}"
+        best = min(image_errors, key=lambda text: image_errors[text])
+        if plain > NOTABLE and image_errors[best] < min(CLEARLY * plain, 0.7):
+            camera, errors = key.removeprefix(IMAGE_PREFIX), f"error {plain:.2f}, mended {image_errors[best]:.2f}"
             text = f"'{camera}': {best}, to the policy ({errors})"
             remedy = "Convert the images of this data as those that the policy was trained on."
             findings.append(Finding(image_check(best), Health.BAD, text, remedy))
@@ -276,19 +283,19 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     episodes = recorded_for(policy, episodes)
     frames = torch.linspace(0, episodes.step_count - 1, min(ENGINE_FRAMES, episodes.step_count)).long()
     frames = frames + episodes.episode_of_step.cpu()[frames]
-    seen = observed_at(episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation))
+    observation = observed_at(episodes, frames.to(episodes.device), policy.spec.history, list(policy.spec.observation))
     try:
         fast = with_engine(policy, plan.config, plan.cache)
     except ConfigError as error:
         return [Finding(ENGINE_CHECK, Health.BAD, str(error), again)]
-    found = action_error(decided(fast, seen), decided(policy, seen))
+    difference = action_error(decided(fast, observation), decided(policy, observation))
     exact = plan.config.exact and plan.cache is None
     allowed = EXACT if exact else GROWN * float(plan.measured.get("error", 0.0)) + EXACT
-    measured = (
-        f"{plan.config.engine}: actions {found:.2g} standard deviations from the reference, {allowed:.2g} allowed"
+    text = (
+        f"{plan.config.engine}: actions {difference:.2g} standard deviations from the reference, {allowed:.2g} allowed"
     )
     return [
-        Finding(ENGINE_CHECK, Health.GOOD, measured)
-        if found <= allowed
-        else Finding(ENGINE_CHECK, Health.BAD, measured, again)
+        Finding(ENGINE_CHECK, Health.GOOD, text)
+        if difference <= allowed
+        else Finding(ENGINE_CHECK, Health.BAD, text, again)
     ]

@@ -24,14 +24,14 @@ def check_duplicates(episodes: Episodes) -> list[Finding]:
     vectors = [value for key, value in episodes.observation.items() if not key.startswith(IMAGE_PREFIX)]
     frames = [value.cpu().split((episodes.lengths.cpu() + 1).tolist()) for value in vectors]
     actions = episodes.actions.cpu().split(episodes.lengths.tolist())
-    known: dict[tuple[bytes, ...], list[int]] = {}
+    episodes_of_content: dict[tuple[bytes, ...], list[int]] = {}
     for index, part in enumerate(actions):
         content = (part.numpy().tobytes(), *(each[index].numpy().tobytes() for each in frames))
-        known.setdefault(content, []).append(index)
-    groups = [" = ".join(map(str, same)) for same in known.values() if len(same) > 1]
+        episodes_of_content.setdefault(content, []).append(index)
+    groups = [" = ".join(map(str, same)) for same in episodes_of_content.values() if len(same) > 1]
     if not groups:
         return [Finding("duplicate episodes", Health.GOOD, "no episode stands twice")]
-    surplus = len(episodes) - len(known)
+    surplus = len(episodes) - len(episodes_of_content)
     text = f"{surplus} of {len(episodes)} episodes repeat another one exactly (episodes {listed(groups)})"
     remedy = "Leave the repetitions out: they weigh double in training, and held-out episodes are not held out."
     return [Finding("duplicate episodes", _health(surplus, len(episodes)), text, remedy)]
@@ -60,22 +60,22 @@ def spikes(episodes: Episodes) -> dict[str, list[int]]:
     The frames before and after must lie in that range, and the one between at least SPIKE times its width beyond it.
     """
     owner = np.repeat(np.arange(len(episodes)), episodes.lengths.cpu().numpy())
-    found = _isolated(episodes.actions.cpu().numpy(), owner, element_names(episodes.action_field, "action"))
+    spike_episodes = _isolated(episodes.actions.cpu().numpy(), owner, element_names(episodes.action_field, "action"))
     frames = np.repeat(np.arange(len(episodes)), episodes.lengths.cpu().numpy() + 1)
     for key, values in episodes.observation.items():
         if not key.startswith(IMAGE_PREFIX):
             rows = values.cpu().numpy().reshape(len(values), -1)
-            found |= _isolated(rows, frames, element_names(episodes.observation_fields[key], key))
-    return found
+            spike_episodes |= _isolated(rows, frames, element_names(episodes.observation_fields[key], key))
+    return spike_episodes
 
 
 def check_spikes(episodes: Episodes) -> list[Finding]:
     """Check for single-frame values far from all others, when no replay is possible."""
-    found = spikes(episodes)
-    texts = [f"'{name}' (episodes {listed(list(map(str, where)))})" for name, where in found.items()]
+    spike_episodes = spikes(episodes)
+    texts = [f"'{name}' (episodes {listed(list(map(str, indices)))})" for name, indices in spike_episodes.items()]
     text = f"single frames lie far outside of all others: {listed(texts)}"
     remedy = "A sensor or driver wrote wrong numbers there: leave these frames' episodes out, or mend them."
-    return [Finding("spikes", Health.WARNING, text, remedy)] if found else []
+    return [Finding("spikes", Health.WARNING, text, remedy)] if spike_episodes else []
 
 
 def stopped_short(episodes: Episodes, horizon: int) -> np.ndarray:
@@ -97,10 +97,10 @@ def check_truncation(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
 def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) -> Finding:
     """Return the finding that the episodes `which`, of `count` checked, are truncated; lengths: of all episodes."""
     stops = sorted({int(length) for length in lengths[which]})
-    where = f"step {stops[0]}" if len(stops) == 1 else f"steps {stops[0]} to {stops[-1]}"
+    steps_text = f"step {stops[0]}" if len(stops) == 1 else f"steps {stops[0]} to {stops[-1]}"
     text = (
         f"{len(which)} of {count} episodes are cut short (episodes {listed(list(map(str, which)))}): they stop at "
-        f"{where} without success, and the world's time limit is {horizon}"
+        f"{steps_text} without success, and the world's time limit is {horizon}"
     )
     remedy = "Record whole episodes, or leave these out; if the recorder's limit is another, set it in the world."
     return Finding("ends of episodes", _health(len(which), count), text, remedy)
@@ -111,33 +111,37 @@ def check_instructions(episodes: Episodes, world: World, reads_text: bool | None
 
     If both have a single one, or the policy reads none (reads_text False), different wording does not matter.
     """
-    known = set(world.spec.instructions)
-    if known == {""}:
+    known_texts = set(world.spec.instructions)
+    if known_texts == {""}:
         return []
     remedy = "Correct the instructions of these episodes (task_index in the data, meta/tasks.parquet)."
-    unknown = [str(index) for index, task in enumerate(episodes.tasks) if task not in known]
-    if unknown:
-        first = episodes.tasks[int(unknown[0])]
-        what = f"'{first}'" if first else "none"
+    indices = [str(index) for index, task in enumerate(episodes.tasks) if task not in known_texts]
+    if indices:
+        first = episodes.tasks[int(indices[0])]
+        example = f"'{first}'" if first else "none"
         single = len(set(episodes.tasks)) == 1 and len(world.spec.goals) == 1
         if reads_text is False or (single and not reads_text):
-            own, its = what if single else "others", f"'{world.spec.goals[0]}'"
-            text = f"{own} in the data, {its} in the world: no difference to a policy that reads no instructions"
+            data_text, its = example if single else "others", f"'{world.spec.goals[0]}'"
+            text = f"{data_text} in the data, {its} in the world: no difference to a policy that reads no instructions"
             return [Finding("instructions", Health.UNKNOWN, text)]
-        text = f"{len(unknown)} of {len(episodes)} episodes (episodes {listed(unknown)}) have an instruction that the "
-        return [Finding("instructions", Health.BAD, f"{text}world does not know: {what}", remedy)]
+        text = f"{len(indices)} of {len(episodes)} episodes (episodes {listed(indices)}) have an instruction that the "
+        return [Finding("instructions", Health.BAD, f"{text}world does not know: {example}", remedy)]
     if episodes.seeds is None:
         return [Finding("instructions", Health.UNKNOWN, "known to the world; without seeds they cannot be compared")]
-    given = _instructions_given(world, episodes.seeds.cpu().numpy())
-    wrong = [index for index, (said, asked) in enumerate(zip(episodes.tasks, given, strict=True)) if said != asked]
-    if not wrong:
+    world_texts = _instructions_given(world, episodes.seeds.cpu().numpy())
+    differing = [
+        index
+        for index, (text_in_data, text_in_world) in enumerate(zip(episodes.tasks, world_texts, strict=True))
+        if text_in_data != text_in_world
+    ]
+    if not differing:
         return [Finding("instructions", Health.GOOD, "as the world gives them at the same seeds")]
     text = (
-        f"{len(wrong)} of {len(episodes)} episodes carry another instruction than the world gives at their seeds "
-        f"(episodes {listed(list(map(str, wrong)))}; episode {wrong[0]}: '{episodes.tasks[wrong[0]]}', not "
-        f"'{given[wrong[0]]}')"
+        f"{len(differing)} of {len(episodes)} episodes carry another instruction than the world gives at their seeds "
+        f"(episodes {listed(list(map(str, differing)))}; episode {differing[0]}: '{episodes.tasks[differing[0]]}', not "
+        f"'{world_texts[differing[0]]}')"
     )
-    return [Finding("instructions", _health(len(wrong), len(episodes)), text, remedy)]
+    return [Finding("instructions", _health(len(differing), len(episodes)), text, remedy)]
 
 
 def _instructions_given(world: World, seeds: np.ndarray) -> list[str]:
@@ -155,14 +159,14 @@ def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> 
         return {}
     inner = (owner[1:-1] == owner[:-2]) & (owner[1:-1] == owner[2:])
     before = values[:-2]
-    here = values[1:-1]
+    current = values[1:-1]
     after = values[2:]
-    beyond = ((here > before) & (here > after)) | ((here < before) & (here < after))
-    jump = np.minimum(np.abs(here - before), np.abs(here - after))
+    beyond = ((current > before) & (current > after)) | ((current < before) & (current < after))
+    jump = np.minimum(np.abs(current - before), np.abs(current - after))
     usual = np.ptp(np.quantile(values, [0.005, 0.995], axis=0), axis=0)
     suspicious = np.zeros(values.shape, dtype=bool)
     suspicious[1:-1] = inner[:, None] & beyond & (jump > SPIKE * usual)
-    found: dict[str, list[int]] = {}
+    spike_episodes: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         rest = values[~suspicious[:, index], index]
         if not suspicious[:, index].any() or not np.ptp(rest) > 0:
@@ -170,8 +174,8 @@ def _isolated(values: np.ndarray, owner: np.ndarray, names: tuple[str, ...]) -> 
         height = np.maximum(values[:, index] - rest.max(), rest.min() - values[:, index])
         rows = suspicious[:, index] & (height > SPIKE * np.ptp(rest))
         if rows.any():
-            found[name] = sorted({int(episode) for episode in owner[rows]})
-    return found
+            spike_episodes[name] = sorted({int(episode) for episode in owner[rows]})
+    return spike_episodes
 
 
 def _health(wrong: int, count: int) -> Health:

@@ -71,18 +71,18 @@ class Ends:
 
 def play_to_ends(world: World, seeds: np.ndarray, actions: np.ndarray, lengths: np.ndarray) -> Ends:
     """Play actions [E, T, A] from seeds [B], and evaluate each episode after its own length [E]."""
-    rows, played = len(lengths), 0
-    success, ended = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
+    rows, position = len(lengths), 0
+    success, is_ended = np.zeros(rows, dtype=bool), np.zeros(rows, dtype=bool)
     ran = np.zeros(rows, dtype=int)
     world.reset(seeds=seeds)
     for length in np.unique(lengths):
-        part = np.zeros((world.batch_size, length - played, actions.shape[-1]))
-        part[:rows] = actions[:, played:length]
-        step, played = world.step(part), int(length)
+        part = np.zeros((world.batch_size, length - position, actions.shape[-1]))
+        part[:rows] = actions[:, position:length]
+        step, position = world.step(part), int(length)
         ran += step.valid[:rows].sum(1)
-        here = lengths == length
-        success[here], ended[here] = step.success[:rows][here], step.ended[:rows][here]
-    return Ends(success, ended, ran)
+        finishing = lengths == length
+        success[finishing], is_ended[finishing] = step.success[:rows][finishing], step.ended[:rows][finishing]
+    return Ends(success, is_ended, ran)
 
 
 def check_ends(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.ndarray, horizon: int) -> list[Finding]:
@@ -93,9 +93,9 @@ def check_ends(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.n
     lengths = episodes.lengths.cpu().numpy()
     short = follows & ~ends.ended & ~ends.success & (lengths[chosen] < (horizon or np.inf))
     if short.any():
-        said = set(np.flatnonzero(stopped_short(episodes, horizon)).tolist()) - set(chosen[follows].tolist())
-        which = np.array(sorted({*chosen[short].tolist(), *said}))
-        findings.append(truncated(which, lengths, len(episodes), horizon))
+        stopped = set(np.flatnonzero(stopped_short(episodes, horizon)).tolist()) - set(chosen[follows].tolist())
+        indices = np.array(sorted({*chosen[short].tolist(), *stopped}))
+        findings.append(truncated(indices, lengths, len(episodes), horizon))
     early = follows & (ends.ran < lengths[chosen])
     if early.any():
         first = int(np.flatnonzero(early)[0])
@@ -111,13 +111,13 @@ def check_ends(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.n
 def _check_success(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.ndarray) -> list[Finding]:
     if episodes.success is None:
         return []
-    said = episodes.success[chosen].cpu().numpy()
-    differ = said != ends.success
+    data_success = episodes.success[chosen].cpu().numpy()
+    differ = data_success != ends.success
     agree = float(1 - differ.mean())
     text = f"{agree:.0%} of {len(chosen)} replays end like the recording"
     labels = differ & follows
     if labels.sum() > max(1, 0.05 * len(chosen)) and labels.sum() >= 0.5 * differ.sum():
-        failed, won = _numbers(chosen[labels & ~said]), _numbers(chosen[labels & said])
+        failed, won = _numbers(chosen[labels & ~data_success]), _numbers(chosen[labels & data_success])
         parts = [f"labelled as failed, but they succeed: episodes {failed}"] if failed else []
         parts += [f"labelled as success, but they fail: episodes {won}"] if won else []
         text = f"{text}; their motion is the recorded one, so the labels of success are wrong ({'; '.join(parts)})"
@@ -203,8 +203,8 @@ class Replayer:
             return Score(np.inf, False)
         follows = error.max((1, 2)) < TOLERANCE
         enough = motion.known[:, 2:].sum() >= ENOUGH
-        moved = np.abs(motion.frames - motion.frames[:, :1]) / self.scale
-        size, total = ((np.minimum(part, 3.0)[motion.known]).sum() for part in (error, moved))
+        displacement = np.abs(motion.frames - motion.frames[:, :1]) / self.scale
+        size, total = ((np.minimum(part, 3.0)[motion.known]).sum() for part in (error, displacement))
         return Score(float(size / max(total, 1e-9)), bool(enough and follows.mean() >= FOLLOWING))
 
     def repeats(self) -> bool:
@@ -230,28 +230,30 @@ def check_replay(episodes: Episodes, world: World) -> list[Finding]:
     if episodes.seeds is None:
         text = "the dataset has no seeds, so its starts cannot be repeated"
         return [Finding("replay", Health.UNKNOWN, text, "Replay needs data recorded by 'robopolicy collect'.")]
-    chosen = _chosen(episodes, world.batch_size)
-    replayer = Replayer(world, episodes, chosen)
-    played = replayer.play(replayer.motion)
-    glitches, motion = _without_spikes(replayer, played)
-    lengths = episodes.lengths[chosen].cpu().numpy()
+    indices = _chosen(episodes, world.batch_size)
+    replayer = Replayer(world, episodes, indices)
+    replay = replayer.play(replayer.motion)
+    glitches, motion = _without_spikes(replayer, replay)
+    lengths = episodes.lengths[indices].cpu().numpy()
     ends = play_to_ends(world, replayer.seeds, motion.actions, lengths)
-    motion = _until_end(replayer, motion, played, ends)
-    findings, mended = _check_columns(replayer, motion, replayer.errors(motion, played))
+    motion = _until_end(replayer, motion, replay, ends)
+    findings, corrected = _check_columns(replayer, motion, replayer.errors(motion, replay))
     findings = [*glitches, *findings]
-    if mended is None:
+    if corrected is None:
         return findings
-    if mended is not motion:
-        motion, played = mended, replayer.play(mended)
-    error = replayer.errors(motion, played).max(-1)
-    findings += _check_motion(replayer, motion, error, chosen, episodes.actions.cpu().numpy())
-    return findings + check_ends(episodes, chosen, ends, (error < TOLERANCE).all(1), world.spec.horizon)
+    if corrected is not motion:
+        motion, replay = corrected, replayer.play(corrected)
+    error = replayer.errors(motion, replay).max(-1)
+    findings += _check_motion(replayer, motion, error, indices, episodes.actions.cpu().numpy())
+    return findings + check_ends(episodes, indices, ends, (error < TOLERANCE).all(1), world.spec.horizon)
 
 
 def _chosen(episodes: Episodes, rows: int) -> np.ndarray:
     """Return the indices of at most `rows` episodes, spread over the data; those with spikes come first."""
     rows = min(rows, len(episodes))
-    odd = sorted({episode for where in spikes(episodes).values() for episode in where})[: max(rows // 2, 1)]
+    odd = sorted({episode for episodes_of_spike in spikes(episodes).values() for episode in episodes_of_spike})[
+        : max(rows // 2, 1)
+    ]
     even = np.linspace(0, len(episodes) - 1, rows).round().astype(int).tolist()
     spare = (episode for episode in (*even, *range(len(episodes))) if episode not in odd)
     return np.array(sorted({*odd, *itertools.islice(dict.fromkeys(spare), rows - len(odd))}))
@@ -260,8 +262,11 @@ def _chosen(episodes: Episodes, rows: int) -> np.ndarray:
 def _without_spikes(replayer: Replayer, played: Played) -> tuple[list[Finding], Motion]:
     """Find and remove spikes, unless elements differ in a simpler way: a swapped element may look like spikes."""
     motion, window = replayer.motion, replayer.motion.cut(WINDOW)
-    shown = played.frames[:, : window.frames.shape[1]]
-    if explain_columns(window.frames, shown, window.known, replayer.scale, replayer.names, replayer.groups) is not None:
+    world_frames = played.frames[:, : window.frames.shape[1]]
+    if (
+        explain_columns(window.frames, world_frames, window.known, replayer.scale, replayer.names, replayer.groups)
+        is not None
+    ):
         return [], motion
     findings, frames = mend_spikes(replayer.recorded(motion, played))
     return findings, replace(motion, frames=frames)
@@ -286,18 +291,20 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
     off = start >= TOLERANCE
     if not off and not _diverging(error[:, : WINDOW + 1]):
         return [_agreement("start of episodes", start)], motion
-    played = replayer.play(window)
-    whole = explain_columns(window.frames, played.frames, window.known, replayer.scale, replayer.names, replayer.groups)
-    if whole is not None:
-        findings, mend = whole
+    replay = replayer.play(window)
+    explanation = explain_columns(
+        window.frames, replay.frames, window.known, replayer.scale, replayer.names, replayer.groups
+    )
+    if explanation is not None:
+        findings, mend = explanation
         health = _agreement("start of episodes", start) if not off else None
         return [*([health] if health else []), *findings], replace(motion, frames=mend(motion.frames))
-    everything = replayer.play(motion)
-    findings, lost = faulty_sensors(replayer.recorded(motion, everything))
-    if lost:
-        replayer.ignore(lost)
-        others, mended = _check_columns(replayer, motion, replayer.errors(motion, everything))
-        return [*findings, *others], mended
+    full_replay = replayer.play(motion)
+    findings, faulty_columns = faulty_sensors(replayer.recorded(motion, full_replay))
+    if faulty_columns:
+        replayer.ignore(faulty_columns)
+        other_findings, corrected = _check_columns(replayer, motion, replayer.errors(motion, full_replay))
+        return [*findings, *other_findings], corrected
     if not off:
         return [_agreement("start of episodes", start)], motion
     if not replayer.repeats():
@@ -306,7 +313,7 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
         return [replace(finding, measured=text)], None
     at_start = np.zeros_like(window.known)
     at_start[:, 0] = True
-    partly = explain_columns(window.frames, played.frames, at_start, replayer.scale, replayer.names, replayer.groups)
+    partly = explain_columns(window.frames, replay.frames, at_start, replayer.scale, replayer.names, replayer.groups)
     if partly is not None:
         findings, mend = partly
         return findings, replace(motion, frames=mend(motion.frames))
@@ -314,9 +321,9 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
         if replayer.judge(shift.mend(window)).exact:
             reason = "the world reaches the first frame later"
             return [Finding(shift.check, Health.BAD, f"{shift.text}: {reason}", shift.remedy)], shift.mend(motion)
-    findings, lost = unlike_the_rest(replayer.recorded(motion, everything))
-    if lost:
-        replayer.ignore(lost)
+    findings, faulty_columns = unlike_the_rest(replayer.recorded(motion, full_replay))
+    if faulty_columns:
+        replayer.ignore(faulty_columns)
         return findings, motion
     remedy = (
         "Seeds or task version differ from the recording, or observations have other units: nothing can be replayed."
@@ -331,22 +338,22 @@ def _check_motion(
 
     chosen: [E], indices of the episodes in the data; all_actions: [N, A], the data's.
     """
-    left = error >= TOLERANCE
-    leaves, when = np.asarray(left.any(1)), np.asarray(left.argmax(1))
+    diverged = error >= TOLERANCE
+    leaves, when = np.asarray(diverged.any(1)), np.asarray(diverged.argmax(1))
     early = leaves & (when <= EARLY)
     finding = _agreement("replayed motion", float(np.median(error.max(1))), REMEDY)
     if finding.health is Health.GOOD:
         return _check_few(replayer, motion, leaves, when, chosen, finding)
-    parted = int(np.median(when[leaves]))
-    found = _explain(replayer, motion, max(WINDOW, parted + EARLY), all_actions)
-    if found:
-        return [finding, *found]
+    median_step = int(np.median(when[leaves]))
+    explanations = _explain(replayer, motion, max(WINDOW, median_step + EARLY), all_actions)
+    if explanations:
+        return [finding, *explanations]
     if not early.any():
-        text = f"follows the data for {parted} steps, then parts from it"
+        text = f"follows the data for {median_step} steps, then parts from it"
         remedy = "Chaotic contact does this, and so do small differences in version or physics: the data cannot tell."
         return [Finding("replayed motion", Health.WARNING, text, remedy)]
-    unknown = "no single break of sign, order, scale, time or rate explains it"
-    return [replace(finding, measured=f"{finding.measured}; {unknown}")]
+    reason = "no single break of sign, order, scale, time or rate explains it"
+    return [replace(finding, measured=f"{finding.measured}; {reason}")]
 
 
 def _check_few(
@@ -354,18 +361,22 @@ def _check_few(
 ) -> list[Finding]:
     """Examine the diverging episodes [E] bool, from frame `when` [E] on, when most of the data is correct."""
     early = leaves & (when <= EARLY)
-    found: list[Finding] = []
+    single_findings: list[Finding] = []
     if leaves.any():
         bounds = (replayer.low, replayer.high)
-        needed = needed_actions(motion, replayer.frames, replayer.scale, bounds, rounds=4)
-        found = single_actions(needed, element_names(replayer.spec.action, "action"), chosen)
+        requirement = needed_actions(motion, replayer.frames, replayer.scale, bounds, rounds=4)
+        single_findings = single_actions(requirement, element_names(replayer.spec.action, "action"), chosen)
     if early.any():
         text = f"{early.sum()} of {early.size} episodes go elsewhere: {listed([str(i) for i in chosen[early]])}"
         remedy = "Most of the data is sound: examine these episodes alone, or leave them out."
         health = Health.WARNING if early.mean() < 1 - FOLLOWING else Health.BAD
-        return [Finding("replayed motion", health, text, remedy), *found]
-    late = f"; {leaves.sum()} of {leaves.size} part ways late, as contact does" if leaves.any() and not found else ""
-    return [replace(finding, measured=finding.measured + late), *found]
+        return [Finding("replayed motion", health, text, remedy), *single_findings]
+    late = (
+        f"; {leaves.sum()} of {leaves.size} part ways late, as contact does"
+        if leaves.any() and not single_findings
+        else ""
+    )
+    return [replace(finding, measured=finding.measured + late), *single_findings]
 
 
 def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.ndarray) -> list[Finding]:
@@ -384,14 +395,14 @@ def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.nda
             return replayer.judge(changed)
 
         exactly, nearly = "replays follow the recording", "replays still miss {error:.0%} of the motion"
-        if found := explain_exactly(window, [*hypotheses, *long_shifts()], judge, 1):
-            return report(found, exactly, nearly)
-        needed = needed_actions(window, replayer.frames, replayer.scale, (replayer.low, replayer.high))
-        if related := explain_needed(needed, names, replayer.names, all_actions):
+        if explanations := explain_exactly(window, [*hypotheses, *long_shifts()], judge, 1):
+            return report(explanations, exactly, nearly)
+        requirement = needed_actions(window, replayer.frames, replayer.scale, (replayer.low, replayer.high))
+        if related := explain_needed(requirement, names, replayer.names, all_actions):
             return related
-        if found := explain_exactly(window, hypotheses, judge) or _other_scale(replayer, window):
-            return report(found, exactly, nearly)
-        if related := only_some(needed, names):
+        if explanations := explain_exactly(window, hypotheses, judge) or _other_scale(replayer, window):
+            return report(explanations, exactly, nearly)
+        if related := only_some(requirement, names):
             return related
         return report(explain_nearly(motion.cut(SHORT), hypotheses, judge), exactly, nearly)
 
@@ -406,13 +417,13 @@ def _other_scale(replayer: Replayer, window: Motion) -> list[Explanation]:
     grid = np.linspace(-1.5, 1.5, 16)
     near, step = grid[np.argmin([error(value) for value in grid])], grid[1] - grid[0]
     options = {"xatol": 1e-6, "maxiter": 40}
-    found = minimize_scalar(error, bounds=(near - step, near + step), method="bounded", options=options)
-    factor = float(np.exp(found.x))
-    mended = scaled_actions(factor)(window)
+    result = minimize_scalar(error, bounds=(near - step, near + step), method="bounded", options=options)
+    factor = float(np.exp(result.x))
+    corrected = scaled_actions(factor)(window)
     remedy = "Divide by this factor in the data, or state the right unit where it is recorded."
     hypothesis = Hypothesis("action scale", f"every action is {name_factor(factor)}", remedy, scaled_actions(factor))
-    score = replayer.judge(mended)
-    return [Explanation((hypothesis,), mended, score)] if score.exact else []
+    score = replayer.judge(corrected)
+    return [Explanation((hypothesis,), corrected, score)] if score.exact else []
 
 
 def _diverging(error: np.ndarray) -> bool:
@@ -431,10 +442,10 @@ def _motion(episodes: Episodes, columns: np.ndarray, chosen: np.ndarray) -> Moti
     lengths = episodes.lengths[chosen].cpu().numpy()
     starts, frame_starts = (values[chosen].cpu().numpy() for values in (episodes.starts, episodes.frame_starts))
     time = np.arange(int(lengths.max()) + 1)
-    held = np.minimum(time, lengths[:, None])
+    frame_steps = np.minimum(time, lengths[:, None])
     steps = starts[:, None] + np.minimum(time[:-1], lengths[:, None] - 1)
-    known = time <= lengths[:, None]
+    valid = time <= lengths[:, None]
     if episodes.final_known is not None:
-        known[~episodes.final_known[chosen].cpu().numpy()[:, None] & (time == lengths[:, None])] = False
+        valid[~episodes.final_known[chosen].cpu().numpy()[:, None] & (time == lengths[:, None])] = False
     actions = episodes.actions.cpu().numpy()[steps].astype(float)
-    return Motion(actions, columns[frame_starts[:, None] + held].astype(float), known)
+    return Motion(actions, columns[frame_starts[:, None] + frame_steps].astype(float), valid)

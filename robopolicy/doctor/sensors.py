@@ -52,16 +52,16 @@ def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
     brief = _brief(error.max(-1) >= TOLERANCE, recorded.known)
     if brief.sum() > RARE * recorded.known.sum():
         return [], recorded.frames
-    wrong = brief[..., None] & (error >= SPIKE)
+    spiked = brief[..., None] & (error >= SPIKE)
     texts, frames = [], recorded.frames.copy()
-    for column in np.flatnonzero(wrong.any((0, 1))):
-        here = wrong[..., column]
+    for column in np.flatnonzero(spiked.any((0, 1))):
+        spikes_here = spiked[..., column]
         if _late(recorded, int(column)):
             continue
-        episodes = [str(index) for index in np.flatnonzero(here.any(1))]
-        size = float(error[..., column][here].max())
+        episodes = [str(index) for index in np.flatnonzero(spikes_here.any(1))]
+        size = float(error[..., column][spikes_here].max())
         texts.append(
-            f"'{recorded.names[column]}' in {here.sum()} frames of {len(episodes)} episodes, by up to {size:.3g}"
+            f"'{recorded.names[column]}' in {spikes_here.sum()} frames of {len(episodes)} episodes, by up to {size:.3g}"
         )
         frames[..., column] = np.where(brief, recorded.shown[..., column], frames[..., column])
     if not texts:
@@ -79,8 +79,8 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     """
     agrees, moves = _agreement(recorded), _moving(recorded)
     witness = bool((agrees & moves).any())
-    found: dict[str, list[str]] = {"dead": [], "late": [], "stuck": []}
-    lost: list[int] = []
+    faults: dict[str, list[str]] = {"dead": [], "late": [], "stuck": []}
+    columns: list[int] = []
     delays = {column: _late(recorded, int(column)) for column in np.flatnonzero(moves)}
     if _all_late(recorded, delays):
         delays = {}
@@ -89,14 +89,14 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
         starts = recorded.shown[:, 0, column]
         late = delays.get(column, 0)
         if np.ptp(values) == 0 and (witness or np.ptp(starts) > 0):
-            found["dead"].append(f"{name} (always {values[0] + 0.0:.4g})")
+            faults["dead"].append(f"{name} (always {values[0] + 0.0:.4g})")
         elif witness and late:
-            found["late"].append(f"{name} by {late} {'step' if late == 1 else 'steps'}")
+            faults["late"].append(f"{name} by {late} {'step' if late == 1 else 'steps'}")
         elif witness and not agrees[column] and _stuck(recorded, int(column)):
-            found["stuck"].append(name)
+            faults["stuck"].append(name)
         else:
             continue
-        lost.append(int(column))
+        columns.append(int(column))
     texts = {
         "dead": ("dead sensor", "never changes in the data, though it does in the world: "),
         "late": ("late sensor", "shows what was so earlier: "),
@@ -104,10 +104,10 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     }
     findings = [
         Finding(texts[kind][0], Health.BAD, texts[kind][1] + listed(items), REMEDY)
-        for kind, items in found.items()
+        for kind, items in faults.items()
         if items
     ]
-    return findings, lost
+    return findings, columns
 
 
 def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
@@ -127,20 +127,20 @@ def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
 
 def _agreement(recorded: Recorded) -> np.ndarray:
     """Return [S] bool: elements that agree with the world in nearly every frame."""
-    known = recorded.known
-    first = np.zeros_like(known)
-    first[:, 0] = known[:, 0]
-    x = recorded.frames[known]
-    y = recorded.shown[known]
-    start = first[known]
+    valid = recorded.known
+    first = np.zeros_like(valid)
+    first[:, 0] = valid[:, 0]
+    x = recorded.frames[valid]
+    y = recorded.shown[valid]
+    start = first[valid]
     return np.array([near(x[:, i], y[:, i], recorded.scale[i], start) for i in range(x.shape[1])], dtype=bool)
 
 
 def _moving(recorded: Recorded) -> np.ndarray:
     """Return [S] bool: elements that move within episodes of the world, by more than rounding."""
-    shown = np.where(recorded.known[..., None], recorded.shown, recorded.shown[:, :1])
-    spread = np.maximum(shown.reshape(-1, shown.shape[-1]).std(0), 1e-6)
-    return (np.ptp(shown, axis=1) > 10 * TOLERANCE * spread).any(0)
+    world_frames = np.where(recorded.known[..., None], recorded.shown, recorded.shown[:, :1])
+    spread = np.maximum(world_frames.reshape(-1, world_frames.shape[-1]).std(0), 1e-6)
+    return (np.ptp(world_frames, axis=1) > 10 * TOLERANCE * spread).any(0)
 
 
 def _late(recorded: Recorded, column: int) -> int:
@@ -169,11 +169,11 @@ def _stuck(recorded: Recorded, column: int) -> bool:
     """Whether an element repeats its last value in nearly every frame in which it differs from the world's."""
     x = recorded.frames[..., column]
     y = recorded.shown[..., column]
-    known = recorded.known
-    wrong = (np.abs(x - y) >= TOLERANCE * recorded.scale[column]) & known
-    repeats = np.zeros_like(known)
+    valid = recorded.known
+    differs = (np.abs(x - y) >= TOLERANCE * recorded.scale[column]) & valid
+    repeats = np.zeros_like(valid)
     repeats[:, 1:] = x[:, 1:] == x[:, :-1]
-    return not wrong[:, 0].any() and float(repeats[wrong].mean()) > 0.98
+    return not differs[:, 0].any() and float(repeats[differs].mean()) > 0.98
 
 
 def _brief(wrong: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -182,8 +182,8 @@ def _brief(wrong: np.ndarray, known: np.ndarray) -> np.ndarray:
     for row in range(len(wrong)):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], wrong[row] & known[row], [False]]).astype(int)))
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
-            followed = end < wrong.shape[1] and known[row, end] and not wrong[row, end]
-            if begin > 0 and end - begin <= BRIEF and followed:
+            recovers = end < wrong.shape[1] and known[row, end] and not wrong[row, end]
+            if begin > 0 and end - begin <= BRIEF and recovers:
                 brief[row, begin:end] = True
     return brief
 
@@ -212,23 +212,23 @@ def explain_columns(
     first = np.zeros_like(known)
     first[:, 0] = True
     first = first[known]
-    wrong = np.array([i for i in range(len(names)) if not near(x[:, i], y[:, i], scale[i], first)], dtype=int)
-    if not len(wrong):
+    differing = np.array([i for i in range(len(names)) if not near(x[:, i], y[:, i], scale[i], first)], dtype=int)
+    if not len(differing):
         return None
     source, factor = np.arange(len(names)), np.ones(len(names))
     offset, notes = np.zeros(len(names)), []
-    for column in wrong:
-        explained = _explain(column, x, y, first, scale, groups, wrong)
-        if explained is None:
+    for column in differing:
+        explanation = _explain(column, x, y, first, scale, groups, differing)
+        if explanation is None:
             return None
-        source[column], factor[column], offset[column], alike = explained
-        if alike:
-            notes.append(f"'{names[column]}' may also hold {listed([repr(names[other]) for other in alike])}")
+        source[column], factor[column], offset[column], other_sources = explanation
+        if other_sources:
+            notes.append(f"'{names[column]}' may also hold {listed([repr(names[other]) for other in other_sources])}")
     target = np.empty_like(source)  # where the recorded element belongs in the world's order
     if len(set(source.tolist())) != len(source):
         return None
     target[source] = np.arange(len(names))
-    findings = _findings(wrong, source, factor, offset, names, notes)
+    findings = _findings(differing, source, factor, offset, names, notes)
     return findings, lambda frames: ((frames - offset) / factor)[..., target]
 
 
@@ -244,16 +244,20 @@ def _explain(
     """Return (source, factor, offset, other sources) with x[column] = factor * y[source] + offset; None if there is
     none.
     """
-    own, other = x[:, column], [int(j) for j in wrong if j != column and groups[j] == groups[column]]
-    if near(own, -y[:, column], scale[column], first):
+    column_values, other = x[:, column], [int(j) for j in wrong if j != column and groups[j] == groups[column]]
+    if near(column_values, -y[:, column], scale[column], first):
         return column, -1.0, 0.0, []
     for sign in (1.0, -1.0):
-        alike = [j for j in other if near(own, sign * y[:, j], scale[column], first)]
-        if alike:
-            return alike[0], sign, 0.0, alike[1:]
-    slope, intercept = _line(y[:, column], own)
+        candidates = [j for j in other if near(column_values, sign * y[:, j], scale[column], first)]
+        if candidates:
+            return candidates[0], sign, 0.0, candidates[1:]
+    slope, intercept = _line(y[:, column], column_values)
     size = max(scale[column], abs(slope) * float(y[:, column].std()))
-    if not np.isfinite(slope) or abs(slope) < 1e-6 or not near(own, slope * y[:, column] + intercept, size, first):
+    if (
+        not np.isfinite(slope)
+        or abs(slope) < 1e-6
+        or not near(column_values, slope * y[:, column] + intercept, size, first)
+    ):
         return None
     if abs(intercept) < TOLERANCE * size:
         return column, slope, 0.0, []
@@ -278,26 +282,26 @@ def _findings(
     names: tuple[str, ...],
     notes: list[str],
 ) -> list[Finding]:
-    moved = [column for column in wrong if source[column] != column]
+    reordered = [column for column in wrong if source[column] != column]
     flipped = [f"'{names[column]}'" for column in wrong if factor[column] == -1]
-    others = [column for column in wrong if source[column] == column and factor[column] != -1]
+    rescaled = [column for column in wrong if source[column] == column and factor[column] != -1]
     findings = []
-    if moved:
-        pairs = [column for column in moved if source[source[column]] == column]
+    if reordered:
+        pairs = [column for column in reordered if source[source[column]] == column]
         text = [
             f"'{names[column]}' and '{names[source[column]]}' are swapped"
             for column in pairs
             if column < source[column]
         ]
-        text += [f"'{names[column]}' holds '{names[source[column]]}'" for column in moved if column not in pairs]
-        measured = "; ".join([listed(text), *notes[:2]])
+        text += [f"'{names[column]}' holds '{names[source[column]]}'" for column in reordered if column not in pairs]
+        description = "; ".join([listed(text), *notes[:2]])
         remedy = "Reorder these elements in the data, or in the robot's driver."
-        findings.append(Finding("observation order", Health.BAD, measured, remedy))
+        findings.append(Finding("observation order", Health.BAD, description, remedy))
     if flipped:
         text = f"opposite sign: {listed(flipped)}"
         findings.append(Finding("observation sign", Health.BAD, text, "Flip these elements in the data."))
-    if others:
-        text = [_linear(names[column], float(factor[column]), float(offset[column])) for column in others]
+    if rescaled:
+        text = [_linear(names[column], float(factor[column]), float(offset[column])) for column in rescaled]
         remedy = "Convert units and zero points before writing the dataset."
         findings.append(Finding("observation scale", Health.BAD, listed(text), remedy))
     return findings

@@ -72,12 +72,12 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
-    named = [(re.fullmatch(r"episode_?(\d+)", item.stem), item) for item in path.iterdir() if item.suffix in SUFFIXES]
-    return [item for found, item in sorted((int(found[1]), item) for found, item in named if found)]
+    matches = [(re.fullmatch(r"episode_?(\d+)", item.stem), item) for item in path.iterdir() if item.suffix in SUFFIXES]
+    return [item for match, item in sorted((int(match[1]), item) for match, item in matches if match)]
 
 
 def _columns(file: Any, path: Path) -> dict[str, Column]:
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for key, dataset in children(file, path).items():
         column = described(dataset, path, key)
         if key == "compress_len" or column is None:
@@ -85,8 +85,8 @@ def _columns(file: Any, path: Path) -> dict[str, Column]:
         targets: tuple[str, ...] = (_TARGETS[key],) if key in _TARGETS else ()
         if key.startswith(_IMAGES):
             targets = (IMAGE_PREFIX + key.removeprefix(_IMAGES).replace("/", "_"),)
-        found[key] = replace(column, targets=targets)
-    return found
+        columns[key] = replace(column, targets=targets)
+    return columns
 
 
 def _require_length(file: Any, key: str, path: Path, length: int) -> None:

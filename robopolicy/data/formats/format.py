@@ -118,18 +118,18 @@ def what_it_is(path: Path) -> str:
     converts it; "" where no format knows it. Raises DataError where it is damaged.
     """
     try:
-        found = format_of(path)
+        dataset_format = format_of(path)
     except ConfigError as error:  # a package is missing
         return f"{path}: {error} Then convert it: {command(path)}"
-    if found is None:
+    if dataset_format is None:
         return ""
-    said = f"{path} is a dataset of another format, {found.title}"
+    prefix = f"{path} is a dataset of another format, {dataset_format.title}"
     try:
-        with reading(path), found.open(path) as source:
+        with reading(path), dataset_format.open(path) as source:
             rate = "" if source.fps else " (convert.fps: the rate at which it was recorded)"
-            return f"{said}. Convert it{rate}: {command(path, source)}"
+            return f"{prefix}. Convert it{rate}: {command(path, source)}"
     except DataError as error:
-        raise DataError(f"{said}, and cannot be converted as it is: {error}") from error
+        raise DataError(f"{prefix}, and cannot be converted as it is: {error}") from error
 
 
 def command(path: Path, source: Source | None = None) -> str:

@@ -57,9 +57,9 @@ def member(group: Group, key: str, path: Path) -> Any:
     """Return the group or dataset at `key`, which lies in the file itself; raises DataError where it does not."""
     h5py = require_extra("h5py", EXTRA)
 
-    found: Any = group
+    node: Any = group
     for name in key.split("/"):
-        link = found.get(name, getlink=True) if isinstance(found, h5py.Group) and name in found.keys() else None  # noqa: SIM118
+        link = node.get(name, getlink=True) if isinstance(node, h5py.Group) and name in node.keys() else None  # noqa: SIM118
         if link is None:
             raise DataError(f"{path} has no '{group.name.rstrip('/')}/{key}', which others of its episodes have.")
         if not isinstance(link, h5py.HardLink):
@@ -67,8 +67,8 @@ def member(group: Group, key: str, path: Path) -> Any:
                 f"{path}: '{group.name.rstrip('/')}/{key}' is a link ({type(link).__name__}), which may lead out of "
                 "the file: it is not read. Copy the data into the file."
             )
-        found = found[name]
-    return found
+        node = node[name]
+    return node
 
 
 def has(group: Group, *keys: str) -> bool:
@@ -76,12 +76,12 @@ def has(group: Group, *keys: str) -> bool:
     h5py = require_extra("h5py", EXTRA)
 
     for key in keys:
-        found: Any = group
+        node: Any = group
         for name in key.split("/"):
-            there = isinstance(found, h5py.Group) and name in found.keys()  # noqa: SIM118 (`in` alone follows links)
-            if not there or not isinstance(found.get(name, getlink=True), h5py.HardLink):
+            is_member = isinstance(node, h5py.Group) and name in node.keys()  # noqa: SIM118 (`in` alone follows links)
+            if not is_member or not isinstance(node.get(name, getlink=True), h5py.HardLink):
                 return False
-            found = found[name]
+            node = node[name]
     return True
 
 
@@ -89,56 +89,56 @@ def array(group: Group, key: str, path: Path) -> Dataset:
     """Return the dataset at `key`, all of which is there; raises DataError where it is not."""
     h5py = require_extra("h5py", EXTRA)
 
-    found = member(group, key, path)
-    if not isinstance(found, h5py.Dataset):
-        raise DataError(f"{path}: '{found.name}' is a group, and an array is expected.")
-    if found.is_virtual or found.external:
-        raise DataError(f"{path}: '{found.name}' lies in other files: it is not read. Copy the data into the file.")
-    if found.shape is None or not found.size:
-        return found
-    size, chunk = found.dtype.itemsize, found.chunks
+    dataset = member(group, key, path)
+    if not isinstance(dataset, h5py.Dataset):
+        raise DataError(f"{path}: '{dataset.name}' is a group, and an array is expected.")
+    if dataset.is_virtual or dataset.external:
+        raise DataError(f"{path}: '{dataset.name}' lies in other files: it is not read. Copy the data into the file.")
+    if dataset.shape is None or not dataset.size:
+        return dataset
+    size, chunk = dataset.dtype.itemsize, dataset.chunks
     if chunk is None:
-        there, needed = found.id.get_storage_size(), found.size * size
+        stored_size, full_size = dataset.id.get_storage_size(), dataset.size * size
     else:
-        require_room(path, f"a chunk of '{found.name}'", math.prod(chunk) * size)
-        needed = math.prod(-(-rows // part) for rows, part in zip(found.shape, chunk, strict=True))
-        there = found.id.get_num_chunks()
-    if there < needed:
+        require_room(path, f"a chunk of '{dataset.name}'", math.prod(chunk) * size)
+        full_size = math.prod(-(-rows // part) for rows, part in zip(dataset.shape, chunk, strict=True))
+        stored_size = dataset.id.get_num_chunks()
+    if stored_size < full_size:
         raise DataError(
-            f"{path}: '{found.name}' promises {list(found.shape)} and only {there / needed:.0%} of it was ever "
-            "written: its recording broke off. Leave that episode out, or restore the file from a copy."
+            f"{path}: '{dataset.name}' promises {list(dataset.shape)} and only {stored_size / full_size:.0%} of it was "
+            f"ever written: its recording broke off. Leave that episode out, or restore the file from a copy."
         )
-    return found
+    return dataset
 
 
 def children(group: Group, path: Path, prefix: str = "") -> dict[str, Any]:
     """Return every dataset below `group` by its key; links that lead elsewhere raise DataError."""
     h5py = require_extra("h5py", EXTRA)
 
-    found: dict[str, Any] = {}
+    datasets: dict[str, Any] = {}
     for name in group:
         item = member(group, name, path)
         if isinstance(item, h5py.Group):
-            found |= children(item, path, f"{prefix}{name}/")
+            datasets |= children(item, path, f"{prefix}{name}/")
         elif isinstance(item, h5py.Dataset):
-            found[f"{prefix}{name}"] = item
-    return found
+            datasets[f"{prefix}{name}"] = item
+    return datasets
 
 
 def numbered(group: Group, pattern: str) -> list[str]:
     """Return the names in `group` that match `pattern` as a whole, by the number in its first parentheses."""
-    found = ((re.fullmatch(pattern, name), name) for name in group)
-    return [name for _, name in sorted((int(match[1]), name) for match, name in found if match)]
+    matches = ((re.fullmatch(pattern, name), name) for name in group)
+    return [name for _, name in sorted((int(match[1]), name) for match, name in matches if match)]
 
 
 def lengths_of(group: Group, names: Sequence[str], key: str, promise: str, path: Path) -> list[int]:
     """Return the rows of `key` in the groups `names`; raises DataError where the attribute `promise` differs."""
     lengths = [int(array(group, f"{name}/{key}", path).shape[0]) for name in names]
     for name, length in zip(names, lengths, strict=True):
-        promised = group[name].attrs.get(promise, length)
-        if int(promised) != length:
+        expected = group[name].attrs.get(promise, length)
+        if int(expected) != length:
             place = f"{group.name}/{name}".lstrip("/")
-            raise DataError(f"{path}: '{place}' promises {promised} steps and holds {length} {key}.")
+            raise DataError(f"{path}: '{place}' promises {expected} steps and holds {length} {key}.")
     return lengths
 
 
@@ -214,19 +214,19 @@ class Hdf5Source(Source):
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
         """See `Source`."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         path = self.places[episode][0]
         with self.group(episode) as group:
             for key in keys:
                 dataset = array(group, key, path)
                 rows = dataset.shape[0] + int(self._ending(group, key) is not None)
                 column = self.columns[key]
-                found[key] = (rows, *(column.shape if column.dtype == ENCODED else dataset.shape[1:]))
-        return found
+                shapes[key] = (rows, *(column.shape if column.dtype == ENCODED else dataset.shape[1:]))
+        return shapes
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
         """See `Source`."""
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         path, name = self.places[episode]
         with self.group(episode) as group, reading(path, f"Leave {name or 'that episode'} out"):
             for key in keys:
@@ -238,11 +238,11 @@ class Hdf5Source(Source):
                     rows = [decoded(_row(dataset, row), path, f"'{key}', frame {row},") for row in range(len(dataset))]
                     if len({row.shape for row in rows}) > 1:
                         raise DataError(f"{path}: '{dataset.name}' has pictures of several sizes.")
-                    found[key] = np.stack(rows)
+                    arrays[key] = np.stack(rows)
                     continue
                 values = dataset[()]
-                found[key] = values if ending is None else np.concatenate([values, array(group, ending, path)[-1:]])
-        return found
+                arrays[key] = values if ending is None else np.concatenate([values, array(group, ending, path)[-1:]])
+        return arrays
 
     def _ending(self, group: Group, key: str) -> str | None:
         """Return the key under which the row after the last action of `key` lies, None where there is none."""
@@ -266,7 +266,7 @@ def object_of(value: Any, path: Path, what: str) -> dict[str, Any]:
     if not text:
         return {}
     try:
-        found = json.loads(text[:LARGEST_TEXT])
+        content = json.loads(text[:LARGEST_TEXT])
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the attribute {what} is no JSON ({in_one_line(error, 80)}).") from error
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -57,17 +57,17 @@ def mapped(columns: Mapping[str, Column], asked: Mapping[str, Any], where: objec
     Raises ConfigError where `asked` names what is not there or cannot be, DataError where no action or observation is
     found.
     """
-    wished = {_part(key, columns, where): _targets(key, value) for key, value in asked.items()}
-    given = {part.key for part in wished}
-    taken = {target for targets in wished.values() for target in targets}
-    found: dict[str, list[Part]] = {}
+    requested_targets = {_part(key, columns, where): _targets(key, value) for key, value in asked.items()}
+    requested_keys = {part.key for part in requested_targets}
+    used_targets = {target for targets in requested_targets.values() for target in targets}
+    guesses: dict[str, list[Part]] = {}
     for key, column in columns.items():
-        if key not in given:
+        if key not in requested_keys:
             for part, target in _guessed(key, column):
-                if target not in taken:
-                    found.setdefault(target, []).append(part)
-    result = _one_picture_each({target: tuple(parts) for target, parts in found.items()}, columns)
-    for part, targets in wished.items():
+                if target not in used_targets:
+                    guesses.setdefault(target, []).append(part)
+    result = _one_picture_each({target: tuple(parts) for target, parts in guesses.items()}, columns)
+    for part, targets in requested_targets.items():
         for target in targets:
             result[target] = (*result.get(target, ()), part)
     _require_fitting(result, columns, where)
@@ -75,14 +75,14 @@ def mapped(columns: Mapping[str, Column], asked: Mapping[str, Any], where: objec
 
 
 def _part(text: str, columns: Mapping[str, Column], where: object) -> Part:
-    found = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", text)
-    key = found[1] if found else text
+    match = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", text)
+    key = match[1] if match else text
     if key not in columns:
         raise ConfigError(f"convert.map names '{key}', which {where} has not.{did_you_mean(key, columns)}")
-    if not found:
+    if not match:
         return Part(key)
     size = _size(columns[key])
-    first, last = int(found[2] or 0), int(found[3] or size)
+    first, last = int(match[2] or 0), int(match[3] or size)
     if is_picture(columns[key]) or not first < last <= size:
         raise ConfigError(f"convert.map: '{text}' is no part of a vector of {size} elements.")
     return Part(key, first, last)
@@ -138,12 +138,12 @@ def _one_picture_each(found: ColumnMap, columns: Mapping[str, Column]) -> Column
 
 
 def _require_fitting(found: ColumnMap, columns: Mapping[str, Column], where: object) -> None:
-    said = ", ".join(f"{key} ({in_words(column)})" for key, column in columns.items())
+    listing = ", ".join(f"{key} ({in_words(column)})" for key, column in columns.items())
     if ACTION not in found:
-        raise DataError(f'{where}: which column holds actions? Set "convert.map={{KEY: action}}". It has {said}.')
+        raise DataError(f'{where}: which column holds actions? Set "convert.map={{KEY: action}}". It has {listing}.')
     if not any(target.startswith("observation.") for target in found):
         raise DataError(
-            f'{where}: which column is observed? Set "convert.map={{KEY: observation.state}}". It has {said}.'
+            f'{where}: which column is observed? Set "convert.map={{KEY: observation.state}}". It has {listing}.'
         )
     for target, parts in found.items():
         pictures = [is_picture(columns[part.key]) for part in parts]
@@ -167,19 +167,19 @@ def size_of(part: Part, columns: Mapping[str, Column]) -> int:
 
 def names_of(parts: tuple[Part, ...], columns: Mapping[str, Column]) -> tuple[str, ...]:
     """Return names for the elements of what `parts` make up: theirs, numbered keys where several are joined, or ()."""
-    found: list[str] = []
+    names: list[str] = []
     for part in parts:
-        own = columns[part.key].names
-        if len(own) == _size(columns[part.key]):
-            found += own[part.first : part.last]
+        column_names = columns[part.key].names
+        if len(column_names) == _size(columns[part.key]):
+            names += column_names[part.first : part.last]
         elif len(parts) > 1:
             leaf = part.key.rsplit("/", 1)[-1]
-            found += [
+            names += [
                 f"{leaf}_{number}" for number in range(part.first or 0, (part.first or 0) + size_of(part, columns))
             ]
         else:
             return ()
-    return tuple(found) if len(set(found)) == len(found) else ()
+    return tuple(names) if len(set(names)) == len(names) else ()
 
 
 def _size(column: Column) -> int:

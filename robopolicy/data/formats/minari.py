@@ -40,29 +40,29 @@ class Minari(DatasetFormat):
 
     def recognises(self, path: Path) -> bool:
         """See `DatasetFormat`."""
-        found = _main_file(path)
-        if found is None:
+        file_path = _main_file(path)
+        if file_path is None:
             return _of_arrow(path)
-        with opened(found) as file:
+        with opened(file_path) as file:
             return any(has(file, f"{name}/actions", f"{name}/terminations") for name in list(file)[:1])
 
     @contextmanager
     def open(self, path: Path) -> Generator[Hdf5Source]:
         """See `DatasetFormat`."""
-        found = _main_file(path)
-        if found is None:
+        file_path = _main_file(path)
+        if file_path is None:
             raise DataError(
                 f"{path} stores its episodes as arrow, which is not read: let Minari write them as HDF5 "
                 '(data_format="hdf5").'
             )
-        with opened(found) as file:
+        with opened(file_path) as file:
             names = numbered(file, r"episode_(\d+)")
             if not names:
-                raise DataError(f"{found} holds no episode: it has no group 'episode_0'.")
+                raise DataError(f"{file_path} holds no episode: it has no group 'episode_0'.")
             _require_all(path, len(names))
-            lengths = lengths_of(file, names, "rewards", "total_steps", found)
-            columns = _columns(member(file, names[0], found), found)
-            source = _MinariSource(path, [(found, name) for name in names], columns, lengths, file)
+            lengths = lengths_of(file, names, "rewards", "total_steps", file_path)
+            columns = _columns(member(file, names[0], file_path), file_path)
+            source = _MinariSource(path, [(file_path, name) for name in names], columns, lengths, file)
             source.usual_fps = USUAL_FPS
             seeds = [file[name].attrs.get("seed") for name in names]
             if all(isinstance(seed, int | np.integer) and 0 <= seed < 2**63 for seed in seeds):
@@ -76,27 +76,27 @@ class _MinariSource(Hdf5Source):
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
         """See `Source`."""
         length = self.lengths[episode]
-        found = super().shapes(episode, keys)
+        shapes = super().shapes(episode, keys)
         return {
             key: (length, *shape[1:]) if key.startswith("infos/") and shape[0] == length + 1 else shape
-            for key, shape in found.items()
+            for key, shape in shapes.items()
         }
 
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
         """See `Source`."""
         length = self.lengths[episode]
-        found = super().read(episode, keys)
+        arrays = super().read(episode, keys)
         return {
             key: values[1:] if key.startswith("infos/") and len(values) == length + 1 else values
-            for key, values in found.items()
+            for key, values in arrays.items()
         }
 
 
 def _main_file(path: Path) -> Path | None:
     """Return the HDF5 file of a dataset's folder, the folder `data` in it, or the file itself."""
-    for found in (path, path / MAIN, path / "data" / MAIN):
-        if is_hdf5(found):
-            return found
+    for candidate in (path, path / MAIN, path / "data" / MAIN):
+        if is_hdf5(candidate):
+            return candidate
     return None
 
 
@@ -109,13 +109,13 @@ def _require_all(path: Path, count: int) -> None:
     """Raise DataError where metadata.json promises another number of episodes than there are."""
     for file in (path / METADATA, path / "data" / METADATA):
         if file.is_file():
-            promised = read_object(file, DataError).get("total_episodes", count)
-            if promised != count:
-                raise DataError(f"{file} promises {promised} episodes and there are {count}: the copy is incomplete.")
+            total = read_object(file, DataError).get("total_episodes", count)
+            if total != count:
+                raise DataError(f"{file} promises {total} episodes and there are {count}: the copy is incomplete.")
 
 
 def _columns(group: Any, path: Path) -> dict[str, Column]:
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for key, dataset in children(group, path).items():
         column = described(dataset, path, key)
         if column is None:
@@ -125,5 +125,5 @@ def _columns(group: Any, path: Path) -> dict[str, Column]:
             targets = ("action",)
         elif key.startswith("infos/"):
             targets = ("next.success",) if key in ("infos/success", "infos/is_success") else ()
-        found[key] = replace(column, targets=targets)
-    return found
+        columns[key] = replace(column, targets=targets)
+    return columns

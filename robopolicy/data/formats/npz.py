@@ -63,8 +63,10 @@ class _Member:
         self.at = 0
         with archive.open(name) as file:
             version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, self.dtype = read(file)
+            read_header = (
+                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            )
+            shape, fortran, self.dtype = read_header(file)
             self.head = file.tell()
         self.shape: tuple[int, ...] = shape
         key = name.removesuffix(".npy")
@@ -73,8 +75,8 @@ class _Member:
         if fortran and len(shape) > 1:
             raise DataError(f"{path}: '{key}' stands in Fortran's order: save np.ascontiguousarray of it.")
         self.row = int(np.prod(shape[1:], dtype=object)) * self.dtype.itemsize
-        needed = self.head + self.row * (shape[0] if shape else 1)
-        if needed != archive.getinfo(name).file_size:
+        full_size = self.head + self.row * (shape[0] if shape else 1)
+        if full_size != archive.getinfo(name).file_size:
             raise DataError(f"{path}: '{key}' promises {list(shape)} {self.dtype} and holds another number of bytes.")
 
     def rows(self, first: int, last: int) -> np.ndarray:
@@ -119,19 +121,21 @@ class _NpzSource(Source):
         self.ends = _ends(path, members, steps)
         self.lengths = tuple(np.diff(self.ends, prepend=0).tolist())
         self.members = {key: each for key, each in members.items() if each.shape and each.shape[0] == steps}
-        own = (*ENDS, *LENGTHS, "episode_index")
+        bookkeeping = (*ENDS, *LENGTHS, "episode_index")
         self.columns = {
-            key: Column(tuple(each.shape[1:]), each.dtype.name, targets=() if key in own or key == "timeouts" else None)
+            key: Column(
+                tuple(each.shape[1:]), each.dtype.name, targets=() if key in bookkeeping or key == "timeouts" else None
+            )
             for key, each in self.members.items()
-            if each.dtype.kind in "biuf" and key not in own
+            if each.dtype.kind in "biuf" and key not in bookkeeping
         }
-        said = members.get("fps")
-        self.fps = None if said is None else float(said.whole().reshape(-1)[0])
+        fps_array = members.get("fps")
+        self.fps = None if fps_array is None else float(fps_array.whole().reshape(-1)[0])
         self.tasks = _tasks(members.get("task"), len(self.lengths), path)
         other = [
             f"{key} {list(each.shape)}"
             for key, each in members.items()
-            if key not in (*self.members, *own, "fps", "task") and each.shape
+            if key not in (*self.members, *bookkeeping, "fps", "task") and each.shape
         ]
         if other:
             self.notes = (f"These arrays have no row for each of {steps} steps, and are left out: {', '.join(other)}.",)
@@ -157,11 +161,11 @@ def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
             )
         return each.whole().reshape(-1)
 
-    found: np.ndarray | None = None
+    ends: np.ndarray | None = None
     for name in (*ENDS, *LENGTHS, "episode_index"):
         if name in members:
-            found = numbers(name).astype(np.int64)
-            found = found if name in ENDS else found.cumsum() if name in LENGTHS else _changes(found)
+            ends = numbers(name).astype(np.int64)
+            ends = ends if name in ENDS else ends.cumsum() if name in LENGTHS else _changes(ends)
             break
     else:
         marks = [
@@ -170,15 +174,15 @@ def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
         if marks:
             ending = np.logical_or.reduce(marks)
             ending[-1] = True
-            found = np.flatnonzero(ending) + 1
-    if found is None:
+            ends = np.flatnonzero(ending) + 1
+    if ends is None:
         raise DataError(
             f"{path} does not say where its episodes end: add an array 'episode_ends' [E], the number of steps up to "
             f"the end of each. It has {', '.join(members)}."
         )
-    if not len(found) or found[-1] != steps or (np.diff(found, prepend=0) < 1).any():
-        raise DataError(f"{path}: its episodes end after {found[-3:].tolist()} of {steps} steps, which cannot be.")
-    return found
+    if not len(ends) or ends[-1] != steps or (np.diff(ends, prepend=0) < 1).any():
+        raise DataError(f"{path}: its episodes end after {ends[-3:].tolist()} of {steps} steps, which cannot be.")
+    return ends
 
 
 def _changes(index: np.ndarray) -> np.ndarray:

@@ -68,8 +68,8 @@ class _OlderSource(Source):
         if several := sum(row["tasks"] > 1 for row in rows):
             self.notes = (f"{several} of {len(rows)} episodes change their task on the way: their first is kept.",)
         self.features: Mapping[str, Any] = self.information["features"]
-        found = {key: _column(path, key, feature) for key, feature in self.features.items() if key not in _OWN}
-        self.columns = {key: column for key, column in found.items() if column is not None}
+        columns = {key: _column(path, key, feature) for key, feature in self.features.items() if key not in _OWN}
+        self.columns = {key: column for key, column in columns.items() if column is not None}
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
         """See `Source`."""
@@ -78,9 +78,9 @@ class _OlderSource(Source):
         path = self._file(episode, "data_path", "")
         in_table = [key for key in keys if self.features[key]["dtype"] != "video"]
         with pq.ParquetFile(path) as file:
-            absent = set(in_table) - set(file.schema_arrow.names)
-            if absent:
-                raise DataError(f"{path} lacks the column '{min(absent)}' that meta/info.json promises.")
+            missing_columns = set(in_table) - set(file.schema_arrow.names)
+            if missing_columns:
+                raise DataError(f"{path} lacks the column '{min(missing_columns)}' that meta/info.json promises.")
             check_columns(file, path, {key: self.features[key] for key in in_table})
             rows = file.metadata.num_rows
         for key in keys:
@@ -95,25 +95,25 @@ class _OlderSource(Source):
         path = self._file(episode, "data_path", "")
         in_table = [key for key in keys if self.features[key]["dtype"] != "video"]
         table = pq.read_table(path, columns=in_table)
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for key in keys:
             shape = (self.lengths[episode], *self.columns[key].shape)
             require_room(path, f"'{key}'", 2 * int(np.prod(shape, dtype=object)))
             if self.features[key]["dtype"] == "video":
-                found[key] = self._video(episode, key)
+                arrays[key] = self._video(episode, key)
             elif self.features[key]["dtype"] == "image":
                 sizes = promised_sizes(self.path, key, self.features[key])
-                what = f"of episode {self.numbers[episode]},"
+                label = f"of episode {self.numbers[episode]},"
                 rows = enumerate(table.column(key))
-                found[key] = np.stack(
+                arrays[key] = np.stack(
                     [
-                        decode_image(self.path, f"'{key}', frame {step} {what}", each.as_py(), sizes)
+                        decode_image(self.path, f"'{key}', frame {step} {label}", each.as_py(), sizes)
                         for step, each in rows
                     ]
                 )
             else:
-                found[key] = _numbers(table.column(key), path, key).reshape(shape)
-        return found
+                arrays[key] = _numbers(table.column(key), path, key).reshape(shape)
+        return arrays
 
     def _video(self, episode: int, key: str) -> np.ndarray:
         length = self.lengths[episode]
@@ -133,33 +133,31 @@ class _OlderSource(Source):
         """Return a file of an episode, inside of the dataset's folder."""
         number = self.numbers[episode]
         size = self.information.get("chunks_size") or 1000
-        given: dict[str, str | int] = {"episode_chunk": number // int(size), "episode_index": number}
+        placeholders: dict[str, str | int] = {"episode_chunk": number // int(size), "episode_index": number}
         if key:
-            given["video_key"] = key
-        name = filled_in(self.path, self.information.get(template), **given)
-        what = f"The video '{key}' of episode {number}" if key else f"The data of episode {number}"
-        return file_within(self.path, name, what)
+            placeholders["video_key"] = key
+        name = filled_in(self.path, self.information.get(template), **placeholders)
+        label = f"The video '{key}' of episode {number}" if key else f"The data of episode {number}"
+        return file_within(self.path, name, label)
 
 
 def _episodes(path: Path, information: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return number, length and task of every episode, in their order."""
     rows = read_json_lines(file_within(path, "meta/episodes.jsonl", "The list of episodes"))
-    promised = information.get("total_episodes", len(rows))
-    if len(rows) != promised or not rows:
-        raise DataError(
-            f"{path}/meta/episodes.jsonl lists {len(rows)} episodes, and meta/info.json promises {promised}."
-        )
-    found: list[dict[str, Any]] = []
+    total = information.get("total_episodes", len(rows))
+    if len(rows) != total or not rows:
+        raise DataError(f"{path}/meta/episodes.jsonl lists {len(rows)} episodes, and meta/info.json promises {total}.")
+    episodes: list[dict[str, Any]] = []
     for row in rows:
         number, length = row.get("episode_index"), row.get("length")
         tasks = row.get("tasks")
         if not (isinstance(number, int) and isinstance(length, int) and number >= 0 and length >= 1):
             raise DataError(f"{path}/meta/episodes.jsonl: episode {number} has length {length}.")
         texts = [str(text) for text in tasks] if isinstance(tasks, list) else []
-        found.append(
+        episodes.append(
             {"episode_index": number, "length": length, "task": texts[0] if texts else "", "tasks": len(texts)}
         )
-    return sorted(found, key=lambda row: row["episode_index"])
+    return sorted(episodes, key=lambda row: row["episode_index"])
 
 
 def _column(path: Path, key: str, feature: Mapping[str, Any]) -> Column | None:

@@ -85,13 +85,13 @@ class _ReplayBufferSource(Source):
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
         """See `Source`."""
         last, length = int(self.ends[episode]), self.lengths[episode]
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for key in keys:
             array = self.arrays[key]
             row = math.prod(array.shape[1:]) * array.dtype.itemsize
             require_room(self.path, f"'{key}' of an episode", 2 * row * (length + array.chunks[0]))
-            found[key] = np.asarray(array[last - length : last])
-        return found
+            arrays[key] = np.asarray(array[last - length : last])
+        return arrays
 
 
 def _episode_ends(path: Path, root: Any) -> np.ndarray:
@@ -116,17 +116,17 @@ def _arrays(path: Path, root: Any) -> dict[str, Any]:
     """Return the arrays below `data` by key, "data/obs/state" for nested ones."""
     if "data" not in root:
         raise DataError(f"{path} is a zarr without a group 'data': diffusion_policy keeps action, state and img there.")
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     waiting = [("data", root["data"])]
     while waiting:
         key, item = waiting.pop()
         if hasattr(item, "shape"):
             _require_plain(path, key, item)
             if item.ndim and item.dtype.kind in "biuf":
-                found[key] = item
+                arrays[key] = item
         else:
             waiting += [(f"{key}/{name}", item[name]) for name in item]
-    return dict(sorted(found.items()))
+    return dict(sorted(arrays.items()))
 
 
 def _require_plain(path: Path, key: str, array: Any) -> None:
@@ -150,17 +150,17 @@ def _column(key: str, array: Any, arrays: Mapping[str, Any]) -> Column:
 
 def _missing(path: Path, arrays: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a sentence on chunks that are not stored: zarr leaves out those that hold its fill value alone."""
-    found: list[str] = []
+    warnings: list[str] = []
     for key, array in arrays.items():
-        there = int(array.nchunks_initialized)
-        if not there:
+        chunk_count = int(array.nchunks_initialized)
+        if not chunk_count:
             raise DataError(f"{path}: of '{key}' no chunk is there: the copy is incomplete.")
-        if there < array.nchunks:
-            found.append(
-                f"Of '{key}' {array.nchunks - there} of {array.nchunks} chunks are not stored: they are read as "
+        if chunk_count < array.nchunks:
+            warnings.append(
+                f"Of '{key}' {array.nchunks - chunk_count} of {array.nchunks} chunks are not stored: they are read as "
                 f"{array.fill_value}, which zarr leaves out on purpose, or were lost in a copy."
             )
-    return tuple(found)
+    return tuple(warnings)
 
 
 def _require_inside(path: Path) -> None:
@@ -176,9 +176,9 @@ def _require_inside(path: Path) -> None:
             described = [archive.open(name).read(2**20) for name in names]
     for text in described:
         codecs = _codecs(text, path)
-        if found := sorted(set(_PICKLED) & codecs):
+        if pickled_codecs := sorted(set(_PICKLED) & codecs):
             raise DataError(
-                f"{path} holds Python objects (codec {found[0]}), which are never read: they can run any code."
+                f"{path} holds Python objects (codec {pickled_codecs[0]}), which are never read: they can run any code."
             )
         if any(name.startswith("imagecodecs_") for name in codecs):
             require_extra("imagecodecs", "convert")
@@ -193,12 +193,12 @@ def _codecs(text: bytes, path: Path) -> set[str]:
         waiting: list[Any] = [json.loads(text)]
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: the description of an array is no JSON ({in_one_line(error, 80)}).") from error
-    found: set[str] = set()
+    names: set[str] = set()
     while waiting:
         item = waiting.pop()
         if isinstance(item, dict):
-            found |= {value for key, value in item.items() if key in ("id", "name") and isinstance(value, str)}
+            names |= {value for key, value in item.items() if key in ("id", "name") and isinstance(value, str)}
             waiting += item.values()
         elif isinstance(item, list):
             waiting += item
-    return found
+    return names

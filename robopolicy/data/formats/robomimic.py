@@ -59,13 +59,13 @@ class Robomimic(DatasetFormat):
             names = numbered(data, _EPISODE)
             if not names:
                 raise DataError(f"{path} holds no episode: its group 'data' has no 'demo_0'.")
-            said = object_of(data.attrs.get("env_args"), path, "env_args")
+            env_args = object_of(data.attrs.get("env_args"), path, "env_args")
             lengths = lengths_of(data, names, "actions", "num_samples", path)
             columns = _columns(member(data, names[0], path), path, upside_down=_upside_down(data.attrs))
             source = Hdf5Source(path, [(path, f"data/{name}") for name in names], columns, lengths, file)
             source.final = {"obs/": "next_obs/"}
             source.usual_fps = USUAL_FPS
-            rate = (said.get("env_kwargs") or {}).get("control_freq")
+            rate = (env_args.get("env_kwargs") or {}).get("control_freq")
             source.fps = float(rate) if isinstance(rate, int | float) and rate > 0 else None
             source.tasks = tuple(_task(data.attrs, data[name].attrs, path) for name in names)
             source.notes = _notes(data.attrs, columns)
@@ -73,30 +73,35 @@ class Robomimic(DatasetFormat):
 
 
 def _columns(group: Any, path: Path, upside_down: bool) -> dict[str, Column]:
-    found: dict[str, Column] = {}
+    columns: dict[str, Column] = {}
     for key, dataset in children(group, path).items():
         if key.startswith("next_obs/"):
             continue
         column = described(dataset, path, key)
         if column is not None:
-            found[key] = replace(column, targets=_targets(key, column))
-    order = {key: _place(key) for key in found}
-    found = dict(sorted(found.items(), key=lambda item: order[item[0]]))
-    cameras = [key for key, column in found.items() if any(t.startswith(IMAGE_PREFIX) for t in column.targets or ())]
-    found |= {key: replace(found[key], upside_down=upside_down) for key in cameras}
-    if not any(key.startswith("obs/") for key in found):
+            columns[key] = replace(column, targets=_targets(key, column))
+    order = {key: _place(key) for key in columns}
+    columns = dict(sorted(columns.items(), key=lambda item: order[item[0]]))
+    cameras = [key for key, column in columns.items() if any(t.startswith(IMAGE_PREFIX) for t in column.targets or ())]
+    columns |= {key: replace(columns[key], upside_down=upside_down) for key in cameras}
+    if not any(key.startswith("obs/") for key in columns):
         raise DataError(
             f"{path} holds simulator states and no observations: let robomimic's scripts/dataset_states_to_obs.py "
             "write them, then convert its file."
         )
-    return found
+    return columns
 
 
 def _targets(key: str, column: Column) -> tuple[str, ...]:
     name = key.removeprefix("obs/")
-    known = {"actions": "action", "rewards": "next.reward", "dones": "next.terminated", "obs/object": ENVIRONMENT_STATE}
-    if key in known:
-        return (known[key],)
+    standard_targets = {
+        "actions": "action",
+        "rewards": "next.reward",
+        "dones": "next.terminated",
+        "obs/object": ENVIRONMENT_STATE,
+    }
+    if key in standard_targets:
+        return (standard_targets[key],)
     if not key.startswith("obs/"):
         return ()
     if layout(column.shape, column.dtype if column.dtype.startswith(("uint", "float")) else "uint8"):
