@@ -80,8 +80,8 @@ def score_judge(
     draws = np.random.default_rng(0).integers(0, count, (resamples, count))
     spread = float(np.ptp(truth))
     ranked = spearman(truth[draws], means[draws])
-    told = count > 3 and 2 * np.isfinite(ranked).sum() >= len(ranked)
-    low, high = percentile_interval(ranked, confidence) if told else (math.nan, math.nan)
+    has_interval = count > 3 and 2 * np.isfinite(ranked).sum() >= len(ranked)
+    low, high = percentile_interval(ranked, confidence) if has_interval else (math.nan, math.nan)
     pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
     good = np.array([truth[one] - truth[other] > threshold for one, other in pairs])
     let = np.array(

@@ -69,8 +69,8 @@ class MixedPolicy:
     @property
     def spec(self) -> PolicySpec:
         """The base's spec with the observation fields of both policies."""
-        seen = {**self.base.spec.observation, **self.tuned.spec.observation}
-        return replace(self.base.spec, observation=seen, scored_steps=0, steps_per_action=0)
+        observation_fields = {**self.base.spec.observation, **self.tuned.spec.observation}
+        return replace(self.base.spec, observation=observation_fields, scored_steps=0, steps_per_action=0)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset both policies and repeat the per-episode draw. rows: indices [R], None for all."""
@@ -89,12 +89,12 @@ class MixedPolicy:
         both = [
             each.act(observation, generator, deterministic=deterministic).actions for each in (self.base, self.tuned)
         ]
-        thrown = uniform((len(both[0]),), generator).cpu() < self.share
+        tuned_mask = uniform((len(both[0]),), generator).cpu() < self.share
         if self._thrown is not None and self.coin == "episode":
-            thrown = torch.where(self._ended, thrown, self._thrown)
-        self._thrown, self._ended = thrown, torch.zeros_like(thrown)
-        self.coins.append(thrown)
-        return Decision(torch.where(thrown.to(both[0].device)[:, None, None], both[1], both[0]))
+            tuned_mask = torch.where(self._ended, tuned_mask, self._thrown)
+        self._thrown, self._ended = tuned_mask, torch.zeros_like(tuned_mask)
+        self.coins.append(tuned_mask)
+        return Decision(torch.where(tuned_mask.to(both[0].device)[:, None, None], both[1], both[0]))
 
 
 @dataclass
@@ -128,8 +128,8 @@ class Deployment:
         each.
         """
         heads, tails = np.array(self.heads), np.array(self.coins) - np.array(self.heads)
-        played, counts = np.unique(np.array(self.shares), return_counts=True)
-        mixture = counts @ _likelihood(played, heads, tails) / len(heads)
+        distinct_shares, counts = np.unique(np.array(self.shares), return_counts=True)
+        mixture = counts @ _likelihood(distinct_shares, heads, tails) / len(heads)
         weight = _likelihood(shares, heads, tails) / mixture
         value = np.clip((weight * np.array(self.success)).mean(1), 0.0, 1.0)
         return value, np.square(weight.sum(1)) / np.maximum(np.square(weight).sum(1), 1e-300)
@@ -212,11 +212,11 @@ def deploy(
         wave = seeds[start : start + world.batch_size]
         share = 1.0 if deployment is None else deployment.choose()
         mixed = MixedPolicy(base, tuned, share, coin)
-        found = play_wave(world, mixed, wave, seed, device=device)
+        wave_result = play_wave(world, mixed, wave, seed, device=device)
         if deployment is not None:
-            deployment.tell(share, *_thrown(mixed, found.lengths), found.success.tolist())
+            deployment.tell(share, *_thrown(mixed, wave_result.lengths), wave_result.success.tolist())
         shares += [share] * len(wave)
-        success.append(found.success)
+        success.append(wave_result.success)
     return Deployed(np.concatenate(success), np.array(shares), floor if deployment is None else deployment.floor)
 
 
@@ -226,19 +226,19 @@ def _thrown(mixed: MixedPolicy, lengths: Array) -> tuple[list[int], list[int]]:
     if mixed.coin == "episode":
         return coins[0].astype(int).tolist(), [1] * len(lengths)
     decisions = np.minimum(-(-lengths // mixed.spec.chunk), len(coins))
-    counted = np.arange(len(coins))[:, None] < decisions
-    return (coins & counted).sum(0).tolist(), decisions.tolist()
+    is_counted = np.arange(len(coins))[:, None] < decisions
+    return (coins & is_counted).sum(0).tolist(), decisions.tolist()
 
 
 def known_base(
     world: World, base: Policy, seeds: Array, coin: Coin, *, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Mapping[str, list[Any]]:
     """Play the base alone; return the heads, coins and success [n] for `Deployment.tell`, with a share of 0."""
-    found: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
+    totals: dict[str, list[Any]] = {"heads": [], "coins": [], "success": []}
     for start in range(0, len(seeds), world.batch_size):
         alone = MixedPolicy(base, base, 0.0, coin)
         wave = play_wave(world, alone, seeds[start : start + world.batch_size], seed, device=device)
         heads, coins = _thrown(alone, wave.lengths)
         for name, values in (("heads", heads), ("coins", coins), ("success", wave.success.tolist())):
-            found[name] += values
-    return found
+            totals[name] += values
+    return totals

@@ -147,8 +147,8 @@ class Gate:
 
         Raises DataError when an evaluator's values are not finite or do not pair.
         """
-        before, fitted = _trials(self.judges), [len(_clipped(judge)) for judge in self.judges]
-        found = [
+        before, fit_counts = _trials(self.judges), [len(_clipped(judge)) for judge in self.judges]
+        judgements = [
             judged(
                 judge.name,
                 judge.values(candidate),
@@ -161,12 +161,12 @@ class Gate:
             for judge in self.judges
         ]
         return GateResult(
-            accepted=all(each.better for each in found),
-            judgements=tuple(found),
-            reasons=tuple(_reason(each) for each in found),
+            accepted=all(each.better for each in judgements),
+            judgements=tuple(judgements),
+            reasons=tuple(_reason(each) for each in judgements),
             env_steps=_trials(self.judges) - before,
             clipped=tuple(
-                share for judge, count in zip(self.judges, fitted, strict=True) for share in _clipped(judge)[count:]
+                share for judge, count in zip(self.judges, fit_counts, strict=True) for share in _clipped(judge)[count:]
             ),
         )
 

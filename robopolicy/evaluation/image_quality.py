@@ -82,11 +82,11 @@ def perceptual() -> Callable[[Tensor, Tensor], Tensor] | None:
 
 def compare(first: Tensor, second: Tensor) -> dict[str, float]:
     """Return mean similarities of uint8 images [N, height, width, 3], by key suffix."""
-    found = {"": psnr(first, second), SSIM: ssim(first, second)}
+    similarities = {"": psnr(first, second), SSIM: ssim(first, second)}
     distance = perceptual()
     if distance is not None:
-        found[LPIPS] = distance(first, second)
-    return {ending: float(value.mean()) for ending, value in found.items()}
+        similarities[LPIPS] = distance(first, second)
+    return {ending: float(value.mean()) for ending, value in similarities.items()}
 
 
 def unit_of(key: str) -> str:

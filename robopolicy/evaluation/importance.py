@@ -60,10 +60,10 @@ def importance_estimate(
         log_weight = np.broadcast_to(log_weight[:, -1:], total.shape)
     if not normalised:
         return Estimate((np.exp(log_weight) * reward).sum(1), effective, clipped)
-    used = np.exp(log_weight - log_weight.max(0))
-    used = used / used.mean(0)
-    each = (used * reward).mean(0)
-    return Estimate(each.sum() + (used * (reward - each)).sum(1), effective, clipped)
+    weight = np.exp(log_weight - log_weight.max(0))
+    weight = weight / weight.mean(0)
+    each = (weight * reward).mean(0)
+    return Estimate(each.sum() + (weight * (reward - each)).sum(1), effective, clipped)
 
 
 @torch.no_grad()
@@ -77,11 +77,14 @@ def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
     if not isinstance(policy, ScoredPolicy) or (isinstance(policy, MatchesNoise) and policy.scored_by_matching):
         raise ConfigError(f"{type(policy).__name__} has no densities of denoising steps: importance cannot judge it.")
     spec, frames = policy.spec, chains.step + episodes.episode_of_step[chains.step]
-    found: list[Tensor] = []
+    densities: list[Tensor] = []
     for rows in torch.split(torch.arange(len(chains.step), device=episodes.device), ROWS):
-        seen, chain = observed_at(episodes, frames[rows], spec.history, list(spec.observation)), chains.chain[rows]
+        observation, chain = (
+            observed_at(episodes, frames[rows], spec.history, list(spec.observation)),
+            chains.chain[rows],
+        )
         try:
-            extras = policy.log_prob(seen, {"chain": chain}).extras
+            extras = policy.log_prob(observation, {"chain": chain}).extras
         except SpecError as error:
             raise DataError(
                 f"The logged chains have {chain.shape[1] - 1} scored steps of {list(chain.shape[2:])}, this policy has "
@@ -90,8 +93,8 @@ def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
         if "mean" not in extras or "std" not in extras:
             raise ConfigError(f"{type(policy).__name__} does not say how its steps are distributed: use another judge.")
         normal = Normal(extras["mean"].double(), extras["std"].double())
-        found.append(normal.log_prob(chain[:, 1:].double()).sum((-2, -1)))
-    return torch.cat(found)
+        densities.append(normal.log_prob(chain[:, 1:].double()).sum((-2, -1)))
+    return torch.cat(densities)
 
 
 def with_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Chains:
@@ -140,15 +143,15 @@ class ImportanceJudge:
         _require_actions_of(policy, self.episodes, self.chains)
         ratio = (log_densities(policy, self.episodes, self.chains).float() - self.chains.log_density).double().sum(1)
         table = _table(self.episodes, self.chains.step, ratio).cpu().numpy()
-        found = importance_estimate(table, self.reward, per_decision=self.per_decision, clip=self.clip)
-        self.effective.append(found.effective)
-        if found.effective < self.least:
+        estimate = importance_estimate(table, self.reward, per_decision=self.per_decision, clip=self.clip)
+        self.effective.append(estimate.effective)
+        if estimate.effective < self.least:
             raise DataError(
-                f"Of {len(self.episodes)} logged episodes {found.effective:.1f} count effectively, fewer than "
+                f"Of {len(self.episodes)} logged episodes {estimate.effective:.1f} count effectively, fewer than "
                 f"{self.least:g}: this policy does too much else than the one that was logged. Log more episodes of a "
                 "nearer policy, or judge by a world model."
             )
-        return found.values
+        return estimate.values
 
 
 def _require_actions_of(policy: Policy, episodes: Episodes, chains: Chains) -> None:
@@ -157,8 +160,10 @@ def _require_actions_of(policy: Policy, episodes: Episodes, chains: Chains) -> N
     steps = first[:, None] + torch.arange(policy.spec.chunk, device=first.device)
     step = steps.clamp(max=episodes.step_count - 1)
     decided_at = torch.searchsorted(chains.step, steps, right=True) - 1
-    own = decided_at == torch.arange(len(first), device=first.device)[:, None]
-    valid = own & (episodes.episode_of_step[step] == episodes.episode_of_step[first][:, None]) & (step == steps)
+    same_decision = decided_at == torch.arange(len(first), device=first.device)[:, None]
+    valid = (
+        same_decision & (episodes.episode_of_step[step] == episodes.episode_of_step[first][:, None]) & (step == steps)
+    )
     require_own_actions(policy, chains.chain[: len(first), -1], episodes.actions[step], valid)
 
 
@@ -170,14 +175,14 @@ def outcome(episodes: Episodes, by: str) -> Tensor:
     """
     if by not in ("success", "return"):
         raise ConfigError(f"by={by}: importance sampling judges by success or by return.")
-    found = episodes.reward if by == "return" else episodes.step_success
-    if found is None:
+    outcomes = episodes.reward if by == "return" else episodes.step_success
+    if outcomes is None:
         raise DataError(f"The logged episodes say nothing of {'rewards' if by == 'return' else 'success'}.")
     if by == "return":
-        return found
-    before = torch.cat([torch.zeros_like(found[:1]), found[:-1]])
+        return outcomes
+    before = torch.cat([torch.zeros_like(outcomes[:1]), outcomes[:-1]])
     before[episodes.starts] = False
-    return found.float() - before.float()
+    return outcomes.float() - before.float()
 
 
 def _by_decision(episodes: Episodes, step: Tensor, reward: Tensor) -> Tensor:

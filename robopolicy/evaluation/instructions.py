@@ -37,9 +37,9 @@ class OtherInstruction:
         self.world = world
         if text == WRONG and len(world.goals) < 2:
             raise ConfigError("instruction=wrong needs a world with several instructions; this one has one.")
-        lacking = [goal for goal in world.goals if not world.paraphrases.get(goal)]
-        if text == PARAPHRASE and lacking:
-            raise ConfigError(f"instruction=paraphrase: '{world.name}' has no other words for '{lacking[0]}'.")
+        unparaphrased = [goal for goal in world.goals if not world.paraphrases.get(goal)]
+        if text == PARAPHRASE and unparaphrased:
+            raise ConfigError(f"instruction=paraphrase: '{world.name}' has no other words for '{unparaphrased[0]}'.")
 
     @property
     def spec(self) -> PolicySpec:
@@ -51,8 +51,8 @@ class OtherInstruction:
     ) -> Decision:
         """Act under the other instruction; see `Policy.act`."""
         texts = cast(list[str], observation[TASK])
-        told = [self._told(str(text), row) for row, text in enumerate(texts)]
-        return self.policy.act({**observation, TASK: told}, generator, deterministic=deterministic)
+        instructions = [self._told(str(text), row) for row, text in enumerate(texts)]
+        return self.policy.act({**observation, TASK: instructions}, generator, deterministic=deterministic)
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the policy."""
@@ -63,11 +63,11 @@ class OtherInstruction:
         goals, plain = self.world.goals, self.world.meaning(text)
         if self.text == WRONG:
             other = goals[(goals.index(plain) + 1 + row % (len(goals) - 1)) % len(goals)]
-            said = [each for each in self.world.instructions if self.world.meaning(each) == other]
-            return said[row % len(said)]
+            wordings = [each for each in self.world.instructions if self.world.meaning(each) == other]
+            return wordings[row % len(wordings)]
         if self.text == PARAPHRASE:
-            others = [other for other in self.world.paraphrases[plain] if other != text] or [text]
-            return others[row % len(others)]
+            alternatives = [other for other in self.world.paraphrases[plain] if other != text] or [text]
+            return alternatives[row % len(alternatives)]
         return self.text
 
 
@@ -137,11 +137,11 @@ def judge_controls(
 
     A policy that does not know an instruction refuses it; the control then contains the reason.
     """
-    found: dict[str, Control] = {}
+    results: dict[str, Control] = {}
     for name in names:
-        told = with_instruction(policy, CONTROLS[name], world)
+        controlled_policy = with_instruction(policy, CONTROLS[name], world)
         try:
-            found[name] = Control(judge(told, name.replace("_", " ")), beside)
+            results[name] = Control(judge(controlled_policy, name.replace("_", " ")), beside)
         except SpecError as error:
-            found[name] = Control(None, beside, str(error))
-    return found
+            results[name] = Control(None, beside, str(error))
+    return results

@@ -158,7 +158,7 @@ def _pair(base: np.ndarray, tuned: np.ndarray, what: str) -> tuple[np.ndarray, n
 
 def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence: float) -> tuple[float, float]:
     episodes = both + improved + worsened + neither
-    tuned, base = (both + improved) / episodes, (both + worsened) / episodes
+    tuned_rate, base = (both + improved) / episodes, (both + worsened) / episodes
     tuned_low, tuned_high = wilson(both + improved, episodes, confidence)
     base_low, base_high = wilson(both + worsened, episodes, confidence)
     margins = (both + improved) * (worsened + neither) * (both + worsened) * (improved + neither)
@@ -170,9 +170,9 @@ def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence:
     def width(one: float, other: float) -> float:
         return float(np.sqrt(max(one**2 - 2 * correlation * one * other + other**2, 0.0)))
 
-    difference = tuned - base
-    low = difference - width(tuned - tuned_low, base_high - base)
-    high = difference + width(tuned_high - tuned, base - base_low)
+    difference = tuned_rate - base
+    low = difference - width(tuned_rate - tuned_low, base_high - base)
+    high = difference + width(tuned_high - tuned_rate, base - base_low)
     return max(low, -1.0), min(high, 1.0)
 
 

@@ -65,9 +65,9 @@ class ModelReturn:
     def values(self, policy: Policy) -> Array:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
         inside = self.as_inside(policy)
-        found = evaluate_policy(self.world, inside, self.seeds, generator_seed=self.seed, label=f"judge: {self.name}")
-        self.env_steps += found.steps if self.trials else 0
-        return found.success.astype(np.float64) if self.by == "success" else found.returns
+        result = evaluate_policy(self.world, inside, self.seeds, generator_seed=self.seed, label=f"judge: {self.name}")
+        self.env_steps += result.steps if self.trials else 0
+        return result.success.astype(np.float64) if self.by == "success" else result.returns
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ def highest_credible(episodes: Episodes, discount: float) -> float:
     if reward is None:
         raise DataError("What values are credible is found by rewards, and this dataset has none.")
     inside = episodes.to("cpu")
-    earned = returns_to_go(reward.cpu(), inside, discount)[inside.starts]
+    returns = returns_to_go(reward.cpu(), inside, discount)[inside.starts]
     if inside.terminated is not None and discount < 1:
-        going_on = torch.maximum(earned, earned / (1 - discount ** inside.lengths.to(earned)))
-        earned = torch.where(inside.terminated, earned, going_on)
+        going_on = torch.maximum(returns, returns / (1 - discount ** inside.lengths.to(returns)))
+        returns = torch.where(inside.terminated, returns, going_on)
     if inside.success is None or not bool(inside.success.any()):
-        return float(earned.max())
-    return float(quantile(earned[inside.success], 0.9))
+        return float(returns.max())
+    return float(quantile(returns[inside.success], 0.9))
 
 
 class FittedJudge:
@@ -165,11 +165,11 @@ class FittedJudge:
         chunks = actions_at(
             policy, data.episodes, frames, generator, samples=config.samples, deterministic=self.deterministic
         )
-        drawn = data.flat(chunks)
-        ahead, now = index[: len(data.decisions)], index[len(data.decisions) :]
-        fitted = self._fit(drawn[ahead], generator)
-        self.clipped.append(fitted.clipped)
-        return fitted.values(data.start_states, drawn[now]).double().cpu().numpy()
+        actions = data.flat(chunks)
+        next_index, now = index[: len(data.decisions)], index[len(data.decisions) :]
+        fit = self._fit(actions[next_index], generator)
+        self.clipped.append(fit.clipped)
+        return fit.values(data.start_states, actions[now]).double().cpu().numpy()
 
     @property
     def diverged(self) -> bool:
@@ -220,8 +220,8 @@ class CriticJudge:
         self.independent = independent
         self.seed = seed
         self.deterministic = deterministic
-        where = "recorded observations" if world is None else f"{decisions} decisions in the {world.spec.name}"
-        self.name = f"a critic's values at {where}"
+        place = "recorded observations" if world is None else f"{decisions} decisions in the {world.spec.name}"
+        self.name = f"a critic's values at {place}"
         self.ceiling = data.ceiling if world is None else None  # later in an episode values may be higher
 
     @torch.no_grad()
@@ -234,26 +234,26 @@ class CriticJudge:
         chunks = actions_at(
             policy, data.episodes, data.starts, generator, samples=self.samples, deterministic=self.deterministic
         )
-        drawn = data.flat(chunks)
+        actions = data.flat(chunks)
         states = data.start_states
-        found = self.critic.action_values(states.repeat_interleave(self.samples, 0), drawn.flatten(0, 1)).amin(0)
-        return found.reshape(len(states), -1).mean(1).double().cpu().numpy()
+        values = self.critic.action_values(states.repeat_interleave(self.samples, 0), actions.flatten(0, 1)).amin(0)
+        return values.reshape(len(states), -1).mean(1).double().cpu().numpy()
 
     def _along(self, policy: Policy, world: World, seeds: Array) -> Array:
         """Return the mean Q over each row's policy calls until its episode ends, [S]."""
-        device, found = self.data.episodes.device, np.zeros(len(seeds))
+        device, values = self.data.episodes.device, np.zeros(len(seeds))
         for first in range(0, len(seeds), world.batch_size):
             part = seeds[first : first + world.batch_size]
             noise = EpisodeGenerator(derive(self.seed, "am-q"), device)
             player = Player(world, PolicyActor(policy, noise, deterministic=self.deterministic))
             player.start_wave(part)
             total, count = np.zeros(world.batch_size), np.zeros(world.batch_size)
-            for place, played in enumerate(player):
-                state = self.data.interface.state(played.info.seen)
-                action = self.data.interface.to_agent(played.info.decision.actions)
+            for place, step in enumerate(player):
+                state = self.data.interface.state(step.info.seen)
+                action = self.data.interface.to_agent(step.info.decision.actions)
                 value = self.critic.action_values(state, action).amin(0).double().cpu().numpy()
-                total, count = total + np.where(played.running, value, 0.0), count + played.running
+                total, count = total + np.where(step.running, value, 0.0), count + step.running
                 if place + 1 >= self.decisions:
                     break
-            found[first : first + len(part)] = (total / np.maximum(count, 1))[: len(part)]
-        return found
+            values[first : first + len(part)] = (total / np.maximum(count, 1))[: len(part)]
+        return values

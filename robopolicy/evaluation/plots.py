@@ -63,9 +63,9 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
     """Plot success against environment steps: validation in both modes, the collected episodes (faint), the base."""
     with drawing():
         figure, axes = new_axes()
-        collected = [(record["env_steps"], record["success"]) for record in records if "success" in record]
-        if collected:
-            axes.plot(*zip(*collected, strict=True), color=MUTED, linewidth=0.8, alpha=0.7, label="while collecting")
+        points = [(record["env_steps"], record["success"]) for record in records if "success" in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=MUTED, linewidth=0.8, alpha=0.7, label="while collecting")
         for mode, colour in (("deterministic", TUNED), ("stochastic", THIRD)):
             rows = [record for record in records if f"{mode}_success" in record]
             if not rows:
@@ -97,10 +97,10 @@ def imagined_and_real(records: Sequence[Mapping]) -> str:
             )
             low, high = ([row[f"{name}{end}"] for row in rows] for end in ("low", "high"))
             axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-        parted = [row for row in rows if row.get("deterministic_parted")]
-        if parted:
-            axes.axvline(parted[0]["env_steps"], color=MUTED, linestyle="--", linewidth=1)
-            axes.annotate("parted", (parted[0]["env_steps"], 0.03), color=MUTED, ha="right")
+        diverging_rows = [row for row in rows if row.get("deterministic_parted")]
+        if diverging_rows:
+            axes.axvline(diverging_rows[0]["env_steps"], color=MUTED, linestyle="--", linewidth=1)
+            axes.annotate("parted", (diverging_rows[0]["env_steps"], 0.03), color=MUTED, ha="right")
         axes.set(xlabel="imagined steps", ylabel="success", ylim=(0, 1))
         axes.legend(frameon=False, loc="lower right")
         return as_svg(figure)
@@ -184,10 +184,10 @@ def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
 
     with drawing():
         figure, axes = new_axes(height=0.32 * len(ways) + 0.9)
-        for row, (name, found) in enumerate(reversed(list(ways.items()))):
+        for row, (name, metrics) in enumerate(reversed(list(ways.items()))):
             fill = TUNED if name == chosen else "none"
-            axes.plot(found["least_ms"], row, "o", color=TUNED, markerfacecolor=fill, markersize=7)
-            note = f"{found['times_as_fast']:.1f} times, error {found['error']:.2g}"
+            axes.plot(metrics["least_ms"], row, "o", color=TUNED, markerfacecolor=fill, markersize=7)
+            note = f"{metrics['times_as_fast']:.1f} times, error {metrics['error']:.2g}"
             axes.annotate(note, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
         axes.set_yticks(range(len(ways)), list(reversed(list(ways))))
         axes.set(xlabel="milliseconds", xscale="log", ylim=(-0.6, len(ways) - 0.4))
@@ -222,8 +222,8 @@ def ranking_scatter(real: Mapping[str, Rate], model: Mapping[str, Rate]) -> str:
         _place_labels(axes, {str(index + 1): (real[name].value, model[name].value) for index, name in enumerate(names)})
         for index, name in enumerate(names):
             height = 1 - 0.055 * (index + 0.5)
-            for left, text, side in ((1.06, str(index + 1), "right"), (1.08, name, "left")):
-                axes.text(left, height, text, transform=axes.transAxes, ha=side, va="center", fontsize=9)
+            for label_x, text, side in ((1.06, str(index + 1), "right"), (1.08, name, "left")):
+                axes.text(label_x, height, text, transform=axes.transAxes, ha=side, va="center", fontsize=9)
         axes.set(
             xlabel="success in the simulator",
             ylabel="success in the world model",
@@ -242,14 +242,16 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
     """
     with drawing():
         figure, axes = new_axes()
-        rows = [(int(horizon), found[key]) for horizon, found in figures.items() if key in found]
+        rows = [
+            (int(horizon), errors_of_key[key]) for horizon, errors_of_key in figures.items() if key in errors_of_key
+        ]
         steps, image = [horizon for horizon, _ in rows], key.startswith(IMAGE_PREFIX)
         for name, label, colour in (
             ("model", "world model", TUNED),
             ("shuffled", "world model told other actions", THIRD),
             ("copy", "first frame repeated", BASE),
         ):
-            axes.plot(steps, [found[name] for _, found in rows], marker="o", color=colour, label=label)
+            axes.plot(steps, [errors[name] for _, errors in rows], marker="o", color=colour, label=label)
         axes.set_xticks(steps)
         axes.set(xlabel="imagined steps", ylabel=unit_of(key) if image else "error in standard deviations")
         if not image:
@@ -260,12 +262,12 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
 
 def _place_labels(axes: "Axes", points: Mapping[str, tuple[float, float]]) -> None:
     """Write short labels below and right of points, moved aside where they would overlap."""
-    taken: list[tuple[float, float]] = []
+    places: list[tuple[float, float]] = []
     for name, (x, y) in sorted(points.items(), key=lambda item: item[1]):
         place = x + 0.015, y - 0.03
-        while any(abs(place[0] - other) < 0.03 and abs(place[1] - height) < 0.035 for other, height in taken):
+        while any(abs(place[0] - other) < 0.03 and abs(place[1] - height) < 0.035 for other, height in places):
             place = place[0] + 0.01, place[1] - 0.02
-        taken.append(place)
+        places.append(place)
         axes.text(*place, name, ha="left", va="center", fontsize=8)
 
 
@@ -362,12 +364,12 @@ def imagined_beside_real(tasks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
         panels = figure.subplots(len(tasks), 1, sharex=True, squeeze=False, height_ratios=[n + 1 for n in counts])[:, 0]
         for axes, (task, arms) in zip(panels, tasks.items(), strict=True):
             for row, arm in enumerate(arms.values()):
-                base, imagined = (arm[name]["success_rate"] for name in ("base", "imagined"))
+                base, imagined_rate = (arm[name]["success_rate"] for name in ("base", "imagined"))
                 reached = sum(arm["each"]) / len(arm["each"])
-                axes.plot([reached, imagined], [row, row], color=THIRD, linewidth=1.2, alpha=0.6, zorder=1)
+                axes.plot([reached, imagined_rate], [row, row], color=THIRD, linewidth=1.2, alpha=0.6, zorder=1)
                 axes.scatter([base], [row], marker="|", s=90, color=BASE, linewidths=2, label="base, real")
                 axes.scatter(arm["each"], [row] * len(arm["each"]), s=26, alpha=0.8, color=TUNED, label="tuned, real")
-                axes.scatter([imagined], [row], marker="D", s=24, color=THIRD, label="tuned, imagined")
+                axes.scatter([imagined_rate], [row], marker="D", s=24, color=THIRD, label="tuned, imagined")
             axes.set(xlim=(-0.02, 1.02), ylim=(len(arms) - 0.5, -0.5))
             axes.set_yticks(range(len(arms)), [name.replace("_", " ") for name in arms])
             axes.set_title(task, fontsize=10, loc="left")
@@ -416,18 +418,18 @@ def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, f
         counts = [len(points) for points in panels.values()]
         figure = new_figure(7.2, 0.7 + 0.45 * len(panels) + 0.24 * sum(counts))
         grid = figure.subplots(len(panels), 2, squeeze=False, sharex="col", height_ratios=[n + 1 for n in counts])
-        for (left, right), (title, points) in zip(grid, panels.items(), strict=True):
+        for (left_axes, right), (title, points) in zip(grid, panels.items(), strict=True):
             rows = range(len(points))
             ms, rates, lows, highs = (list(each) for each in zip(*points.values(), strict=True))
-            left.scatter(ms, rows, s=26, color=TUNED)
-            left.hlines(rows, min(ms), ms, color=MUTED, linewidth=0.8, alpha=0.5)
+            left_axes.scatter(ms, rows, s=26, color=TUNED)
+            left_axes.hlines(rows, min(ms), ms, color=MUTED, linewidth=0.8, alpha=0.5)
             around = [[rate - low for rate, low in zip(rates, lows, strict=True)]]
             around.append([high - rate for rate, high in zip(rates, highs, strict=True)])
             right.errorbar(rates, rows, xerr=around, fmt="o", color=TUNED, markersize=5, linewidth=1.2)
-            left.set(xscale="log", ylim=(len(points) - 0.5, -0.5))
+            left_axes.set(xscale="log", ylim=(len(points) - 0.5, -0.5))
             right.set(xlim=(-0.02, 1.02), ylim=(len(points) - 0.5, -0.5), yticks=[])
-            left.set_yticks(rows, list(points))
-            left.set_title(title, fontsize=10, loc="left")
+            left_axes.set_yticks(rows, list(points))
+            left_axes.set_title(title, fontsize=10, loc="left")
         grid[-1, 0].set_xlabel("milliseconds a decision")
         grid[-1, 1].set_xlabel("success")
         return as_svg(figure)
@@ -443,10 +445,10 @@ def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float,
         for axes, (title, ways) in zip(grid.flat, panels.items(), strict=False):
             for place, ((name, points), colour) in enumerate(zip(ways.items(), COLOURS * len(ways), strict=False)):
                 delays, rates, lows, highs = (np.array(each) for each in zip(*points, strict=True))
-                apart = 0.08 * (place - (len(ways) - 1) / 2)  # so that intervals do not hide one another
+                shift = 0.08 * (place - (len(ways) - 1) / 2)  # so that intervals do not hide one another
                 around = [rates - lows, highs - rates]
                 axes.errorbar(
-                    delays + apart,
+                    delays + shift,
                     rates,
                     yerr=around,
                     color=colour,

@@ -25,10 +25,10 @@ def pearson(real: np.ndarray, model: np.ndarray) -> np.ndarray:
 
     real, model = _pair(real, model)
     defined = (np.ptp(real, axis=-1) > 0) & (np.ptp(model, axis=-1) > 0)
-    found = np.full(defined.shape, np.nan)
+    correlations = np.full(defined.shape, np.nan)
     if defined.any():
-        found[defined] = stats.pearsonr(real[defined], model[defined], axis=-1)[0]
-    return found
+        correlations[defined] = stats.pearsonr(real[defined], model[defined], axis=-1)[0]
+    return correlations
 
 
 def spearman(real: np.ndarray, model: np.ndarray) -> np.ndarray:
@@ -61,9 +61,9 @@ def mmrv(*, real: np.ndarray, model: np.ndarray) -> np.ndarray:
     perfect order. Not symmetric in its arguments. Source: Li et al. 2024, SIMPLER, section 4.
     """
     real, model = _pair(real, model)
-    apart = real[..., :, None] - real[..., None, :]
-    violated = (model[..., :, None] > model[..., None, :]) != (apart > 0)
-    return np.asarray((np.abs(apart) * violated).max(axis=-1).mean(axis=-1))
+    differences = real[..., :, None] - real[..., None, :]
+    violated = (model[..., :, None] > model[..., None, :]) != (differences > 0)
+    return np.asarray((np.abs(differences) * violated).max(axis=-1).mean(axis=-1))
 
 
 def mean_absolute_error(real: np.ndarray, model: np.ndarray) -> np.ndarray:

@@ -143,14 +143,16 @@ def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
     """Add the evaluation conditions, and the smoothness of the policies if measured."""
     if "conditions" in result:
         caption = "Success above is that of policies judged so."
-        rows = [[what, value] for what, value in result["conditions"].items()]
+        rows = [[condition, value] for condition, value in result["conditions"].items()]
         report.sections.append(Section("Judged so", caption, header=("what", "value"), rows=rows))
     smooth = {
         f"{name}, {mode}": Smoothness.told(figures)
         for name, verdict in _verdicts(result).items()
         for mode, figures in verdict.get("smoothness", {}).items()
     }
-    rows = [[who, ", ".join(f"{what} {value}" for what, value in told.items())] for who, told in smooth.items()]
+    rows = [
+        [label, ", ".join(f"{metric} {value}" for metric, value in texts.items())] for label, texts in smooth.items()
+    ]
     if rows:
         caption = "Means over actions' elements and control steps, in the world's units."
         report.sections.append(Section("How smooth", caption, header=("policy", "actions"), rows=rows))
@@ -161,22 +163,26 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
     if "ways" not in result:
         return
     ways = result["ways"]
-    chosen = result["chosen"]
+    chosen_method = result["chosen"]
     left_out = result["left_out"]
-    report.cards.append(Card("chosen", chosen, f"{ways[chosen]['times_as_fast']:.1f} times as fast as the reference"))
+    report.cards.append(
+        Card("chosen", chosen_method, f"{ways[chosen_method]['times_as_fast']:.1f} times as fast as the reference")
+    )
     caption = "The least of several times in turns, with the error of what is decided; the chosen way is filled."
-    report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen)))
-    caption = " ".join(["* is the chosen one.", *(f"{name} was left out: {why}." for name, why in left_out.items())])
-    header, rows = ways_header(result.get("error_of", "std")), way_rows(ways, chosen)
+    report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen_method)))
+    caption = " ".join(
+        ["* is the chosen one.", *(f"{name} was left out: {reason}." for name, reason in left_out.items())]
+    )
+    header, rows = ways_header(result.get("error_of", "std")), way_rows(ways, chosen_method)
     report.sections.append(Section(result.get("measured", "A decision"), caption, header=header, rows=rows))
 
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     """Add success by instruction and under the language controls, if the world has several instructions."""
-    found = instruction_table(_judged(result))
-    if found is not None:
+    table = instruction_table(_judged(result))
+    if table is not None:
         caption = "Success with Wilson 95 % intervals, of the episodes that asked for it."
-        report.sections.append(Section("Every instruction", caption, header=found[0], rows=found[1]))
+        report.sections.append(Section("Every instruction", caption, header=table[0], rows=table[1]))
     if "controls" in result:
         header, rows = control_table(result["controls"])
         caption = (
@@ -192,16 +198,16 @@ def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
     if "gate" in result:
         verdicts = [("the candidate", result["gate"])]
     rows = [
-        [what, "accepted" if verdict["accepted"] else "rejected", "; ".join(verdict["reasons"])]
-        for what, verdict in verdicts
+        [candidate, "accepted" if verdict["accepted"] else "rejected", "; ".join(verdict["reasons"])]
+        for candidate, verdict in verdicts
         if verdict is not None
     ]
     if rows:
         steps = sum(verdict.get("env_steps", 0) for _, verdict in verdicts if verdict is not None)
-        played = f"Trials in the world took {steps:,} steps" if steps else "Neither was played in the real world"
+        env_text = f"Trials in the world took {steps:,} steps" if steps else "Neither was played in the real world"
         caption = (
             "The candidate's value minus the incumbent's on the same starts, with its bootstrap interval. "
-            f"{played}; a candidate is accepted where the lower bound exceeds the margin."
+            f"{env_text}; a candidate is accepted where the lower bound exceeds the margin."
         )
         report.sections.append(Section("Gate", caption, header=("candidate", "verdict", "why"), rows=rows))
     if "accepted" in result and "rounds" in result:
@@ -211,9 +217,9 @@ def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
 def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -> None:
     """Add running success while a new policy took over."""
     floor = next(iter(deployed.values()))["floor"]
-    for name, found in deployed.items():
-        note = f"share of the new policy at last {found['share_at_last']:.0%}"
-        report.cards.append(Card(f"{name}: success", f"{found['success_rate']:.1%}", note))
+    for name, metrics in deployed.items():
+        note = f"share of the new policy at last {metrics['share_at_last']:.0%}"
+        report.cards.append(Card(f"{name}: success", f"{metrics['success_rate']:.1%}", note))
     report.cards.append(Card("floor", f"{floor:.1%}"))
     caption = "Mixed: a coin lets the new policy decide as often as the lower bound of success stays above the floor."
     report.sections.append(Section("Success so far", caption, svg=plots.deployments(deployed, floor)))
@@ -221,16 +227,16 @@ def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -
 
 def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
     """Combine the stages of a demo on one page."""
-    tuned, ranked = result["finetune"], result["rank"]
-    rates = _rates(tuned)
+    finetuning, ranked = result["finetune"], result["rank"]
+    rates = _rates(finetuning)
     report.cards = [Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}") for rate in rates]
-    report.cards.append(_difference_card(tuned["difference"]))
-    driven = result["drive"]
+    report.cards.append(_difference_card(finetuning["difference"]))
+    drive = result["drive"]
     report.cards.append(
         Card(
             "served robot",
-            f"{driven['successes']} of {driven['episodes']}",
-            f"{driven['latency_ms']['p50']:.0f} ms a chunk",
+            f"{drive['successes']} of {drive['episodes']}",
+            f"{drive['latency_ms']['p50']:.0f} ms a chunk",
         )
     )
     report.cards.append(
@@ -241,7 +247,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
     runs = {path.parent.parent.name: RunFolder(path) for path in folder.path.glob("*/*/*") if path.is_dir()}
     if "finetune" in runs:
         report.sections += film(runs["finetune"].path)
-        _add_curves(report, runs["finetune"].metrics(), _base_rate(tuned))
+        _add_curves(report, runs["finetune"].metrics(), _base_rate(finetuning))
     _add_rankings(report, ranked["models"])
     _add_validation(report, result["worldmodel"]["validation"])
     stages = [[name, f"{seconds:.0f} s"] for name, seconds in result["seconds_by_stage"].items()]
@@ -252,12 +258,14 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
 def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
     """Add the results of a pipeline's stages."""
     stages = result["stages"]
-    judged = {name: told["policy"] for name, told in stages.items() if "policy" in told}
+    verdicts = {name: stage["policy"] for name, stage in stages.items() if "policy" in stage}
     rates = [
-        _rate(name, found) for name, verdict in judged.items() if (found := verdict["deterministic"])["reports_success"]
+        _rate(name, metrics)
+        for name, verdict in verdicts.items()
+        if (metrics := verdict["deterministic"])["reports_success"]
     ]
     report.cards = [Card(rate.label, f"{rate.value:.1%}", f"{rate.low:.1%} to {rate.high:.1%}") for rate in rates]
-    faster = [told["times_faster"] for told in stages.values() if "times_faster" in told]
+    faster = [stage["times_faster"] for stage in stages.values() if "times_faster" in stage]
     report.cards += [Card("decisions", f"{value:.1f} times", "as fast as the teacher's") for value in faster]
     report.cards.append(Card("time", f"{result['seconds'] / 60:.1f} min"))
     if rates:
@@ -280,13 +288,13 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     elif tuning:
         caption = "Validation on seeds that the final judgement does not use; bands are Wilson 95 % intervals."
         report.sections.append(Section("Learning curve", caption, svg=plots.learning_curve(tuning, base)))
-    taught = [record for record in records if record.get("student_episodes")]
-    if taught:
+    student_records = [record for record in records if record.get("student_episodes")]
+    if student_records:
         caption = (
             "Of the episodes that the student played, noise and all, before it learned from the round's; Wilson 95 % "
             "intervals. The last round's learning is the longest, and is judged above."
         )
-        report.sections.append(Section("Round by round", caption, svg=plots.taught_curve(taught)))
+        report.sections.append(Section("Round by round", caption, svg=plots.taught_curve(student_records)))
     if len(fitting) > 1:
         report.sections.append(Section("Training losses", svg=plots.loss_curves(fitting)))
 
@@ -343,7 +351,7 @@ def _estimate(estimate: Mapping[str, Any]) -> str:
 
 def film(path: Path) -> list[Section]:
     """Return one section per video in a folder."""
-    found = []
+    sections = []
     for video in sorted(path.glob("*.mp4")):
         if video.is_symlink() or not video.is_file():  # what lies elsewhere does not belong into a page to be shown
             continue
@@ -353,13 +361,13 @@ def film(path: Path) -> list[Section]:
         caption = f"{name[0].upper()}{name[1:]}: {starts}green border: success, orange: failure."
         if video.stem == IMAGINED:
             caption = "Real above, imagined below, from the same starts under the same actions."
-        found.append(Section("Rollouts", caption, video=text))
-    return found
+        sections.append(Section("Rollouts", caption, video=text))
+    return sections
 
 
 def _rates(result: Mapping[str, Any]) -> list[Rate]:
     """Return the success rates of every evaluated policy, both modes."""
-    return [_rate(label, judged) for label, judged in _judged(result) if judged.get("reports_success", True)]
+    return [_rate(label, metrics) for label, metrics in _judged(result) if metrics.get("reports_success", True)]
 
 
 def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
@@ -378,18 +386,18 @@ def _return_cards(result: Mapping[str, Any]) -> list[Card]:
     return [
         Card(
             f"{label}: return",
-            f"{judged['return_mean']:.4g}",
-            f"{judged['return_low']:.4g} to {judged['return_high']:.4g}, no success reported",
+            f"{metrics['return_mean']:.4g}",
+            f"{metrics['return_low']:.4g} to {metrics['return_high']:.4g}, no success reported",
         )
-        for label, judged in _judged(result)
-        if not judged.get("reports_success", True)
+        for label, metrics in _judged(result)
+        if not metrics.get("reports_success", True)
     ]
 
 
 def _verdicts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the evaluation results of every policy by name."""
-    judged = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
-    return {**judged, **result.get("verdicts", {})}
+    verdicts = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
+    return {**verdicts, **result.get("verdicts", {})}
 
 
 def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -422,8 +430,10 @@ def _subtitle(path: Path) -> str:
     versions = path / "versions.json"
     if not versions.exists():
         return f"seed {path.name}"
-    found = read_object(versions, DataError)
+    information = read_object(versions, DataError)
     names = ", ".join(
-        f"{name} {found['packages'][name]}" for name in ("robopolicy", "torch", "mujoco") if name in found["packages"]
+        f"{name} {information['packages'][name]}"
+        for name in ("robopolicy", "torch", "mujoco")
+        if name in information["packages"]
     )
-    return f"seed {found['seed']} · {names} · Python {found['python']}"
+    return f"seed {information['seed']} · {names} · Python {information['python']}"

@@ -135,8 +135,8 @@ def normalised_score(result: EvaluationResult | Performance, anchors: Anchors) -
     if isinstance(result, EvaluationResult):
         anchors.require_world(result.world)
         result = Performance.of(result.returns, result.success)
-    found = (result.return_mean, result.return_low, result.return_high)
-    return NormalisedScore(*(anchors.score(each) for each in found))
+    returns = (result.return_mean, result.return_low, result.return_high)
+    return NormalisedScore(*(anchors.score(each) for each in returns))
 
 
 def read_anchors(folder: Path) -> Anchors:
@@ -148,5 +148,5 @@ def known_anchors(folder: Path, world: str) -> Anchors | None:
     """Return the anchors stored in a dataset, None if there are none or they belong to another world than `world`."""
     if not os.path.lexists(recover_folder(Path(folder)) / QUALITY):
         return None
-    found = read_anchors(folder)
-    return found if found.world == world else None
+    anchors = read_anchors(folder)
+    return anchors if anchors.world == world else None

@@ -40,13 +40,13 @@ class Smoothness:
     @staticmethod
     def told(figures: Mapping[str, Any]) -> dict[str, str]:
         """Return a `to_json` dictionary, perhaps of a saved result, with labels as keys and without missing values."""
-        named = {
+        figure_of = {
             f"jump at {figures['borders']:,} chunk borders": figures["border_jump"],
             "elsewhere": figures["inner_jump"],
             "second difference": figures["second_difference"],
             "jerk": figures["jerk"],
         }
-        return {name: f"{value:.4f}" for name, value in named.items() if value is not None}
+        return {name: f"{value:.4f}" for name, value in figure_of.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary, null for NaN."""
@@ -101,12 +101,12 @@ class SmoothnessMeter:
         for order, name in ((2, "second_difference"), (3, "jerk")):
             # Valid steps come first in each row: if the last step of a difference is valid, so are its earlier ones.
             self._add(name, np.diff(jumps, order - 1, axis=1), valid[:, order:])
-        counted = np.arange(1, len(border)) > self.start
-        self._add("border_jump", jumps, valid[:, 1:] & border[1:] & counted)
-        self._add("inner_jump", jumps, valid[:, 1:] & ~border[1:] & counted)
+        is_counted = np.arange(1, len(border)) > self.start
+        self._add("border_jump", jumps, valid[:, 1:] & border[1:] & is_counted)
+        self._add("inner_jump", jumps, valid[:, 1:] & ~border[1:] & is_counted)
 
     def _add(self, name: str, differences: Array, counted: Array) -> None:
         """differences: [B, T, A]; counted: [B, T] bool."""
-        chosen = np.abs(differences[counted])
-        self._sums[name][0] += float(chosen.mean(-1).sum()) if len(chosen) else 0.0
-        self._sums[name][1] += len(chosen)
+        values = np.abs(differences[counted])
+        self._sums[name][0] += float(values.mean(-1).sum()) if len(values) else 0.0
+        self._sums[name][1] += len(values)

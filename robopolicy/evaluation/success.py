@@ -90,14 +90,19 @@ class EvaluationResult:
 
     def by_instruction(self) -> dict[str, dict[str, Any]]:
         """Return the metrics of each instruction's episodes, in the order of the texts; {} if there is only one."""
-        found: dict[str, dict[str, Any]] = {}
+        metrics_of_text: dict[str, dict[str, Any]] = {}
         for text in sorted(set(self.instructions)):
-            here = np.array([each == text for each in self.instructions])
-            successes, episodes = int(self.success[here].sum()), int(here.sum())
+            mask = np.array([each == text for each in self.instructions])
+            successes, episodes = int(self.success[mask].sum()), int(mask.sum())
             low, high = wilson(successes, episodes, self.confidence)
             counts = {"episodes": episodes, "successes": successes, "success_rate": successes / episodes}
-            found[text] = {**counts, "low": low, "high": high, "return_mean": float(self.returns[here].mean())}
-        return found
+            metrics_of_text[text] = {
+                **counts,
+                "low": low,
+                "high": high,
+                "return_mean": float(self.returns[mask].mean()),
+            }
+        return metrics_of_text
 
     def figures(self) -> dict[str, float]:
         """Return the metrics that fine-tuning stores for a validation: success and its interval, or the return in its
@@ -196,24 +201,24 @@ def evaluate_policy(
         raise ConfigError("Evaluation seeds repeat: repeated episodes are not independent, use distinct seeds.")
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
-    several, asked = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
+    several, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
     seconds, outside = 0.0, OutsideBounds(world.spec)
     with progress(label, len(seeds)) as advance:
         for index in waves(seeds, world.batch_size):
-            known = None if kept is None else kept.known(label, seeds[index])
-            if known is None:
+            cached_wave = None if kept is None else kept.known(label, seeds[index])
+            if cached_wave is None:
                 start = time.perf_counter()
-                chosen = {"deterministic": deterministic, "device": device, "watch": watch}
-                wave = play_wave(world, policy, seeds[index], generator_seed, **chosen)
-                known = wave, time.perf_counter() - start
+                options = {"deterministic": deterministic, "device": device, "watch": watch}
+                wave = play_wave(world, policy, seeds[index], generator_seed, **options)
+                cached_wave = wave, time.perf_counter() - start
                 if kept is not None:
-                    kept.keep(label, seeds[index], *known)
-            wave, seconds = known[0], seconds + known[1]
+                    kept.keep(label, seeds[index], *cached_wave)
+            wave, seconds = cached_wave[0], seconds + cached_wave[1]
             success[index], returns[index] = wave.success, wave.returns
             lengths[index], cut[index] = wave.lengths, wave.cut
             outside.steps += int(wave.lengths.sum())
             outside.counts += 0 if wave.outside is None else wave.outside
-            asked[index] = [world.spec.meaning(text) for text in wave.instructions]
+            instructions[index] = [world.spec.meaning(text) for text in wave.instructions]
             advance(len(index))
     return EvaluationResult(
         world=world.spec.name,
@@ -227,7 +232,7 @@ def evaluate_policy(
         steps=int(lengths.sum()),
         confidence=confidence,
         reports_success=world.spec.reports_success,
-        instructions=tuple(asked) if several else (),
+        instructions=tuple(instructions) if several else (),
         outside=outside.text,
     )
 
@@ -293,7 +298,7 @@ def judge(
     def result(deterministic: bool) -> EvaluationResult:
         kind = "deterministic" if deterministic else "stochastic"
         watch = meter() if meter is not None else None
-        found = evaluate_policy(
+        evaluation = evaluate_policy(
             world,
             policy,
             seeds,
@@ -306,7 +311,7 @@ def judge(
         )
         if watch is not None:
             smoothness[kind] = watch.measured()
-        return found
+        return evaluation
 
     return Verdict(result(True), result(False), smoothness)
 

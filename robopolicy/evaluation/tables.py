@@ -24,27 +24,33 @@ def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[
 
     judged: (label, metrics), as in `EvaluationResult.to_json`. Returns None if no evaluation has several instructions.
     """
-    apart = {
+    metrics_of_label = {
         label: figures["by_instruction"]
         for label, figures in judged
         if figures.get("by_instruction") and figures.get("reports_success", True)
     }
-    if not apart:
+    if not metrics_of_label:
         return None
-    texts = sorted({text for found in apart.values() for text in found})
+    texts = sorted({text for metrics_of_text in metrics_of_label.values() for text in metrics_of_text})
     rows = [
-        [text, *(rate_in_words(found[text]) if text in found else "not asked" for found in apart.values())]
+        [
+            text,
+            *(
+                rate_in_words(metrics_of_text[text]) if text in metrics_of_text else "not asked"
+                for metrics_of_text in metrics_of_label.values()
+            ),
+        ]
         for text in texts
     ]
-    return ["instruction", *apart], rows
+    return ["instruction", *metrics_of_label], rows
 
 
 def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows: one control of a policy per row, as in `Control.to_json`."""
     header = ["policy", "told", "success, deterministic", "difference to the world's words"]
     rows = []
-    for name, found in controls.items():
-        for control, figures in found.items():
+    for name, figures_of_control in controls.items():
+        for control, figures in figures_of_control.items():
             rows.append([name, control.replace("_", " "), *_outcome(figures)])
     return header, rows
 
@@ -71,27 +77,27 @@ def stage_summary(verb: str, result: Mapping[str, Any], seconds: float) -> dict[
     world_steps: steps played for learning or recording, not for evaluation; None if the verb does not report them.
     Evaluations omit the outcomes of single episodes.
     """
-    found: dict[str, Any] = {"verb": verb, "seconds": seconds}
-    found["world_steps"] = result.get("env_steps", result.get("steps") if verb == "collect" else None)
+    summary: dict[str, Any] = {"verb": verb, "seconds": seconds}
+    summary["world_steps"] = result.get("env_steps", result.get("steps") if verb == "collect" else None)
     for name in ("accepted", "reached_target"):
         if name in result:
-            found[name] = result[name]
+            summary[name] = result[name]
     if "seconds_student" in result:
-        found["times_faster"] = result["seconds_teacher"] / result["seconds_student"]
-    judged = next((result[name] for name in JUDGED if isinstance(result.get(name), Mapping)), None)
-    if judged is not None:
-        found["policy"] = {
-            mode: {key: value for key, value in judged[mode].items() if not isinstance(value, list)}
+        summary["times_faster"] = result["seconds_teacher"] / result["seconds_student"]
+    metrics = next((result[name] for name in JUDGED if isinstance(result.get(name), Mapping)), None)
+    if metrics is not None:
+        summary["policy"] = {
+            mode: {key: value for key, value in metrics[mode].items() if not isinstance(value, list)}
             for mode in ("deterministic", "stochastic")
         }
-    return found
+    return summary
 
 
 def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each stage, by name as in `stage_summary`, under the columns `STAGES`."""
     rows: list[list[str]] = []
-    for name, told in stages.items():
-        verdict = told.get("policy")
+    for name, stage in stages.items():
+        verdict = stage.get("policy")
         rates = ["", "", ""]
         if verdict is not None:
             plain, noisy = verdict["deterministic"], verdict["stochastic"]
@@ -100,8 +106,8 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
                 f"{noisy['success_rate']:.1%}",
                 f"{plain['low']:.1%} to {plain['high']:.1%}",
             ]
-        steps = told["world_steps"]
-        rows.append([name, told["verb"], *rates, "" if steps is None else f"{steps:,}", f"{told['seconds']:.0f}"])
+        steps = stage["world_steps"]
+        rows.append([name, stage["verb"], *rates, "" if steps is None else f"{steps:,}", f"{stage['seconds']:.0f}"])
     return rows
 
 
@@ -118,11 +124,11 @@ def way_rows(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> list[list[st
     return [
         [
             f"{name} *" if name == chosen else name,
-            f"{found['median_ms']:.2f}",
-            f"{found['least_ms']:.2f}",
-            f"{found['times_as_fast']:.1f}",
-            f"{found['error']:.1e}" if 0 < found["error"] < 1e-3 else f"{found['error']:.3g}",
-            f"{found['block_share']:.0%}" if "block_share" in found else "",
+            f"{metrics['median_ms']:.2f}",
+            f"{metrics['least_ms']:.2f}",
+            f"{metrics['times_as_fast']:.1f}",
+            f"{metrics['error']:.1e}" if 0 < metrics["error"] < 1e-3 else f"{metrics['error']:.3g}",
+            f"{metrics['block_share']:.0%}" if "block_share" in metrics else "",
         ]
-        for name, found in ways.items()
+        for name, metrics in ways.items()
     ]

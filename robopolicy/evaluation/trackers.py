@@ -173,7 +173,7 @@ class WandB:
 
     def __init__(self, run: TrackedRun):
         wandb = require_extra("wandb", EXTRA)
-        known = "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ or wandb.api.api_key
+        has_account = "WANDB_MODE" in os.environ or "WANDB_API_KEY" in os.environ or wandb.api.api_key
         self._wandb = wandb
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -182,7 +182,7 @@ class WandB:
             resume="allow",
             config=dict(run.config),
             dir=str(run.path),
-            mode=None if known else "offline",
+            mode=None if has_account else "offline",
         )
         self._axes: set[str] = set()
 
@@ -196,8 +196,8 @@ class WandB:
 
     def media(self, name: str, path: Path) -> None:
         """See `Tracker`."""
-        shown = self._wandb.Video(str(path)) if path.suffix == ".mp4" else self._wandb.Image(str(path))
-        self._run.log({name: shown})
+        item = self._wandb.Video(str(path)) if path.suffix == ".mp4" else self._wandb.Image(str(path))
+        self._run.log({name: item})
 
     def finish(self) -> None:
         """See `Tracker`."""
@@ -223,8 +223,8 @@ class Trackio:
 
     def media(self, name: str, path: Path) -> None:
         """See `Tracker`."""
-        shown = self._trackio.Video(str(path)) if path.suffix == ".mp4" else self._trackio.Image(str(path))
-        self._run.log({name: shown})
+        item = self._trackio.Video(str(path)) if path.suffix == ".mp4" else self._trackio.Image(str(path))
+        self._run.log({name: item})
 
     def finish(self) -> None:
         """See `Tracker`."""
@@ -238,9 +238,9 @@ def gif_of(path: Path) -> tuple[bytes, int, int]:
     frames = []
     with av.open(str(path)) as video:
         frames = [frame.to_image() for frame in video.decode(video=0)]
-    kept = frames[:: max(1, -(-len(frames) // FRAMES))]
-    for image in kept:
+    thinned = frames[:: max(1, -(-len(frames) // FRAMES))]
+    for image in thinned:
         image.thumbnail((WIDTH, WIDTH))
     encoded = io.BytesIO()
-    kept[0].save(encoded, "GIF", save_all=True, append_images=kept[1:], duration=100, loop=0)
-    return encoded.getvalue(), kept[0].height, kept[0].width
+    thinned[0].save(encoded, "GIF", save_all=True, append_images=thinned[1:], duration=100, loop=0)
+    return encoded.getvalue(), thinned[0].height, thinned[0].width

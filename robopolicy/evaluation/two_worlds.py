@@ -51,11 +51,11 @@ class TwoWorlds:
 
         If success is not reported, low and high bound the mean return, and parted is always 0.
         """
-        imagined = evaluate_policy(
+        imagined_result = evaluate_policy(
             self.imagined, policy, self.seeds, deterministic=deterministic, device=self.device, label="imagined"
         )
         if not len(self.watched):
-            return imagined.figures()
+            return imagined_result.figures()
         real = evaluate_policy(
             self.real,
             self.in_reality(policy),
@@ -64,10 +64,12 @@ class TwoWorlds:
             device=self.device,
             label="real",
         )
-        measured = real.figures()
-        seen = {f"real_{name}": value for name, value in measured.items()} | {"real_steps": float(real.steps)}
-        chosen = {"score": measured["low"], "achieved": measured["success"]} if self.by_real else {}
-        return {**imagined.figures(), **seen, **self._gap(imagined, real), **chosen}
+        real_figures = real.figures()
+        real_metrics = {f"real_{name}": value for name, value in real_figures.items()} | {
+            "real_steps": float(real.steps)
+        }
+        selection = {"score": real_figures["low"], "achieved": real_figures["success"]} if self.by_real else {}
+        return {**imagined_result.figures(), **real_metrics, **self._gap(imagined_result, real), **selection}
 
     def confirm(self, policy: Policy, iteration: int) -> dict[str, float]:
         """Return success, low and high on other episodes than those of `evaluate`, in the world that counts towards the
@@ -78,8 +80,8 @@ class TwoWorlds:
         real = self.by_real and len(self.watched) > 0
         world, acting = (self.real, self.in_reality(policy)) if real else (self.imagined, policy)
         seeds = self.confirming(iteration, len(self.watched if real else self.seeds))
-        found = evaluate_policy(world, acting, seeds, device=self.device, label="confirm")
-        return found.figures() | ({"real_steps": float(found.steps)} if real else {})
+        result = evaluate_policy(world, acting, seeds, device=self.device, label="confirm")
+        return result.figures() | ({"real_steps": float(result.steps)} if real else {})
 
     def _gap(self, imagined: EvaluationResult, real: EvaluationResult) -> dict[str, float]:
         gap = imagined.score - real.score

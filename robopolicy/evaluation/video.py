@@ -117,9 +117,9 @@ def beside(left: Clip, right: Clip) -> Clip:
     height = max(left.frames.shape[1], right.frames.shape[1])
     parts = []
     for clip in (left, right):
-        time, missing = length - len(clip.frames), height - clip.frames.shape[1]
-        held = np.concatenate([clip.frames, np.repeat(clip.frames[-1:], time, axis=0)])
-        parts.append(_pad(held, bottom=missing, right=0))
+        time, padding = length - len(clip.frames), height - clip.frames.shape[1]
+        extended = np.concatenate([clip.frames, np.repeat(clip.frames[-1:], time, axis=0)])
+        parts.append(_pad(extended, bottom=padding, right=0))
     gap = np.full((length, height, 2 * GAP, 3), BACKGROUND, dtype=np.uint8)
     return Clip(
         np.concatenate([parts[0], gap, parts[1]], axis=2), left.fps, np.concatenate([left.success, right.success])
@@ -205,10 +205,10 @@ def _film(
             steps += 1
             for row in live:
                 cells[row].ended, cells[row].success = bool(step.ended[row]), bool(step.success[row])
-        shown = [row for row in live if steps % every == 0 or cells[row].ended]
-        if shown:
-            images = world.render(shown, camera, size, size)
-            for row, image in zip(shown, images, strict=True):
+        rows_to_render = [row for row in live if steps % every == 0 or cells[row].ended]
+        if rows_to_render:
+            images = world.render(rows_to_render, camera, size, size)
+            for row, image in zip(rows_to_render, images, strict=True):
                 cells[row].images.append(image)
 
     return after_step
@@ -229,10 +229,10 @@ def _compose(cells: list[_Cell], time: int, columns: int, label: str) -> np.ndar
         done = time >= len(cell.images) - 1
         solved += done and cell.success
         colour = RUNNING if not done else SUCCESS if cell.success else FAILURE
-        left, upper = GAP + index % columns * pitch_x, top + index // columns * pitch_y
-        draw.rectangle((left, upper, left + size + 2 * BORDER - 1, upper + size + 2 * BORDER - 1), fill=colour)
-        canvas.paste(Image.fromarray(cell.images[min(time, len(cell.images) - 1)]), (left + BORDER, upper + BORDER))
-        place = left + 1, upper + size + 2 * BORDER + 2
+        x, upper = GAP + index % columns * pitch_x, top + index // columns * pitch_y
+        draw.rectangle((x, upper, x + size + 2 * BORDER - 1, upper + size + 2 * BORDER - 1), fill=colour)
+        canvas.paste(Image.fromarray(cell.images[min(time, len(cell.images) - 1)]), (x + BORDER, upper + BORDER))
+        place = x + 1, upper + size + 2 * BORDER + 2
         draw.multiline_text(place, _caption(cell, done, size), colour if done else MUTED, _font(12), spacing=1)
     if label:
         draw.text((GAP, 5), label, TEXT, _font(14))

@@ -86,15 +86,15 @@ def play_wave(
     returns = np.zeros(rows)
     lengths = np.zeros(rows, dtype=np.int64)
     step = None
-    for played in player:
-        step = played.step
+    for part in player:
+        step = part.step
         returns += np.where(step.valid, step.reward, 0.0).sum(-1)
         lengths += step.valid.sum(-1)
-        outside.add(played.actions, step.valid & (np.arange(rows) < count)[:, None])
+        outside.add(part.actions, step.valid & (np.arange(rows) < count)[:, None])
         if after_step is not None:
             after_step(step)
         if watch is not None:
-            watch(played)
+            watch(part)
         if lengths.max() > horizon and player.running.any():
             raise SpecError(f"'{world.spec.name}' has a horizon of {horizon} steps but did not end there.")
     assert step is not None
@@ -120,7 +120,7 @@ class KeptWaves:
         if records and records[0] == of:
             with reading(path, "Remove it: the episodes are played anew"):
                 self._known = {each["key"]: (_read(each["wave"]), each["seconds"]) for each in records[1:]}
-        lines = [json.dumps(of), *(_line(key, *known) for key, known in self._known.items())]
+        lines = [json.dumps(of), *(_line(key, *entry) for key, entry in self._known.items())]
         write_atomic(path, "\n".join(lines) + "\n")
 
     @property

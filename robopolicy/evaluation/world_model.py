@@ -51,21 +51,21 @@ def examine(
 
 def one_step(model: LearnedModel, episodes: Episodes, generator: torch.Generator, steps: int) -> dict[str, Any]:
     """Return the accuracy of the heads after one imagined step each."""
-    chosen = _shuffled(episodes.step_count, generator)[:steps].sort().values
+    indices = _shuffled(episodes.step_count, generator)[:steps].sort().values
     reward, success = [], []
-    for part in chosen.split(4096):
+    for part in indices.split(4096):
         latent = model.initial(context_at(episodes, part, model.context), part.numpy())
-        _, imagined = _imagine(model, latent, episodes.actions[part])
-        paid = [value for name, value in imagined.rewards.items() if name != SUCCESS]
-        reward.append(torch.stack(paid).sum(0).cpu())
-        success.append(imagined.success.cpu())
-    true = progress_reward(episodes)[chosen]
+        _, outcome = _imagine(model, latent, episodes.actions[part])
+        terms = [value for name, value in outcome.rewards.items() if name != SUCCESS]
+        reward.append(torch.stack(terms).sum(0).cpu())
+        success.append(outcome.success.cpu())
+    true = progress_reward(episodes)[indices]
     assert episodes.step_success is not None
     variance = float(true.var(correction=0))
     error = float((torch.cat(reward) - true).square().mean())
     return {
         "reward_error": error / variance if variance > 1e-12 else None,
-        "success": precision_recall(torch.cat(success), episodes.step_success[chosen]),
+        "success": precision_recall(torch.cat(success), episodes.step_success[indices]),
     }
 
 
@@ -85,12 +85,12 @@ def precision_recall(predicted: Tensor, label: Tensor) -> dict[str, float | int 
     None when undefined: precision without predictions, recall and F1 without positives.
     """
     hits = int((predicted & label).sum())
-    found = int(predicted.sum())
+    positives = int(predicted.sum())
     true = int(label.sum())
     return {
-        "precision": hits / found if found else None,
+        "precision": hits / positives if positives else None,
         "recall": hits / true if true else None,
-        "f1": 2 * hits / (found + true) if true else None,
+        "f1": 2 * hits / (positives + true) if true else None,
         "positives": true,
     }
 
@@ -109,53 +109,53 @@ def open_loop(
     """
     if begin is None:
         begin = _shuffled(episodes.step_count, generator)[:rows].sort().values
-    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step[begin]] - begin
-    longest = min(max(horizons), int(left.max()))
+    remaining = (episodes.starts + episodes.lengths)[episodes.episode_of_step[begin]] - begin
+    longest = min(max(horizons), int(remaining.max()))
     order = _shuffled(len(begin), generator)
     frames = begin + episodes.episode_of_step[begin]
     context = context_at(episodes, begin, model.context)
     truth = encoded(model, episodes) if isinstance(model, DecoderFree) else episodes
     first = {key: truth.observation[key][frames] for key in model.spec.observation}
     latent, confused = (model.initial(context, begin.numpy()) for _ in range(2))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    errors: dict[str, dict[str, dict[str, float]]] = {}
     with progress("Following recorded actions", longest) as advance:
-        for ahead in range(1, longest + 1):
-            steps = torch.minimum(begin + ahead - 1, begin + left - 1)
-            latent, seen = _imagine(model, latent, episodes.actions[steps])
+        for horizon in range(1, longest + 1):
+            steps = torch.minimum(begin + horizon - 1, begin + remaining - 1)
+            latent, outcome = _imagine(model, latent, episodes.actions[steps])
             confused, astray = _imagine(model, confused, episodes.actions[steps[order]])
-            alive = left >= ahead
-            if ahead in horizons and int(alive.sum()) >= 10:
-                index = torch.minimum(frames + ahead, frames + left)
+            alive = remaining >= horizon
+            if horizon in horizons and int(alive.sum()) >= 10:
+                index = torch.minimum(frames + horizon, frames + remaining)
                 scores = {
                     name: _scores(predicted, truth, index, alive)
                     for name, predicted in (
-                        ("model", seen.observation),
+                        ("model", outcome.observation),
                         ("shuffled", astray.observation),
                         ("copy", first),
                     )
                 }
-                found[str(ahead)] = {
+                errors[str(horizon)] = {
                     key: {name: score[key] for name, score in scores.items()} for key in scores["model"]
                 }
             advance()
-    return found
+    return errors
 
 
 def _scores(predicted: Mapping[str, Tensor], episodes: Episodes, frames: Tensor, alive: Tensor) -> dict[str, float]:
     """Compare predicted observations, key -> [R, ...], with recorded frames, over rows whose episode has not ended."""
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for key, value in predicted.items():
         true = episodes.observation[key]
-        seen, wanted = value.cpu()[alive], true[frames][alive]
+        predicted_values, true_values = value.cpu()[alive], true[frames][alive]
         if key.startswith(IMAGE_PREFIX):
-            found |= {key + ending: figure for ending, figure in compare(seen, wanted).items()}
+            errors |= {key + ending: figure for ending, figure in compare(predicted_values, true_values).items()}
         else:
             scale = true.float().std(0, correction=0)
             moving = scale > 1e-6
             if bool(moving.any()):  # of what never changes there is nothing to foretell
-                error = (seen.float() - wanted.float())[:, moving] / scale[moving]
-                found[key] = float(error.square().mean().sqrt())
-    return found
+                error = (predicted_values.float() - true_values.float())[:, moving] / scale[moving]
+                errors[key] = float(error.square().mean().sqrt())
+    return errors
 
 
 @dataclass(frozen=True)
@@ -183,16 +183,18 @@ def follow(model: LearnedModel, episodes: Episodes, begin: Tensor, steps: int) -
     keys = images_imagined(model)
     draw = model.drawn if isinstance(model, DrawsLatents) else lambda shown: shown
     episode = episodes.episode_of_step[begin]
-    left = (episodes.starts + episodes.lengths)[episode] - begin
+    remaining = (episodes.starts + episodes.lengths)[episode] - begin
     context = context_at(episodes, begin, model.context)
     latent = model.initial(context, begin.numpy())
-    imagined = {key: [torch.from_numpy(context.last(key))] for key in keys}
-    for ahead in range(steps):
-        actions = episodes.actions[begin + torch.clamp(left - 1, max=ahead)]
-        latent, seen = _imagine(model, latent, actions)
-        images = draw(seen.observation)
+    imagined_frames = {key: [torch.from_numpy(context.last(key))] for key in keys}
+    for step in range(steps):
+        actions = episodes.actions[begin + torch.clamp(remaining - 1, max=step)]
+        latent, outcome = _imagine(model, latent, actions)
+        images = draw(outcome.observation)
         for key in keys:
-            imagined[key].append(images[key].cpu())
-    index = (begin + episode)[:, None] + torch.arange(steps + 1).minimum(left[:, None])
+            imagined_frames[key].append(images[key].cpu())
+    index = (begin + episode)[:, None] + torch.arange(steps + 1).minimum(remaining[:, None])
     real = {key: episodes.observation[key][index].numpy() for key in keys}
-    return Followed(real, {key: torch.stack(value, 1).numpy() for key, value in imagined.items()}, left.numpy())
+    return Followed(
+        real, {key: torch.stack(value, 1).numpy() for key, value in imagined_frames.items()}, remaining.numpy()
+    )

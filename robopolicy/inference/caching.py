@@ -177,10 +177,10 @@ class _Planned:
         As diffusers' TaylorSeerState.update: difference j + 1 is the change of difference j per step since the last
         update. The number of differences grows with every update, up to the order.
         """
-        before, found = self.known[index], [output]
+        before, differences = self.known[index], [output]
         for place in range(min(self.order, len(before))):
-            found.append((found[place] - before[place]) / (step - self.last[index]))
-        self.known[index] = found
+            differences.append((differences[place] - before[place]) / (step - self.last[index]))
+        self.known[index] = differences
         self.last[index] = step
         self.stacks = []
 
@@ -248,6 +248,6 @@ class FirstBlockMemory:
         """Whether the first block's output [N, ...] differs from the cached one by more than the threshold."""
         if 0 not in self._known:
             return True
-        remembered = self._known[0]
-        change = (first - remembered).abs().mean() / remembered.abs().mean()
+        cached_output = self._known[0]
+        change = (first - cached_output).abs().mean() / cached_output.abs().mean()
         return not bool(change <= self.threshold)  # a change from nothing to nothing is nan: compute

@@ -92,18 +92,20 @@ def calibrate(
     count = len(next(iter(observation.values()))) if observation else 0
     if count < 1 or rows < 1:
         raise ConfigError(f"There are {count} observations, {rows} at a time: a calibration needs at least 1.")
-    ours = None if policy.own_schedule is None else require_denoising(policy, f"{type(policy).__name__} has no blocks.")
-    if ours is not None and not _network(ours.network).denoiser.block_names:
+    denoising_policy = (
+        None if policy.own_schedule is None else require_denoising(policy, f"{type(policy).__name__} has no blocks.")
+    )
+    if denoising_policy is not None and not _network(denoising_policy.network).denoiser.block_names:
         raise ConfigError("The network has no blocks to remember: an mlp of depth 1 has none.")
     blocks: tuple[str, ...] = ()
     sums: list[tuple[Tensor, Tensor]] = []
     for begin in range(0, count, rows):
         part = {key: value[begin : begin + rows] for key, value in observation.items()}
         recorder = Recorder()
-        if ours is None:
+        if denoising_policy is None:
             lean(policy, InferenceConfig("lean"), recorder).act(part, generator)
         else:
-            _run(ours, part, generator, deterministic, sampler, recorder)
+            _run(denoising_policy, part, generator, deterministic, sampler, recorder)
         blocks = recorder.blocks
         sums.append(_measured(recorder, len(next(iter(part.values())))))
     return _calibration(blocks, sums, count)
@@ -124,11 +126,11 @@ def calibrate_model(model: Cacheable, episodes: Episodes, begin: Tensor, steps: 
     sums: list[tuple[Tensor, Tensor]] = []
     for part in begin.split(rows):
         recorder = Recorder()
-        watched = cast(ChunkModel, model.with_caching(recorder))
-        latent = watched.initial(context_at(episodes, part, _context_of(model)), part.numpy())
+        recording_model = cast(ChunkModel, model.with_caching(recorder))
+        latent = recording_model.initial(context_at(episodes, part, _context_of(model)), part.numpy())
         last = (episodes.starts + episodes.lengths)[episodes.episode_of_step[part]] - 1
-        ahead = torch.minimum(part[:, None] + torch.arange(steps), last[:, None])
-        watched.generate(latent, episodes.actions[ahead].to(next(iter(latent.values())).device))
+        step_indices = torch.minimum(part[:, None] + torch.arange(steps), last[:, None])
+        recording_model.generate(latent, episodes.actions[step_indices].to(next(iter(latent.values())).device))
         if any(len(each) != model.calls for each in recorder.features):
             raise ConfigError(f"{steps} steps are more than one chain of this model: calibrate on fewer.")
         sums.append(_measured(recorder, len(part)))
@@ -142,11 +144,11 @@ def _context_of(model: Cacheable) -> int:
 
 def _measured(recorder: Recorder, rows: int) -> tuple[Tensor, Tensor]:
     """Return the sums over `rows` of cosines [B, K, K] and changes [B]; a branch may have several outputs per row."""
-    found = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
+    measures = [_measure(torch.stack(each, 1).flatten(2)) for each in recorder.features]
     shares = [rows / len(each[0]) for each in recorder.features]
     similarity, surge = (
         torch.stack([value.double() * share for value, share in zip(each, shares, strict=True)])
-        for each in zip(*found, strict=True)
+        for each in zip(*measures, strict=True)
     )
     return similarity, surge
 
@@ -173,8 +175,8 @@ def _run(
     late = early = _steps(policy.network, times, features, recorder)
     first = 0
     if policy.base is not None:
-        seen = features if policy.encoder_is_fixed else policy.base.encode(observation)[CONDITION]
-        early = _steps(policy.base, times, seen, recorder)
+        base_condition = features if policy.encoder_is_fixed else policy.base.encode(observation)[CONDITION]
+        early = _steps(policy.base, times, base_condition, recorder)
         first = int((times > schedule.times[policy.first_step] + 1e-6).sum())
     shape = (len(features), *policy.noise_shape)
     config = policy.config

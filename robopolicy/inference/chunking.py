@@ -61,8 +61,8 @@ class Delay:
         the start of an episode there are none, and the plan's first action is used as the current position.
         """
         position = plan[:, 0] if last is None else last
-        kept = keeps_value(self.hold, self.positions, action.names, position.shape[-1], action.unit)
-        still = torch.where(torch.tensor(kept, device=position.device), position, 0.0)
+        keeps = keeps_value(self.hold, self.positions, action.names, position.shape[-1], action.unit)
+        still = torch.where(torch.tensor(keeps, device=position.device), position, 0.0)
         return still[:, None].expand(-1, self.steps, -1)
 
 
@@ -110,14 +110,14 @@ def with_chunking(policy: Policy, kind: str, delay: Delay, options: Mapping[str,
         return policy
     _refuse_lookahead(policy, kind, delay.steps)
     make: Chunking = CHUNKINGS.load(kind)
-    known = [name for name in fixed_arguments(make) if name not in ("policy", "delay")]
+    names = [name for name in fixed_arguments(make) if name not in ("policy", "delay")]
     for name, value in (options or {}).items():
-        if name not in known and not _takes_anything(make):
-            raise ConfigError(f"The chunking '{kind}' has no option '{name}'.{did_you_mean(name, known)}")
+        if name not in names and not _takes_anything(make):
+            raise ConfigError(f"The chunking '{kind}' has no option '{name}'.{did_you_mean(name, names)}")
         _require_option(make, kind, name, value)
-    made = make(policy, delay, **(options or {}))
-    remember_origin(made, origin_of(policy))
-    return made
+    wrapped_policy = make(policy, delay, **(options or {}))
+    remember_origin(wrapped_policy, origin_of(policy))
+    return wrapped_policy
 
 
 def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None) -> "Plans | None":
@@ -129,17 +129,18 @@ def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None
     """
     if kind == SYNCHRONOUS:
         return None
-    made = with_chunking(policy, kind, Delay(), options)
-    if not isinstance(made, OverlappingPolicy):
+    wrapped_policy = with_chunking(policy, kind, Delay(), options)
+    if not isinstance(wrapped_policy, OverlappingPolicy):
         raise ConfigError(
-            f"The chunking '{kind}' makes a {type(made).__name__}, which remembers its robots: it cannot be served."
+            f"The chunking '{kind}' makes a {type(wrapped_policy).__name__}, which remembers its robots: it cannot be "
+            f"served."
         )
     if policy.spec.prediction == policy.spec.chunk:
         raise ConfigError(
             f"chunking={kind} goes on with what is left of the last plan, and this policy predicts no more than the "
             f"{policy.spec.chunk} steps that it executes (chunk): {REACH}."
         )
-    return made.plans
+    return wrapped_policy.plans
 
 
 def synchronous(policy: Policy, delay: Delay) -> Policy:
@@ -296,9 +297,9 @@ class OverlappingPolicy:
         underway = self._underway(observation, generator.device)
         plan = self.plans(self.policy, observation, generator, underway, deterministic=deterministic)
         # At the start of an episode, hold still for d steps, then execute the plan from its first step.
-        begun = torch.cat([self.delay.still(self.policy.spec.action, plan), plan], 1)[:, : plan.shape[1]]
+        new_plan = torch.cat([self.delay.still(self.policy.spec.action, plan), plan], 1)[:, : plan.shape[1]]
         going_on = torch.cat([underway.rest[:, :steps], plan[:, steps:]], 1)
-        plan = torch.where(underway.known[:, None, None], going_on, begun)
+        plan = torch.where(underway.known[:, None, None], going_on, new_plan)
         self._rest, self._decisions = plan[:, chunk:], underway.decisions + 1
         return Decision(plan[:, :chunk])
 
@@ -324,12 +325,13 @@ class OverlappingPolicy:
 
 def _refuse_lookahead(policy: Policy, kind: str, steps: int) -> None:
     """Raise ConfigError for a policy trained with its delay, which predicts ahead by itself."""
-    ahead = steps_ahead(policy.spec.observation, policy.spec.action)
-    if ahead:
+    delay_steps = steps_ahead(policy.spec.observation, policy.spec.action)
+    if delay_steps:
         raise ConfigError(
-            f"chunking={kind}, latency_steps={steps}: this policy decides ahead, for a delay of {ahead} steps that it "
-            f"was trained for ({QUEUE}), and its robot need not go on with an old plan: leave chunking=synchronous and "
-            f"latency_steps=0. Its delay is its world's ({LATENCY} among its options), and any other adds to it."
+            f"chunking={kind}, latency_steps={steps}: this policy decides ahead, for a delay of {delay_steps} steps "
+            f"that it was trained for ({QUEUE}), and its robot need not go on with an old plan: leave "
+            f"chunking=synchronous and latency_steps=0. Its delay is its world's ({LATENCY} among its options), and "
+            f"any other adds to it."
         )
 
 
@@ -411,24 +413,26 @@ class Coherent:
         `Plans`.
         """
         many = repeated(observation, self.samples)
-        drawn = policy.predict(many, generator, deterministic=deterministic).unflatten(0, (-1, self.samples))
+        candidates = policy.predict(many, generator, deterministic=deterministic).unflatten(0, (-1, self.samples))
         overlap = underway.rest.shape[1]
-        apart = turns_of(policy.spec.action).like(drawn).shortest(drawn[:, :, :overlap] - underway.rest[:, None])
-        distance = apart.norm(dim=-1)
+        differences = (
+            turns_of(policy.spec.action).like(candidates).shortest(candidates[:, :, :overlap] - underway.rest[:, None])
+        )
+        distance = differences.norm(dim=-1)
         weights = self.decay ** torch.arange(overlap, device=distance.device)
         best = torch.where(underway.known, (weights * distance).sum(-1).argmin(1), 0)
-        return drawn[torch.arange(len(drawn), device=best.device), best]
+        return candidates[torch.arange(len(candidates), device=best.device), best]
 
 
 def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
     """Raise ConfigError if an option does not have the type of its parameter: a finite number, a string."""
     parameter = inspect.signature(make).parameters.get(name)
-    wanted = None if parameter is None else parameter.annotation
+    annotation = None if parameter is None else parameter.annotation
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     fits = {int: type(value) is int, float: number, str: isinstance(value, str), bool: isinstance(value, bool)}
-    if not fits.get(wanted, True):
+    if not fits.get(annotation, True):
         words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
-        raise ConfigError(f"The chunking '{kind}' takes {words[wanted]} as {name}, not {value!r}.")
+        raise ConfigError(f"The chunking '{kind}' takes {words[annotation]} as {name}, not {value!r}.")
 
 
 def _takes_anything(make: Chunking) -> bool:

@@ -51,7 +51,7 @@ def timed(
     """
     device = device_of(seen)
     draws = torch.Generator(device).manual_seed(0)
-    found: dict[str, list[float]] = {name: [] for name in policies}
+    seconds_of: dict[str, list[float]] = {name: [] for name in policies}
     for turn in range(rounds + 1):
         for name, policy in policies.items():
             began = time.perf_counter()
@@ -59,8 +59,8 @@ def timed(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn:
-                found[name].append(time.perf_counter() - began)
-    return {name: Timing(np.array(values)) for name, values in found.items()}
+                seconds_of[name].append(time.perf_counter() - began)
+    return {name: Timing(np.array(values)) for name, values in seconds_of.items()}
 
 
 def device_of(seen: TensorObservation) -> torch.device:

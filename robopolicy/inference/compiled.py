@@ -46,14 +46,14 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
             f"engine=compiled knows beforehand which blocks a step computes, and {type(caching).__name__} decides that "
             "as it goes: use engine=lean, or a cache plan."
         )
-    made = CompiledDenoising(denoising, config, caching)
-    steps = len(made.samplers[True].steps)
+    engine = CompiledDenoising(denoising, config, caching)
+    steps = len(engine.samplers[True].steps)
     if caching is not None and steps > UNROLLED:
         raise ConfigError(
             f"engine=compiled remembers blocks in chains of at most {UNROLLED} steps, which it unrolls; this one has "
             f"{steps}: use engine=lean."
         )
-    return made
+    return engine
 
 
 class CompiledDenoising(LeanDenoising):
@@ -72,9 +72,9 @@ class CompiledDenoising(LeanDenoising):
         return len(self.samplers[quiet].steps) > UNROLLED
 
     def _prepare(self) -> None:
-        known = self._known
+        version_before = self._known
         super()._prepare()
-        if self._known == known:
+        if self._known == version_before:
             return
         self._programs.clear()
         policy = self.policy
@@ -114,17 +114,17 @@ class CompiledDenoising(LeanDenoising):
         if draws.quiet is not None:  # which rows are noise-free is drawn: nothing to unroll
             return super()._chain(quiet, condition, before, draws)
         rows, same = rows_in(condition), before is condition
-        wanted = bucket(rows)
+        size = bucket(rows)
         if self._is_long(quiet):
-            chosen = {name: filled(value, wanted) for name, value in condition.items()}
-            early = chosen if same else {name: filled(value, wanted) for name, value in before.items()}
-            steps = None if draws.steps is None else filled(draws.steps, wanted, 1)
-            return super()._chain(quiet, chosen, early, Draws(filled(draws.start, wanted), steps))[:rows]
-        given = [*condition.values(), *(() if same else before.values()), draws.start]
-        inputs = [filled(value, wanted) for value in given]
+            late_condition = {name: filled(value, size) for name, value in condition.items()}
+            early = late_condition if same else {name: filled(value, size) for name, value in before.items()}
+            steps = None if draws.steps is None else filled(draws.steps, size, 1)
+            return super()._chain(quiet, late_condition, early, Draws(filled(draws.start, size), steps))[:rows]
+        values = [*condition.values(), *(() if same else before.values()), draws.start]
+        inputs = [filled(value, size) for value in values]
         if draws.steps is not None:
-            inputs.append(filled(draws.steps, wanted, 1))
-        key = quiet, same, wanted
+            inputs.append(filled(draws.steps, size, 1))
+        key = quiet, same, size
         if key not in self._programs:
             names = tuple(condition), () if same else tuple(before)
             self._programs[key] = program(self._of_tensors(quiet, names), inputs)
@@ -135,10 +135,10 @@ class CompiledDenoising(LeanDenoising):
         lean = super()._chain
 
         def chain(*inputs: Tensor) -> Tensor:
-            left = iter(inputs)
-            condition = {name: next(left) for name in names[0]}
-            before = {name: next(left) for name in names[1]} or condition
-            return lean(quiet, condition, before, Draws(next(left), next(left, None)))
+            arguments = iter(inputs)
+            condition = {name: next(arguments) for name in names[0]}
+            before = {name: next(arguments) for name in names[1]} or condition
+            return lean(quiet, condition, before, Draws(next(arguments), next(arguments, None)))
 
         return chain
 
@@ -156,10 +156,10 @@ def program(function: Callable[..., Tensor], inputs: list[Tensor]) -> Program:
     """
     import torch._inductor  # seconds, so only where something is compiled
 
-    made = cast(Callable[..., Any], torch._inductor.compile(make_fx(function)(*inputs), list[Any](inputs)))
+    compiled_function = cast(Callable[..., Any], torch._inductor.compile(make_fx(function)(*inputs), list[Any](inputs)))
     if not inputs[0].is_cuda:
-        return lambda given: _only(made(*given))
-    return graphed(lambda given: _only(made(*given)), inputs)
+        return lambda given: _only(compiled_function(*given))
+    return graphed(lambda given: _only(compiled_function(*given)), inputs)
 
 
 def graphed(function: Program, inputs: list[Tensor]) -> Program:
@@ -167,20 +167,20 @@ def graphed(function: Program, inputs: list[Tensor]) -> Program:
 
     The graph reads and writes fixed memory, so inputs are copied in and the result is copied out.
     """
-    held = [value.clone() for value in inputs]
+    static_inputs = [value.clone() for value in inputs]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):  # what is set up at the first calls must not be part of the graph
-            function(held)
+            function(static_inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = function(held)
+        result = function(static_inputs)
 
     def replay(given: list[Tensor]) -> Tensor:
-        for mine, theirs in zip(held, given, strict=True):
-            mine.copy_(theirs)
+        for target, source in zip(static_inputs, given, strict=True):
+            target.copy_(source)
         graph.replay()
         return result.clone()
 
@@ -201,10 +201,10 @@ def bucket(rows: int) -> int:
 
 def filled(value: Tensor, rows: int, axis: int = 0) -> Tensor:
     """Pad `value` to `rows` by repeating its last row along `axis`."""
-    missing = rows - value.shape[axis]
-    if not missing:
+    padding = rows - value.shape[axis]
+    if not padding:
         return value
     last = value.narrow(axis, value.shape[axis] - 1, 1)
     shape = list(value.shape)
-    shape[axis] = missing
+    shape[axis] = padding
     return torch.cat([value, last.expand(shape)], axis)

@@ -56,9 +56,9 @@ def with_engine(policy: Policy, config: InferenceConfig, caching: Caching | None
     engine: Engine = ENGINES.load(config.engine)
     if isinstance(policy, PolicyWrapper):
         inner = with_engine(policy.inner, config, caching)
-        made = policy if inner is policy.inner else policy.around(inner)
+        result = policy if inner is policy.inner else policy.around(inner)
     else:
-        made = engine(policy, config, caching)
-    if made is not policy:
-        remember_origin(made, origin_of(policy))
-    return made
+        result = engine(policy, config, caching)
+    if result is not policy:
+        remember_origin(result, origin_of(policy))
+    return result

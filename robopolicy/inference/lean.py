@@ -103,9 +103,11 @@ class LeanDenoising:
         self.config = config
         self.caching = caching
         schedule = policy.schedule
-        own = {flag: own_sampler(schedule, deterministic=flag) for flag in (True, False)}
-        self._still = own[True]
-        self.samplers = own | ({True: make_sampler(config.sampler, schedule, config.steps)} if config.sampler else {})
+        own_samplers = {flag: own_sampler(schedule, deterministic=flag) for flag in (True, False)}
+        self._still = own_samplers[True]
+        self.samplers = own_samplers | (
+            {True: make_sampler(config.sampler, schedule, config.steps)} if config.sampler else {}
+        )
         """Noise-free or not -> the steps that are taken."""
         if caching is not None and isinstance(policy.network, ChunkNetwork):
             caching.check(policy.network.denoiser.block_names, len(self.samplers[True].steps))
@@ -186,8 +188,8 @@ class LeanDenoising:
     def _chain(self, quiet: bool, condition: Condition, before: Condition, draws: Draws) -> Tensor:
         """Return clean latents [B, P, A]; quiet: noise-free; before: condition of the frozen base's steps."""
         sampler = self.samplers[quiet]
-        leading, scored, first = self._at[quiet]
-        late = scored(condition)
+        leading, main_network, first = self._at[quiet]
+        late = main_network(condition)
         early = leading(before) if first else late
         predict: Predicts = lambda x, step: (early if step < first else late)(x, step)  # noqa: E731
         if draws.steps is None:
@@ -202,8 +204,8 @@ class LeanDenoising:
         if not learns_noise(policy.config):
             return stds
         first = policy.first_step
-        learned = cast(LearnsNoise, network).noise_std(policy.schedule.times[first:], condition).transpose(0, 1)
-        return torch.cat([stds[:first].expand(-1, *learned.shape[1:]), learned])
+        noise_std = cast(LearnsNoise, network).noise_std(policy.schedule.times[first:], condition).transpose(0, 1)
+        return torch.cat([stds[:first].expand(-1, *noise_std.shape[1:]), noise_std])
 
     def _quiet_steps(self, sampler: Sampler, draws: Draws, noise: Tensor) -> Mapping[int, tuple[Tensor, Tensor]] | None:
         """Return the weights of x and clean for the steps in which some rows or elements are noise-free.
@@ -216,9 +218,9 @@ class LeanDenoising:
         if draws.quiet is None and explored == size:
             return None
         padded = torch.arange(size, device=noise.device) >= explored
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        weights_of_step: dict[int, tuple[Tensor, Tensor]] = {}
         for index, steps in enumerate(zip(self._still.steps, sampler.steps, strict=True)):
-            pairs = [(own.latents[0][1], own.cleans[0][1]) for own in steps]
+            pairs = [(pair.latents[0][1], pair.cleans[0][1]) for pair in steps]
             still = padded[None, None]
             if draws.quiet is not None and index >= first:
                 rows = draws.quiet[:, index - first, None, None]
@@ -227,8 +229,8 @@ class LeanDenoising:
             elif explored == size or pairs[0] == pairs[1]:
                 continue
             of_x, of_clean = (torch.where(still, *each) for each in zip(*pairs, strict=True))
-            found[index] = of_x, of_clean
-        return found
+            weights_of_step[index] = of_x, of_clean
+        return weights_of_step
 
     def _encode(self, observation: TensorObservation) -> Condition:
         """Return the condition; raises SpecError or NonFiniteError on an invalid observation."""
@@ -237,8 +239,10 @@ class LeanDenoising:
         policy = self.policy
         validate_observation(observation, policy.fields, history=policy.config.history)
         with torch.autocast(self.policy.action_low.device.type, torch.bfloat16, self.config.precision == "bf16"):
-            found = self.policy.network.encode(observation)
-        return found if self.config.precision == "fp32" else {name: value.float() for name, value in found.items()}
+            condition = self.policy.network.encode(observation)
+        return (
+            condition if self.config.precision == "fp32" else {name: value.float() for name, value in condition.items()}
+        )
 
     def _prepare(self) -> None:
         """Compute the tables, unless the weights are unchanged."""
@@ -251,9 +255,9 @@ class LeanDenoising:
             # The frozen base takes what is noisier than the first step that was fine-tuned.
             first = int((times > policy.schedule.times[policy.first_step] + 1e-6).sum()) if policy.base else 0
             caching, base = self.caching if flag else None, policy.base if first else None
-            scored = prepared(policy.network, times, config.precision, caching)
-            leading = prepared(base, times, config.precision, caching) if base is not None else scored
-            self._at[flag] = leading, scored, first
+            main_network = prepared(policy.network, times, config.precision, caching)
+            leading = prepared(base, times, config.precision, caching) if base is not None else main_network
+            self._at[flag] = leading, main_network, first
         self._vectors = Vectors.of(policy)
         self._first = policy.first_step
         self._noise_shape = policy.noise_shape
@@ -420,14 +424,18 @@ def _transformer(denoiser: TransformerDenoiser, table: Tensor) -> Callable[[Tens
             context = contexts(step).view(rows, table.shape[-1] // width, width)
             parts = context[0].unbind(0) if rows == 1 else context[:, :, None].unbind(1)
             tokens = linear(x, embedding) + position
-            apart = *x.shape[:2], 3, heads, width // heads
+            shape = *x.shape[:2], 3, heads, width // heads
             for place, (into, out, up, down) in enumerate(weights):
                 shift, scale, gate, shift_forward, scale_forward, gate_forward = parts[6 * place : 6 * place + 6]
-                read = linear(modulated(tokens, shift, scale), *into).view(apart).permute(2, 0, 3, 1, 4)
-                mixed = scaled_dot_product_attention(read[0], read[1], read[2]).transpose(1, 2).flatten(2)
+                projections = linear(modulated(tokens, shift, scale), *into).view(shape).permute(2, 0, 3, 1, 4)
+                mixed = (
+                    scaled_dot_product_attention(projections[0], projections[1], projections[2])
+                    .transpose(1, 2)
+                    .flatten(2)
+                )
                 tokens = torch.addcmul(tokens, gate, linear(mixed, *out))
-                fed = silu(linear(modulated(tokens, shift_forward, scale_forward), *up))
-                tokens = torch.addcmul(tokens, gate_forward, linear(fed, *down))
+                hidden = silu(linear(modulated(tokens, shift_forward, scale_forward), *up))
+                tokens = torch.addcmul(tokens, gate_forward, linear(hidden, *down))
             return linear(modulated(tokens, parts[-2], parts[-1]), denoiser.head.weight, denoiser.head.bias)
 
         return predict
@@ -482,7 +490,7 @@ class LeanTokens:
             if len(self._readings) >= READINGS:
                 self._readings.pop(next(iter(self._readings)))
             self._readings[distinct] = self.policy.read(list(distinct), torch.arange(len(distinct)).to(device))
-        kept = self._readings[distinct]
+        reading = self._readings[distinct]
         number = {text: place for place, text in enumerate(distinct)}
         rows = torch.tensor([number[text] for text in texts], device=device)
-        return kept.copied(rows)
+        return reading.copied(rows)

@@ -55,10 +55,12 @@ Maps = Callable[[Tensor], Tensor]
 def lean_transformer(network: Any, times: Tensor) -> Lean:
     """Prepare LeRobot's DiffusionTransformer for `times` [K]."""
     layers, split = list(network.transformer_blocks), network.timestep_embed_dim
-    read = [block.adaLN_modulation[-1] for block in layers]
-    timed = functional.silu(network.time_mlp(times))
+    modulation_layers = [block.adaLN_modulation[-1] for block in layers]
+    time_embedding = functional.silu(network.time_mlp(times))
     # Of adaLN's W SiLU([t; c]) + b the part of t, [K, L, 6 H]; scales multiply (1 + scale), and 1 is added here.
-    table = torch.stack([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)
+    table = torch.stack(
+        [functional.linear(time_embedding, layer.weight[:, :split], layer.bias) for layer in modulation_layers], 1
+    )
     for scale in (1, 4):
         table[..., scale * network.hidden_size : (scale + 1) * network.hidden_size] += 1
     attend = [_attention(block) for block in layers]
@@ -66,17 +68,19 @@ def lean_transformer(network: Any, times: Tensor) -> Lean:
     shrink = [_linear(block.mlp[2]) for block in layers]
 
     def bind(condition: Tensor) -> AtWork:
-        given = functional.silu(condition)
-        known = torch.stack([functional.linear(given, layer.weight[:, split:]) for layer in read])[:, :, None]
+        condition_embedding = functional.silu(condition)
+        condition_terms = torch.stack(
+            [functional.linear(condition_embedding, layer.weight[:, split:]) for layer in modulation_layers]
+        )[:, :, None]
 
         def predict(x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
             x = network.input_proj(x)
             if network.pos_embedding is not None:
                 x = x + network.pos_embedding[:, : x.shape[1]]
-            modulation = (table[index][:, None, None] + known).chunk(6, -1)
+            modulation = (table[index][:, None, None] + condition_terms).chunk(6, -1)
             for place in range(len(layers)):
-                own = tuple(part[place] for part in modulation)
-                shift, scale, gate, shift_after, scale_after, gate_after = own
+                modulation_parts = tuple(part[place] for part in modulation)
+                shift, scale, gate, shift_after, scale_after, gate_after = modulation_parts
                 x = torch.addcmul(x, gate, blocks(2 * place, partial(attention, place, x, scale, shift)))
                 after = partial(feed_forward, place, x, scale_after, shift_after)
                 x = torch.addcmul(x, gate_after, blocks(2 * place + 1, after))
@@ -120,13 +124,13 @@ def _attention(block: Any) -> Maps:
 
     def attend(x: Tensor) -> Tensor:
         rows, steps, width = x.shape
-        made = enter(x)
-        turned, value = made[..., : 2 * width], made[..., 2 * width :]
+        projections = enter(x)
+        query_key, value = projections[..., : 2 * width], projections[..., 2 * width :]
         if rotate is not None:
             cos, sin = rotate
-            halves = turned.unflatten(-1, (2 * heads, 2, -1))
-            turned = torch.addcmul(turned * cos[:steps], halves.roll(1, -2).flatten(2), sin[:steps])
-        query, key = turned.view(rows, steps, 2, heads, -1).permute(2, 0, 3, 1, 4)
+            halves = query_key.unflatten(-1, (2 * heads, 2, -1))
+            query_key = torch.addcmul(query_key * cos[:steps], halves.roll(1, -2).flatten(2), sin[:steps])
+        query, key = query_key.view(rows, steps, 2, heads, -1).permute(2, 0, 3, 1, 4)
         value = value.view(rows, steps, heads, -1).transpose(1, 2)
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return leave(mixed.transpose(1, 2).reshape(rows, steps, width))
@@ -154,24 +158,28 @@ def _linear(weight: Tensor | nn.Linear, bias: Tensor | None = None, *, gelu: boo
 def lean_unet(network: Any, times: Tensor) -> Lean:
     """Prepare LeRobot's DiffusionConditionalUnet1d for `times` [K]."""
     parts = {"down": network.down_modules, "middle": [network.mid_modules], "up": network.up_modules}
-    named = {
+    block_of_name = {
         f"{part}.{place}": block for part, stages in parts.items() for place, block in enumerate(_residual(stages))
     }
-    read = [block.cond_encoder[-1] for block in named.values()]
-    timed = functional.mish(network.diffusion_step_encoder(times))
-    split, sizes = timed.shape[1], [layer.out_features for layer in read]
-    table = torch.cat([functional.linear(timed, layer.weight[:, :split], layer.bias) for layer in read], 1)[..., None]
-    residual = [_residual_block(block) for block in named.values()]
+    modulation_layers = [block.cond_encoder[-1] for block in block_of_name.values()]
+    time_embedding = functional.mish(network.diffusion_step_encoder(times))
+    split, sizes = time_embedding.shape[1], [layer.out_features for layer in modulation_layers]
+    table = torch.cat(
+        [functional.linear(time_embedding, layer.weight[:, :split], layer.bias) for layer in modulation_layers], 1
+    )[..., None]
+    residual = [_residual_block(block) for block in block_of_name.values()]
     down = [_layer(stage[2]) for stage in network.down_modules]
     up = [_layer(stage[2]) for stage in network.up_modules]
     leave = _conv_block(network.final_conv[0]), _layer(network.final_conv[1])
 
     def bind(condition: Tensor) -> AtWork:
-        given = functional.mish(condition)
-        known = torch.cat([functional.linear(given, layer.weight[:, split:]) for layer in read], 1)[..., None]
+        condition_embedding = functional.mish(condition)
+        condition_terms = torch.cat(
+            [functional.linear(condition_embedding, layer.weight[:, split:]) for layer in modulation_layers], 1
+        )[..., None]
 
         def predict(x: Tensor, index: int, blocks: Blocks = fresh) -> Tensor:
-            todo = zip(count(), residual, (table[index] + known).split(sizes, 1))
+            todo = zip(count(), residual, (table[index] + condition_terms).split(sizes, 1))
             x, skipped = x.transpose(1, 2), list[Tensor]()
             for shrink in down:
                 x = _two(x, todo, blocks)
@@ -184,7 +192,7 @@ def lean_unet(network: Any, times: Tensor) -> Lean:
 
         return predict
 
-    return Lean(tuple(named), bind)
+    return Lean(tuple(block_of_name), bind)
 
 
 def _residual(stages: Any) -> Iterator[Any]:
@@ -284,8 +292,8 @@ class Convolution:
 
 def _packs(weight: Tensor) -> bool:
     """Whether oneDNN can store these weights in its own layout."""
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
-    return there and weight.device.type == "cpu" and weight.dtype == torch.float32
+    has_mkldnn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_convolution_pointwise")
+    return has_mkldnn and weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 Predict = Callable[[Tensor, int], Tensor]
@@ -327,12 +335,14 @@ def lean_lerobot(policy: LeRobotPolicy, caching: Caching | None = None) -> LeRob
             steps, weights = _scheduled(model.noise_scheduler, model.num_inference_steps)
             network = Remembered(lean_unet(model.unet, steps.to(policy.device)), len(weights), caching)
             denoise = _diffusion(network, weights, _limit(inner.config))
-            changed = {"diffusion": _sampling(model, lambda rows, global_cond, noise: denoise(global_cond, noise))}
+            replaced_parts = {
+                "diffusion": _sampling(model, lambda rows, global_cond, noise: denoise(global_cond, noise))
+            }
         else:
-            changed = _transformer_parts(inner, policy.device, caching)
-    made = LeRobotPolicy(_with(inner, changed), policy.preprocess, policy.postprocess, policy.settings)
-    remember_origin(made, origin_of(policy))
-    return made
+            replaced_parts = _transformer_parts(inner, policy.device, caching)
+    lean_policy = LeRobotPolicy(_with(inner, replaced_parts), policy.preprocess, policy.postprocess, policy.settings)
+    remember_origin(lean_policy, origin_of(policy))
+    return lean_policy
 
 
 def why_not_lean(policy: LeRobotPolicy) -> str:
@@ -495,24 +505,27 @@ def _scheduled(scheduler: Any, count: int) -> tuple[Tensor, list[StepWeights]]:
     stochastic = type(scheduler).__name__ == "DDPMScheduler"
     cumulative = scheduler.alphas_cumprod.double()
     last = 1.0 if stochastic else float(scheduler.final_alpha_cumprod)
-    found: list[StepWeights] = []
+    weights: list[StepWeights] = []
     for step in steps.tolist():
         before = int(scheduler.previous_timestep(step)) if stochastic else step - len(cumulative) // count
-        here, there = float(cumulative[step]), float(cumulative[before]) if before >= 0 else last
-        # x = sqrt(here) clean + sqrt(1 - here) noise.
-        signal, noise = here**0.5, (1 - here) ** 0.5
+        alpha, next_alpha = float(cumulative[step]), float(cumulative[before]) if before >= 0 else last
+        # x = sqrt(alpha) clean + sqrt(1 - alpha) noise.
+        signal, noise = alpha**0.5, (1 - alpha) ** 0.5
         from_noise = scheduler.config.prediction_type == "epsilon"
         a, b = (1 / signal, -noise / signal) if from_noise else (0.0, 1.0)
         if stochastic:
             # The posterior q(x' | x, clean) of Ho et al. 2020, arXiv:2006.11239, equation 7.
-            beta = 1 - here / there
-            clean, kept = there**0.5 * beta / (1 - here), (here / there) ** 0.5 * (1 - there) / (1 - here)
-            variance = max((1 - there) / (1 - here) * beta, 1e-20) if step > 0 else 0.0
-            found.append(StepWeights(a, b, clean, kept, 0.0, variance**0.5))
+            beta = 1 - alpha / next_alpha
+            clean, from_x = (
+                next_alpha**0.5 * beta / (1 - alpha),
+                (alpha / next_alpha) ** 0.5 * (1 - next_alpha) / (1 - alpha),
+            )
+            variance = max((1 - next_alpha) / (1 - alpha) * beta, 1e-20) if step > 0 else 0.0
+            weights.append(StepWeights(a, b, clean, from_x, 0.0, variance**0.5))
         else:
             # Song et al. 2021, arXiv:2010.02502, equation 12 without noise; the direction is that of the unclipped
             # prediction: what was predicted, or (x - signal output) / noise.
-            towards = (1 - there) ** 0.5
+            towards = (1 - next_alpha) ** 0.5
             rest = (0.0, towards) if from_noise else (towards / noise, -towards * signal / noise)
-            found.append(StepWeights(a, b, there**0.5, *rest, 0.0))
-    return steps, found
+            weights.append(StepWeights(a, b, next_alpha**0.5, *rest, 0.0))
+    return steps, weights

@@ -50,11 +50,11 @@ class InferencePlan:
 
         A plan measured on another device or version is used, with a warning.
         """
-        if said := self.unfit(folder, chunking) or self.refusal(folder):  # the latter reads all weights
-            warnings.warn(said, RobopolicyWarning, stacklevel=3)
+        if problem := self.unfit(folder, chunking) or self.refusal(folder):  # the latter reads all weights
+            warnings.warn(problem, RobopolicyWarning, stacklevel=3)
             return plain
-        if said := self.elsewhere(folder, device):
-            warnings.warn(said, RobopolicyWarning, stacklevel=3)
+        if problem := self.elsewhere(folder, device):
+            warnings.warn(problem, RobopolicyWarning, stacklevel=3)
         try:
             return planned()
         except ConfigError as error:  # config.json, or this machine, is not what the plan was made for
@@ -96,9 +96,13 @@ class InferencePlan:
 
         "" otherwise.
         """
-        own = {"torch": self.version, "device": self.device}
-        here = {"torch": str(torch.__version__), "device": device_name(device)}
-        differs = "; ".join(f"{name} {own[name]}, here {here[name]}" for name in own if own[name] != here[name])
+        plan_setup = {"torch": self.version, "device": self.device}
+        current_setup = {"torch": str(torch.__version__), "device": device_name(device)}
+        differs = "; ".join(
+            f"{name} {plan_setup[name]}, here {current_setup[name]}"
+            for name in plan_setup
+            if plan_setup[name] != current_setup[name]
+        )
         return f"The plan was measured with {differs}. robopolicy optimize {folder} chooses anew." if differs else ""
 
 
@@ -117,9 +121,9 @@ def device_name(device: torch.device) -> str:
 
 def save_plan(folder: Path, plan: InferencePlan) -> None:
     """Write the plan next to the checkpoint in `folder` atomically."""
-    given = {name: value for name, value in vars(plan).items() if name not in ("config", "cache")}
+    values = {name: value for name, value in vars(plan).items() if name not in ("config", "cache")}
     cache = None if plan.cache is None else plan.cache.to_json()
-    write_json(folder / FILE, {"format": FORMAT, "config": to_plain(plan.config), "cache": cache, **to_plain(given)})
+    write_json(folder / FILE, {"format": FORMAT, "config": to_plain(plan.config), "cache": cache, **to_plain(values)})
 
 
 def load_plan(folder: Path) -> InferencePlan | None:
@@ -132,17 +136,23 @@ def load_plan(folder: Path) -> InferencePlan | None:
     if not os.path.lexists(path):
         return None
     try:
-        found = read_object(path)
-        if found["format"] != FORMAT:
-            raise ValueError(f"it is of format {found['format']!r:.20}, and {FORMAT} is read")
-        config = from_plain(InferenceConfig, found["config"], "config")
+        content = read_object(path)
+        if content["format"] != FORMAT:
+            raise ValueError(f"it is of format {content['format']!r:.20}, and {FORMAT} is read")
+        config = from_plain(InferenceConfig, content["config"], "config")
         ENGINES.path(config.engine)
-        cache = None if found["cache"] is None else CachePlan.from_json(found["cache"])
+        cache = None if content["cache"] is None else CachePlan.from_json(content["cache"])
         names = ("weights", "version", "device")
-        if not all(isinstance(found[name], str) for name in names) or not isinstance(found["batch"], int):
+        if not all(isinstance(content[name], str) for name in names) or not isinstance(content["batch"], int):
             raise TypeError("weights, version and device are texts, batch is a number")
         plan = InferencePlan(
-            config, found["weights"], cache, found["version"], found["device"], found["batch"], dict(found["measured"])
+            config,
+            content["weights"],
+            cache,
+            content["version"],
+            content["device"],
+            content["batch"],
+            dict(content["measured"]),
         )
     except Exception as error:  # whatever is done with values that nobody has checked
         raise CheckpointError(

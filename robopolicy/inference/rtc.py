@@ -75,10 +75,10 @@ def trained_rtc(policy: Policy, delay: Delay) -> Policy:
     It was trained to continue them (policy.prefix_steps), so there is no differentiation and no guidance. Raises
     ConfigError for policies that do not denoise, and for those not trained this way or with fewer prefix steps.
     """
-    known = _continuing(policy).config.prefix_steps
-    if known < max(delay.steps, 1):
+    prefix_steps = _continuing(policy).config.prefix_steps
+    if prefix_steps < max(delay.steps, 1):
         raise ConfigError(
-            f"This policy has learned to continue {known} given steps: train it with prefix_steps="
+            f"This policy has learned to continue {prefix_steps} given steps: train it with prefix_steps="
             f"{max(delay.steps, 1)} or more, or choose rtc, which guides policies that were trained without."
         )
     return OverlappingPolicy(policy, delay, continued)
@@ -95,13 +95,15 @@ def continued(
     """Return a plan [B, P, A] that starts with the next d steps of the plan in execution and continues them; see
     `Plans`.
     """
-    learned = _continuing(policy)
-    overlap, steps = underway.rest.shape[1], learned.config.prediction_steps
+    denoising_policy = _continuing(policy)
+    overlap, steps = underway.rest.shape[1], denoising_policy.config.prediction_steps
     behind = (0, 0, 0, steps - overlap)
-    target = pad(learned.action_normalizer(underway.rest), behind)
-    count = min(underway.delay, learned.config.prefix_steps) * underway.known  # a robot may be slower than was learned
-    guided: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
-    plan = learned.predict(observation, generator, deterministic=deterministic, guided=guided)
+    target = pad(denoising_policy.action_normalizer(underway.rest), behind)
+    count = (
+        min(underway.delay, denoising_policy.config.prefix_steps) * underway.known
+    )  # a robot may be slower than was learned
+    guide: Callable[[Steps], Steps] = lambda inner: PrefixedSteps(inner, target, count)  # noqa: E731
+    plan = denoising_policy.predict(observation, generator, deterministic=deterministic, guided=guide)
     # What the network says of given steps means nothing, and a robot that is answered sooner executes some of them.
     return torch.where(given_steps(count, steps)[..., None], pad(underway.rest, behind), plan)
 
@@ -115,14 +117,14 @@ def _continuing(policy: object) -> DenoisingPolicy:
 
 
 def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobian: bool) -> Policy:
-    opened = policy.opened() if isinstance(policy, OpensDenoising) else None
-    guided = require_denoising(
-        policy if opened is None else opened,
+    inner = policy.opened() if isinstance(policy, OpensDenoising) else None
+    denoising_policy = require_denoising(
+        policy if inner is None else inner,
         f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
         f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
         f"more than it executes. {OF_AN_ENGINE}",
     )
-    if isinstance(guided.network, OwnLatents) and not guided.network.denoises_actions:
+    if isinstance(denoising_policy.network, OwnLatents) and not denoising_policy.network.denoises_actions:
         raise ConfigError(
             "Real-time chunking guides normalised actions, and this policy's network denoises what actions are made of "
             "(such as a gripper's logits): choose prefetch, ensembling, bidirectional or synchronous."
@@ -132,8 +134,10 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
     kinds = [each.value for each in Mask]
     if mask not in kinds:
         raise ConfigError(f"There is no mask '{mask}': choose {', '.join(kinds)}.")
-    bound = min(strongest, guided.schedule.steps) if jacobian else strongest
-    return OverlappingPolicy(policy, delay, Inpainted(guided, bound, Mask(mask), jacobian, quiet=opened is not None))
+    bound = min(strongest, denoising_policy.schedule.steps) if jacobian else strongest
+    return OverlappingPolicy(
+        policy, delay, Inpainted(denoising_policy, bound, Mask(mask), jacobian, quiet=inner is not None)
+    )
 
 
 @dataclass(frozen=True)
@@ -167,20 +171,24 @@ class Inpainted:
         weights = weights * underway.known[:, None]
         if not bool(weights.any()):
             return policy.predict(observation, generator, deterministic=deterministic)
-        own = policy.network if isinstance(policy.network, OwnLatents) else None
-        latents = own.to_latents(underway.rest) if own else policy.action_normalizer(underway.rest)
+        latent_network = policy.network if isinstance(policy.network, OwnLatents) else None
+        latents = (
+            latent_network.to_latents(underway.rest) if latent_network else policy.action_normalizer(underway.rest)
+        )
         # Of a chunk that begins in the past nothing is asked there, nor behind the end of the last one.
         target = pad(latents, (0, 0, policy.part.first, steps - overlap))
         weights = pad(weights, (policy.part.first, 0))
         turns = turns_of(policy.spec.action).like(target)
-        if own:  # whose latents are normalised actions, padded at most: what a turn adds to an action adds to them
-            turned = own.to_latents(underway.rest + turns.period) - latents
-            turns = replace(turns, period=turned.flatten(0, -2)[0].abs())
+        if (
+            latent_network
+        ):  # whose latents are normalised actions, padded at most: what a turn adds to an action adds to them
+            periods = latent_network.to_latents(underway.rest + turns.period) - latents
+            turns = replace(turns, period=periods.flatten(0, -2)[0].abs())
         else:
             turns = replace(turns, period=turns.period / policy.action_normalizer.scale)
         guidance = Guidance(target, weights[..., None], self.strongest, self.jacobian, turns)
-        guided: Callable[[Steps], Steps] = lambda inner: GuidedSteps(inner, policy.schedule, guidance)  # noqa: E731
-        return policy.predict(observation, generator, deterministic=deterministic, guided=guided)
+        guide: Callable[[Steps], Steps] = lambda inner: GuidedSteps(inner, policy.schedule, guidance)  # noqa: E731
+        return policy.predict(observation, generator, deterministic=deterministic, guided=guide)
 
 
 def prefix_weights(delay: int, overlap: int, steps: int, mask: Mask = Mask.EXPONENTIAL) -> Tensor:

@@ -141,14 +141,14 @@ def heun(schedule: NoiseSchedule, steps: int) -> Sampler:
         raise ConfigError(f"heun needs 2 calls of the network or more, not {steps}: one step is euler's.")
     pairs = (steps - 1) // 2  # two calls each; what is left over, one or two calls, ends with Euler's step to 0
     grid = torch.linspace(1.0, 0.0, pairs + 1 + (steps - 2 * pairs), dtype=torch.float64).tolist()
-    made: list[SamplerStep] = []
+    sampler_steps: list[SamplerStep] = []
     for place, (time, after) in enumerate(itertools.pairwise(grid)):
-        index, share = len(made), after / time
+        index, share = len(sampler_steps), after / time
         # Euler: x' = x + (t' - t)(x - clean)/t = (t'/t) x + (1 - t'/t) clean.
-        made.append(SamplerStep(time, 1.0, -time, ((index, share),), ((index, 1 - share),)))
+        sampler_steps.append(SamplerStep(time, 1.0, -time, ((index, share),), ((index, 1 - share),)))
         if place < pairs:
             half = (after - time) / 2
-            made.append(
+            sampler_steps.append(
                 SamplerStep(
                     after,
                     1.0,
@@ -157,7 +157,7 @@ def heun(schedule: NoiseSchedule, steps: int) -> Sampler:
                     ((index, -half / time), (index + 1, -half / after)),
                 )
             )
-    return Sampler(tuple(made), flow.clip)
+    return Sampler(tuple(sampler_steps), flow.clip)
 
 
 def dpm_solver(schedule: NoiseSchedule, steps: int) -> Sampler:
@@ -195,14 +195,14 @@ def _probed(kind: type[Any], schedule: NoiseSchedule, steps: int, name: str, **s
         )
         scheduler.set_timesteps(steps)
     unit = torch.eye(2 * steps, dtype=torch.float64)[:, None, :, None]  # each [batch, elements, 1], as they want it
-    made: list[SamplerStep] = []
+    sampler_steps: list[SamplerStep] = []
     for place, timestep in enumerate(scheduler.timesteps):
-        found = scheduler.step(unit[steps + place], timestep, unit[place]).prev_sample.flatten().tolist()
+        coefficients = scheduler.step(unit[steps + place], timestep, unit[place]).prev_sample.flatten().tolist()
         alpha = diffusion.alphas[int(timestep)].item()
         time = (int(timestep) + 1) / diffusion.training_steps
-        latents, cleans = (_weights(part) for part in (found[:steps], found[steps:]))
-        made.append(SamplerStep(time, *_to_clean(diffusion.prediction, alpha), latents, cleans))
-    return Sampler(tuple(made), diffusion.clip)
+        latents, cleans = (_weights(part) for part in (coefficients[:steps], coefficients[steps:]))
+        sampler_steps.append(SamplerStep(time, *_to_clean(diffusion.prediction, alpha), latents, cleans))
+    return Sampler(tuple(sampler_steps), diffusion.clip)
 
 
 def _weights(found: Sequence[float]) -> Weights:
@@ -250,12 +250,12 @@ def sample(
     latents: list[Tensor] = [x]
     cleans: list[Tensor] = []
     for index, step in enumerate(sampler.steps):
-        found = predict(x, index)
+        prediction = predict(x, index)
         if step.a:
-            found = torch.add(found * step.b if step.b != 1 else found, x, alpha=step.a)
+            prediction = torch.add(prediction * step.b if step.b != 1 else prediction, x, alpha=step.a)
         elif step.b != 1:
-            found = found * step.b
-        cleans.append(found if sampler.clip is None else found.clamp(-sampler.clip, sampler.clip))
+            prediction = prediction * step.b
+        cleans.append(prediction if sampler.clip is None else prediction.clamp(-sampler.clip, sampler.clip))
         if quiet is not None and index in quiet:
             of_x, of_clean = quiet[index]
             x = of_clean * cleans[index] + of_x * x

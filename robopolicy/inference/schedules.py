@@ -114,8 +114,8 @@ def bac(calibration: Calibration, config: CacheConfig) -> Tensor:
     Difference from the paper's text, whose objective sums similarities of neighbouring steps and so only selects the
     lowest ones: `anchors` counts the similarity of every step to the step whose output it reuses.
     """
-    own = anchors(calibration.similarity, config.budget, config.last_steps)
-    return bubbling_union(own, calibration.surge, spreading(calibration.blocks), config.top_blocks)
+    own_updates = anchors(calibration.similarity, config.budget, config.last_steps)
+    return bubbling_union(own_updates, calibration.surge, spreading(calibration.blocks), config.top_blocks)
 
 
 def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
@@ -136,13 +136,13 @@ def anchors(similarity: Tensor, budget: int, last: int = 0) -> Tensor:
         value, choice = (best[:, :-1, None] + gain).masked_fill(before, -torch.inf).max(1)
         best = torch.cat([torch.full_like(best[:, :1], -torch.inf), value], 1)
         choices.append(choice)
-    chosen = torch.zeros(problems, steps, dtype=torch.bool, device=similarity.device)
-    chosen[:, free:] = True
+    is_chosen = torch.zeros(problems, steps, dtype=torch.bool, device=similarity.device)
+    is_chosen[:, free:] = True
     end = torch.full((problems, 1), free, device=similarity.device)
     for choice in reversed(choices):
         end = choice.gather(1, end - 1)
-        chosen.scatter_(1, end, True)
-    return chosen
+        is_chosen.scatter_(1, end, True)
+    return is_chosen
 
 
 def bubbling_union(updates: Tensor, surge: Tensor, spreads: Tensor, top: int) -> Tensor:
@@ -154,10 +154,10 @@ def bubbling_union(updates: Tensor, surge: Tensor, spreads: Tensor, top: int) ->
     additions come from blocks further back, so the order of the unions does not matter.
     """
     after = torch.ones(len(updates), len(updates), device=updates.device).triu() * spreads  # [u, v]: v spreads, v >= u
-    asked = after @ updates.to(after.dtype) > 0
-    chosen = torch.zeros(len(updates), dtype=torch.bool, device=updates.device)
-    chosen[surge.topk(min(top, len(updates))).indices] = True
-    return updates | (asked & chosen[:, None])
+    follow_updates = after @ updates.to(after.dtype) > 0
+    is_top = torch.zeros(len(updates), dtype=torch.bool, device=updates.device)
+    is_top[surge.topk(min(top, len(updates))).indices] = True
+    return updates | (follow_updates & is_top[:, None])
 
 
 def spreading(blocks: tuple[str, ...]) -> Tensor:
@@ -167,5 +167,5 @@ def spreading(blocks: tuple[str, ...]) -> Tensor:
     (MLP) or convolutions (U-Net), each of which mixes channels and amplifies errors in the same way; there it is all
     blocks.
     """
-    named = torch.tensor([name.endswith(FEED_FORWARD) for name in blocks])
-    return named if bool(named.any()) else torch.ones_like(named)
+    feeds_forward = torch.tensor([name.endswith(FEED_FORWARD) for name in blocks])
+    return feeds_forward if bool(feeds_forward.any()) else torch.ones_like(feeds_forward)

@@ -104,11 +104,11 @@ class TransformerBlock(nn.Module):
         attended = blocks(2 * place, lambda: self._attend(torch.addcmul(shift, self.norm(tokens), 1 + scale)))
         # The gates are not part of a branch: they follow the time also where its output is remembered.
         mixed = torch.addcmul(tokens, gate, attended)
-        fed = blocks(
+        feed_forward = blocks(
             2 * place + 1,
             lambda: self.feed_forward(torch.addcmul(shift_forward, self.norm(mixed), 1 + scale_forward)),
         )
-        return torch.addcmul(mixed, gate_forward, fed)
+        return torch.addcmul(mixed, gate_forward, feed_forward)
 
     def _attend(self, hidden: Tensor) -> Tensor:
         query, key, value = rearrange(self.attention_in(hidden), "n p (s h d) -> s n h p d", s=3, h=self.heads)
@@ -267,8 +267,8 @@ class PrefixDenoiser(nn.Module):
 
     def denoise(self, x: Tensor, time_features: Tensor, condition_features: Tensor, blocks: Blocks = fresh) -> Tensor:
         """Predict [..., P, A] from latents [..., P, A] or [..., P, A + 1]; see `Denoiser`."""
-        told = pad(x, (0, 1)) if x.shape[-1] == self.action_size else x
-        return self.inner.denoise(told, time_features, condition_features, blocks)[..., : self.action_size]
+        padded = pad(x, (0, 1)) if x.shape[-1] == self.action_size else x
+        return self.inner.denoise(padded, time_features, condition_features, blocks)[..., : self.action_size]
 
     def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
         """Predict [..., P, A] for latents x [..., P, A or A + 1], times [...], conditions [..., D]."""
@@ -294,8 +294,8 @@ def with_prefix(x: Tensor, clean: Tensor, count: Tensor) -> Tensor:
 
     x, clean: [N, P, A]; count: [N] int64.
     """
-    given = given_steps(count, x.shape[1])[..., None]
-    return torch.cat([torch.where(given, clean, x), given.to(x.dtype)], -1)
+    given_mask = given_steps(count, x.shape[1])[..., None]
+    return torch.cat([torch.where(given_mask, clean, x), given_mask.to(x.dtype)], -1)
 
 
 def given_steps(count: Tensor, steps: int) -> Tensor:

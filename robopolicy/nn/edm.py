@@ -47,8 +47,8 @@ def denoise(network: Network, noisy: Tensor, sigma: Tensor, config: EdmConfig) -
 def training_noise(clean: Tensor, config: EdmConfig, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return noisy data like `clean` [N, C, ...] and its noise levels [N]."""
     device = clean.device
-    drawn = torch.randn(len(clean), generator=generator, device=device)
-    sigma = (config.log_mean + config.log_std * drawn).exp()
+    log_noise = torch.randn(len(clean), generator=generator, device=device)
+    sigma = (config.log_mean + config.log_std * log_noise).exp()
     noise = torch.randn(clean.shape, generator=generator, device=device)
     if config.offset_noise:
         channels = clean.shape[:2] + (1,) * (clean.dim() - 2)
@@ -106,20 +106,20 @@ def sample(
     sigmas = levels(config)
     x = noise * (config.sigma_max if scaled else 1.0)
     gain = min(config.churn / config.steps, 2**0.5 - 1)
-    for step, (here, there) in enumerate(zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True)):
+    for step, (sigma, next_sigma) in enumerate(zip(sigmas[:-1].tolist(), sigmas[1:].tolist(), strict=True)):
         # Churn: raise the noise a little, variances adding up, and go on from the higher level.
         if generator is not None and gain:
-            raised = here * (1 + gain)
-            drawn = normal(x.shape, generator, x.device) * CHURN_NOISE
-            x, here = x + drawn * (raised**2 - here**2) ** 0.5, raised
+            higher_sigma = sigma * (1 + gain)
+            churn_noise = normal(x.shape, generator, x.device) * CHURN_NOISE
+            x, sigma = x + churn_noise * (higher_sigma**2 - sigma**2) ** 0.5, higher_sigma
         progress = step / config.steps
-        slope = _slope(network, x, here, config, guidance if there > 0 else None, progress)
-        moved = x + (there - here) * slope
+        slope = _slope(network, x, sigma, config, guidance if next_sigma > 0 else None, progress)
+        proposal = x + (next_sigma - sigma) * slope
         # Heun: go again, with the mean of the slopes at both ends; at the last level, 0, there is no slope.
-        if config.order == 2 and there > 0:
-            slope = (slope + _slope(network, moved, there, config, guidance, progress)) / 2
-            moved = x + (there - here) * slope
-        x = moved
+        if config.order == 2 and next_sigma > 0:
+            slope = (slope + _slope(network, proposal, next_sigma, config, guidance, progress)) / 2
+            proposal = x + (next_sigma - sigma) * slope
+        x = proposal
     return x
 
 

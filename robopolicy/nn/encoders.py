@@ -194,14 +194,14 @@ class WordEncoder(nn.Module):
         return self._read(*(part.to(device) for part in self.tokenizer(distinct)))[rows]
 
     def _read(self, tokens: Tensor, text: Tensor) -> Tensor:
-        embedded, counted = self.embedding(tokens), text[..., None].to(self.embedding.weight.dtype)
+        embedded, text_mask = self.embedding(tokens), text[..., None].to(self.embedding.weight.dtype)
         state = embedded.new_zeros(len(tokens), self.cell.hidden_size)
         total = torch.zeros_like(state)
         for index in range(tokens.shape[1]):
             # Padding comes first and leaves the state at zero: a text means the same beside whatever others
-            state = self.cell(embedded[:, index], state) * counted[:, index]
+            state = self.cell(embedded[:, index], state) * text_mask[:, index]
             total = total + state
-        return self.head(total / counted.sum(1))
+        return self.head(total / text_mask.sum(1))
 
 
 class Modulation(nn.Module):

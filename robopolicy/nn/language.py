@@ -53,8 +53,8 @@ class WordTokenizer:
 
     def __init__(self, texts: Sequence[str], *, unknown: bool = False):
         self.words = tuple(sorted({word for text in texts for word in text.lower().split()}))
-        known = (PADDING, BEGIN, *self.words, *([UNKNOWN] if unknown else []))
-        self._index = {word: index for index, word in enumerate(known)}
+        words = (PADDING, BEGIN, *self.words, *([UNKNOWN] if unknown else []))
+        self._index = {word: index for index, word in enumerate(words)}
         self._bare = {_bare(word): word for word in self.words}
         self.unknown = self._index.get(UNKNOWN)
 
@@ -84,8 +84,8 @@ class WordTokenizer:
 
     def _words_of(self, text: str) -> list[str]:
         """Return the words of a text, replacing words that differ only in punctuation by their known form."""
-        found = [word if word in self._index else self._bare.get(_bare(word), word) for word in text.lower().split()]
-        return [word for word in found if word in self._index or _bare(word)]
+        words = [word if word in self._index else self._bare.get(_bare(word), word) for word in text.lower().split()]
+        return [word for word in words if word in self._index or _bare(word)]
 
     def _known(self, word: str) -> str:
         return f"{did_you_mean(word, self.words)} It knows {listed(list(self.words), _NAMED) or 'no words'}."
@@ -108,11 +108,11 @@ class PretrainedTokenizer:
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return tokens [U, L] and text mask [U, L]; raises SpecError when a text yields no token."""
-        found: Any = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
-        text = found["attention_mask"].bool()
+        batch: Any = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
+        text = batch["attention_mask"].bool()
         if text.shape[1] == 0 or not bool(text[:, -1].all()):
             raise SpecError(f"The tokenizer makes nothing of one of the instructions {list(texts)}: give it words.")
-        return found["input_ids"], text
+        return batch["input_ids"], text
 
     def save(self, folder: Path) -> None:
         """Write the files of the tokenizer."""
@@ -207,10 +207,10 @@ class LanguageModel(nn.Module):
         """
         cache, text = self._cache(), inputs["attention_mask"].bool()
         places = {} if isinstance(self.backbone, PlacesImages) else {"position_ids": _counted(text)}
-        found = self._run(self.backbone, **inputs, **places, past_key_values=cache)
+        output = self._run(self.backbone, **inputs, **places, past_key_values=cache)
         position = text.sum(-1)
-        if "rope_deltas" in found:
-            position = position + found["rope_deltas"].flatten()
+        if "rope_deltas" in output:
+            position = position + output["rope_deltas"].flatten()
         return Reading(cache, text, position)
 
     def extend(self, reading: Reading, embeddings: Tensor) -> Tensor:
@@ -219,14 +219,14 @@ class LanguageModel(nn.Module):
         """
         position, reading.seen = _next_positions(reading, embeddings)
         reading.position = position[:, -1] + 1
-        found = self._run(
+        output = self._run(
             self.decoder,
             inputs_embeds=embeddings,
             attention_mask=reading.seen.long(),
             position_ids=position,
             past_key_values=reading.cache,
         )
-        return found.last_hidden_state.to(embeddings.dtype)
+        return output.last_hidden_state.to(embeddings.dtype)
 
     def attend(self, reading: Reading, embeddings: Tensor) -> Tensor:
         """Like `extend`, but the S embeddings attend to each other bidirectionally, and `reading` is unchanged.
@@ -234,28 +234,28 @@ class LanguageModel(nn.Module):
         embeddings: [N, S, width] -> hidden states of the last layer [N, S, width]. Raises ConfigError when a layer's
         sliding window is shorter than the sequence: its cache would lose entries of `reading`.
         """
-        position, seen = _next_positions(reading, embeddings)
+        position, mask = _next_positions(reading, embeddings)
         steps = embeddings.shape[1]
         window = _window(reading.cache)
-        if window is not None and seen.shape[1] >= window:
+        if window is not None and mask.shape[1] >= window:
             raise ConfigError(
-                f"Attention in both directions has {seen.shape[1]} tokens here, {steps} of them of an action, and a "
+                f"Attention in both directions has {mask.shape[1]} tokens here, {steps} of them of an action, and a "
                 f"{type(self.decoder).__name__} has layers that see fewer than {window}: show it less (cameras and "
                 "fields in observation_keys, frames in history, a larger token.patch), choose another token.model, or "
                 "decoding=causal."
             )
         # Four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
-        unseen = torch.zeros_like(seen, dtype=embeddings.dtype)
-        unseen = unseen.masked_fill(~seen, torch.finfo(embeddings.dtype).min)
-        found = self._run(
+        bias = torch.zeros_like(mask, dtype=embeddings.dtype)
+        bias = bias.masked_fill(~mask, torch.finfo(embeddings.dtype).min)
+        output = self._run(
             self.decoder,
             inputs_embeds=embeddings,
-            attention_mask=unseen[:, None, None].expand(-1, -1, steps, -1),
+            attention_mask=bias[:, None, None].expand(-1, -1, steps, -1),
             position_ids=position,
             past_key_values=reading.cache,
         )
         reading.cache.crop(-steps)
-        return found.last_hidden_state.to(embeddings.dtype)
+        return output.last_hidden_state.to(embeddings.dtype)
 
     @torch.no_grad()
     def require_attend(self, what: str) -> None:

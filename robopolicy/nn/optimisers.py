@@ -36,7 +36,7 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mappi
     for group in optimiser.param_groups:
         # Fused and capturable kernels read the count of updates beside the parameter, as float32; the others read it on
         # the CPU, where asking for its value does not wait for the device.
-        beside = bool(group.get("fused") or group.get("capturable"))
+        on_device = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             for name, value in tree[str(number)].items():
                 if name != "step":
@@ -44,8 +44,8 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mappi
                 elif not value.is_floating_point():  # counted in Python, as bitsandbytes does
                     optimiser.state[parameter][name] = int(value)
                 else:
-                    kept = value.to(parameter.device, torch.float32) if beside else value.to("cpu")
-                    optimiser.state[parameter][name] = kept.clone()
+                    step_count = value.to(parameter.device, torch.float32) if on_device else value.to("cpu")
+                    optimiser.state[parameter][name] = step_count.clone()
             number += 1
 
 
@@ -131,11 +131,11 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step with the parameters' gradients."""
         lowered = [each for each in _parameters(self) if each.dtype is torch.bfloat16 and each.grad is not None]
-        held: list[tuple[Tensor, Tensor]] = []
+        originals: list[tuple[Tensor, Tensor]] = []
         for parameter in lowered:
             low, gradient = parameter.data, parameter.grad
             assert gradient is not None
-            held.append((low, gradient))
+            originals.append((low, gradient))
             master = self.state[parameter].get(self.MASTER)
             now = low.float()
             parameter.grad = None  # a gradient has its parameter's type
@@ -144,7 +144,7 @@ class MasterAdamW(torch.optim.AdamW):
             # AdamW makes the averages where there is no state at all.
             self.state[parameter].pop(self.MASTER, None)
         super().step()
-        for parameter, (low, gradient) in zip(lowered, held, strict=True):
+        for parameter, (low, gradient) in zip(lowered, originals, strict=True):
             master = parameter.data
             parameter.grad = None
             parameter.data = low

@@ -97,14 +97,14 @@ def scores_of(policy: ScoredPolicy, observation: TensorObservation, latents: Map
     parts = _parts(next(iter(observation.values()), ()))
     if not parts:
         return policy.log_prob(observation, latents)
-    found: list[Scores] = [recomputed(policy.log_prob, take(observation, part), take(latents, part)) for part in parts]
+    scores: list[Scores] = [recomputed(policy.log_prob, take(observation, part), take(latents, part)) for part in parts]
 
     def joined(name: str) -> Tensor:
         """Concatenate an extra, which rows may share."""
-        return torch.cat([each.extras[name].expand(len(each.logp), *each.extras[name].shape[1:]) for each in found])
+        return torch.cat([each.extras[name].expand(len(each.logp), *each.extras[name].shape[1:]) for each in scores])
 
-    extras = {name: joined(name) for name in found[0].extras}
-    return Scores(torch.cat([each.logp for each in found]), torch.cat([each.entropy for each in found]), extras)
+    extras = {name: joined(name) for name in scores[0].extras}
+    return Scores(torch.cat([each.logp for each in scores]), torch.cat([each.entropy for each in scores]), extras)
 
 
 def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -121,8 +121,8 @@ def loss_of(policy: Trainable, batch: Mapping[str, Any], generator: torch.Genera
         return policy.loss(some, torch.Generator(device).manual_seed(seed))  # the second time as the first
 
     seeds = torch.randint(2**62, (len(parts),), generator=generator, device=device).tolist()
-    found = [recomputed(loss, take(batch, part), seed) for part, seed in zip(parts, seeds, strict=True)]
-    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+    losses = [recomputed(loss, take(batch, part), seed) for part, seed in zip(parts, seeds, strict=True)]
+    return {name: torch.cat([each[name] for each in losses]) for name in losses[0]}
 
 
 def values_of(critic: Callable[[Mapping[str, Any]], Tensor], observation: Mapping[str, Any]) -> Tensor:

@@ -71,8 +71,8 @@ def pretrained_vision_language(
         # First, because it is small: what is missing is said before gigabytes are read
         processor = transformers.AutoProcessor.from_pretrained(name, trust_remote_code=False)
         _require_processor(processor, name)
-        made = VisionLanguageProcessor(processor, prompt, split_images=split_images)
-        return _load_model(name, config), made
+        wrapped_processor = VisionLanguageProcessor(processor, prompt, split_images=split_images)
+        return _load_model(name, config), wrapped_processor
 
 
 def pretrained_config(name: str) -> "PreTrainedConfig":
@@ -124,10 +124,12 @@ def _loading(name: str, parts: str) -> Iterator[None]:
         with quiet():
             yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, CheckpointError, SafetensorError) as error:
-        said = " ".join(next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).split())
+        message = " ".join(
+            next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).split()
+        )
         gated = " Accept its licence on its page, then hf auth login." if "gated" in str(error).lower() else ""
         raise ConfigError(
-            f"token.model={name} could not be loaded: {said}{gated} Give a folder written by save_pretrained "
+            f"token.model={name} could not be loaded: {message}{gated} Give a folder written by save_pretrained "
             f"({parts}), or a name on the hub and a network connection. Code that a model brings is not run."
         ) from error
 
@@ -138,14 +140,14 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
     """
     transformers = require_extra("transformers", EXTRA)
     with torch.device("meta"):
-        needed = sum(4 * weight.numel() for weight in transformers.AutoModel.from_config(config).parameters())
+        byte_count = sum(4 * weight.numel() for weight in transformers.AutoModel.from_config(config).parameters())
     free = free_memory(torch.device("cpu"))
-    if free is not None and needed > free:
+    if free is not None and byte_count > free:
         raise ConfigError(
-            f"token.model={name} takes {in_bytes(needed)} of memory in fp32, and {in_bytes(free)} are free: choose a "
-            "smaller checkpoint or a larger machine."
+            f"token.model={name} takes {in_bytes(byte_count)} of memory in fp32, and {in_bytes(free)} are free: choose "
+            f"a smaller checkpoint or a larger machine."
         )
-    model, found = transformers.AutoModel.from_pretrained(
+    model, loading_info = transformers.AutoModel.from_pretrained(
         name,
         config=config,
         dtype=torch.float32,
@@ -153,16 +155,17 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # its own refusal points at a report that nobody sees
     )
-    if others := sorted(found["mismatched_keys"]):
-        weight, there, here = others[0]
+    if mismatches := sorted(loading_info["mismatched_keys"]):
+        weight, shape_in_file, expected_shape = mismatches[0]
         raise ConfigError(
-            f"token.model={name} has {len(others)} weights of other shapes than its config.json says: {weight} is "
-            f"{list(there)} and should be {list(here)}. Fetch the whole checkpoint again, both of one version."
+            f"token.model={name} has {len(mismatches)} weights of other shapes than its config.json says: {weight} is "
+            f"{list(shape_in_file)} and should be {list(expected_shape)}. Fetch the whole checkpoint again, both of "
+            f"one version."
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing_keys := sorted(loading_info["missing_keys"]):
         raise ConfigError(
-            f"token.model={name} lacks {len(missing)} weights of a {type(model).__name__}, {missing[0]} among them: "
-            "they would be random. Fetch the whole checkpoint."
+            f"token.model={name} lacks {len(missing_keys)} weights of a {type(model).__name__}, {missing_keys[0]} "
+            f"among them: they would be random. Fetch the whole checkpoint."
         )
     return model
 
@@ -270,8 +273,8 @@ def _require_sizes(description: Any, where: str) -> None:
 
 
 def _require_attention(name: str, value: Any, where: str) -> None:
-    chosen = list(value.values()) if is_mapping(value) else [value]
-    if any(item not in ATTENTION for item in chosen):
+    implementations = list(value.values()) if is_mapping(value) else [value]
+    if any(item not in ATTENTION for item in implementations):
         raise CheckpointError(
             f"{where} asks for {name}={str(value)[:80]}, which could be code from a hub: "
             f"choose one of {', '.join(filter(None, ATTENTION))}."

@@ -205,8 +205,8 @@ def cumulative_alphas(training_steps: int, beta_schedule: str) -> Tensor:
     elif beta_schedule == "scaled_linear":
         betas = torch.linspace(low**0.5, high**0.5, training_steps).square()
     else:
-        known = "squaredcos_cap_v2, linear or scaled_linear"
-        raise ConfigError(f"The noise schedule '{beta_schedule}' is not known: choose {known}.")
+        names = "squaredcos_cap_v2, linear or scaled_linear"
+        raise ConfigError(f"The noise schedule '{beta_schedule}' is not known: choose {names}.")
     return torch.cumprod(1 - betas, 0)
 
 
@@ -345,9 +345,9 @@ def _raised_table(time: Tensor, step: float, std: float) -> Tensor:
     noise, where kept = s - std^2 / 2t. It is bounded below by 0, since no more noise can be removed than there is.
     """
     after = time - step
-    kept = (after - std**2 / (2 * time)).clamp_min(0) / time
+    from_x = (after - std**2 / (2 * time)).clamp_min(0) / time
     return torch.stack(
-        [torch.ones_like(time), -time, 1 - after - kept * (1 - time), kept, torch.full_like(time, std)], -1
+        [torch.ones_like(time), -time, 1 - after - from_x * (1 - time), from_x, torch.full_like(time, std)], -1
     )
 
 
@@ -362,5 +362,5 @@ def truncated_noise(
     if limit is None:
         return normal(shape, generator, axis=axis)
     mass = math.erf(limit / math.sqrt(2))
-    drawn = uniform(shape, generator, axis=axis, dtype=torch.float64)
-    return (math.sqrt(2) * torch.erfinv((2 * drawn - 1) * mass)).float().clamp_(-limit, limit)
+    numbers = uniform(shape, generator, axis=axis, dtype=torch.float64)
+    return (math.sqrt(2) * torch.erfinv((2 * numbers - 1) * mass)).float().clamp_(-limit, limit)

@@ -47,9 +47,9 @@ class _Numberless(TorchDispatchMode):
             kwargs["device"] = META
         if "generator" in kwargs:
             kwargs["generator"] = None
-        found = func(*tree_map(_numberless, args), **tree_map(_numberless, kwargs))
+        result = func(*tree_map(_numberless, args), **tree_map(_numberless, kwargs))
         # Written in place, a tensor with numbers stays what it is: only the shape of what it would hold is asked for.
-        return args[0] if func._schema.is_mutable and isinstance(args[0], Tensor) else found
+        return args[0] if func._schema.is_mutable and isinstance(args[0], Tensor) else result
 
 
 class NumberlessAutocast(TorchFunctionMode):

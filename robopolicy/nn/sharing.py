@@ -33,9 +33,9 @@ def load_learned(module: Weights, weights: Mapping[str, Tensor]) -> None:
     """Load the output of `learned`, name -> [...], into `module`; raises KeyError unless it matches all trainable
     weights.
     """
-    missing, unknown = module.load_state_dict(weights, strict=False)
-    if wrong := sorted({*missing} - _resting(module)) + sorted(unknown):
-        raise KeyError(f"These weights are missing or unknown: {', '.join(wrong)}.")
+    missing_keys, unexpected_keys = module.load_state_dict(weights, strict=False)
+    if wrong_keys := sorted({*missing_keys} - _resting(module)) + sorted(unexpected_keys):
+        raise KeyError(f"These weights are missing or unknown: {', '.join(wrong_keys)}.")
 
 
 def _resting(module: Weights) -> set[str]:
@@ -45,13 +45,13 @@ def _resting(module: Weights) -> set[str]:
 @torch.no_grad()
 def share(module: Weights, other: Weights) -> None:
     """Let weights of `other` that equal frozen weights of `module` share their memory."""
-    known: dict[tuple[torch.Size, torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
+    weights_of_kind: dict[tuple[torch.Size, torch.dtype, torch.device], list[nn.Parameter]] = defaultdict(list)
     for weight in module.parameters():
         if not weight.requires_grad:
-            known[weight.shape, weight.dtype, weight.device].append(weight)
+            weights_of_kind[weight.shape, weight.dtype, weight.device].append(weight)
     for weight in other.parameters():
-        alike = known[weight.shape, weight.dtype, weight.device]
+        candidates = weights_of_kind[weight.shape, weight.dtype, weight.device]
         # The order of layers is the same in both, so that the first is nearly always the one.
-        index = next((place for place, each in enumerate(alike) if torch.equal(each, weight)), None)
+        index = next((place for place, each in enumerate(candidates) if torch.equal(each, weight)), None)
         if index is not None:
-            weight.data = alike.pop(index).data
+            weight.data = candidates.pop(index).data

@@ -59,8 +59,8 @@ class FrequencyTokenizer(nn.Module):
 
     def __init__(self, chunk: int, action_size: int, resolution: float, frequencies: int = 0):
         super().__init__()
-        kept = frequencies or chunk
-        if not 1 <= kept <= chunk or resolution <= 0:
+        count = frequencies or chunk
+        if not 1 <= count <= chunk or resolution <= 0:
             raise ConfigError(
                 f"token.frequencies is {frequencies} and token.resolution {resolution}: a chunk of {chunk} has 1 to "
                 f"{chunk} frequencies (0: all), and the resolution is positive."
@@ -69,10 +69,10 @@ class FrequencyTokenizer(nn.Module):
         # A coefficient of C numbers in [-1, 1] is at most sqrt(C): the transform keeps lengths.
         self.largest = math.ceil(resolution * math.sqrt(chunk))
         self.vocabulary = 2 * self.largest + 1
-        self.length, self.steps_per_action = kept * action_size, 0
+        self.length, self.steps_per_action = count * action_size, 0
         from scipy.fft import dct  # who makes these tokens, pays for its import
 
-        basis = torch.tensor(dct(torch.eye(chunk).double().numpy(), axis=0, norm="ortho"))[:kept]
+        basis = torch.tensor(dct(torch.eye(chunk).double().numpy(), axis=0, norm="ortho"))[:count]
         self.register_buffer("transform", basis.float(), persistent=False)
 
     def encode(self, actions: Tensor) -> Tensor:
@@ -140,8 +140,8 @@ class ObservationTokens(FieldReader):
 
         observation: vectors [N, H, *shape], images [N, H, height, width, 3]. Raises SpecError unless images are uint8.
         """
-        read = self.keys if self.end is None else [key for key in self.keys if not key.startswith(IMAGE_PREFIX)]
-        embedded = [self._embed(key, observation[key], generator) for key in read]
+        keys = self.keys if self.end is None else [key for key in self.keys if not key.startswith(IMAGE_PREFIX)]
+        embedded = [self._embed(key, observation[key], generator) for key in keys]
         if self.end is not None:
             rows = len(observation[self.keys[0]])
             embedded.append(self.end.expand(rows, 1, -1))
@@ -152,12 +152,12 @@ class ObservationTokens(FieldReader):
 
         Raises SpecError unless images are uint8.
         """
-        found: dict[str, Tensor] = {}
+        frames_of_camera: dict[str, Tensor] = {}
         for key in self.keys:
             value = observation[key]
             if key.startswith(IMAGE_PREFIX) and isinstance(value, Tensor):
-                found[key] = self.frames(key, value, generator)
-        return found
+                frames_of_camera[key] = self.frames(key, value, generator)
+        return frames_of_camera
 
     def _embed(self, key: str, value: Tensor | list[str], generator: torch.Generator | None) -> Tensor:
         assert isinstance(value, Tensor)

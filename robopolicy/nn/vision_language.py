@@ -43,8 +43,8 @@ class VisionLanguageProcessor:
     def __init__(self, processor: "ProcessorMixin", prompt: str, *, split_images: bool):
         self.processor: Any = processor
         self.tokenizer, self.prompt = PretrainedTokenizer(self.processor.tokenizer), prompt
-        known = self.processor.image_processor.to_dict()
-        self.options = {} if split_images else {name: False for name in SPLITTING if name in known}
+        image_options = self.processor.image_processor.to_dict()
+        self.options = {} if split_images else {name: False for name in SPLITTING if name in image_options}
         if not self.processor.chat_template and not isinstance(processor, MarksImages):
             raise ConfigError(
                 f"The checkpoint's {type(processor).__name__} has neither a chat template nor an image token, so no "
@@ -59,7 +59,7 @@ class VisionLanguageProcessor:
         """
         count = len(images[0])
         prompts = {text: self.written(text, count) for text in set(texts)}
-        found = self.processor(
+        inputs = self.processor(
             text=[prompts[text] for text in texts],
             images=[[rearrange(image.cpu(), "h w c -> c h w") for image in row] for row in images],
             input_data_format="channels_first",
@@ -68,7 +68,7 @@ class VisionLanguageProcessor:
             return_tensors="pt",
             **self.options,
         )
-        return {name: value for name, value in found.items() if name != "labels"}
+        return {name: value for name, value in inputs.items() if name != "labels"}
 
     def written(self, instruction: str, images: int) -> str:
         """Return the prompt text of an instruction after N images."""
@@ -122,11 +122,11 @@ def describe_prompt(
         ) from error
     length, limit = inputs["input_ids"].shape[1], _positions(model)
     marked = processor.processor.image_token_id if isinstance(processor.processor, MarksImages) else -1
-    seen = int((inputs["input_ids"] == marked).sum())
+    image_tokens = int((inputs["input_ids"] == marked).sum())
     if limit is not None and length + said > limit:
         raise ConfigError(
-            f"A prompt has {length} tokens, {seen} of them of its {len(images)} images, and {said} follow, but a "
-            f"{name} has {limit} positions: read fewer cameras (observation_keys) or frames (history), set "
+            f"A prompt has {length} tokens, {image_tokens} of them of its {len(images)} images, and {said} follow, but "
+            f"a {name} has {limit} positions: read fewer cameras (observation_keys) or frames (history), set "
             "token.split_images=false, or a smaller size in the checkpoint's preprocessor_config.json."
         )
     sizes = ", ".join(
@@ -134,11 +134,11 @@ def describe_prompt(
     )
     return (
         f"Images ({sizes}) are resized and read as {name}'s own processor does: a prompt has "
-        f"{length} tokens, {seen} of them of images."
+        f"{length} tokens, {image_tokens} of them of images."
     )
 
 
 def _positions(model: LanguageModel) -> int | None:
     """Return the maximum number of positions of the language model; None if its config does not specify it."""
-    known = model.decoder.config.to_dict()
-    return known.get("max_position_embeddings")
+    decoder_config = model.decoder.config.to_dict()
+    return decoder_config.get("max_position_embeddings")

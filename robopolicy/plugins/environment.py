@@ -40,9 +40,9 @@ class RobopolicyEnv(EnvConfig):
         self.fps = round(spec.fps)
         self.features = {ACTION: feature(ACTION, spec.action)}
         self.features_map = {ACTION: ACTION}
-        for key, shown in spec.observation.items():
+        for key, world_field in spec.observation.items():
             name = key if key.startswith(IMAGE_PREFIX) else raw_key(key)
-            self.features[name], self.features_map[name] = feature(key, shown), key
+            self.features[name], self.features_map[name] = feature(key, world_field), key
 
     @property
     def gym_kwargs(self) -> dict[str, Any]:

@@ -177,8 +177,8 @@ def _require_features(config: RobopolicyConfig, spec: PolicySpec, limits: Limits
     inputs, outputs = config.input_features or {}, config.output_features or {}
     if inputs:
         blank = {
-            key: np.zeros(known.shape, np.uint8 if known.type is FeatureType.VISUAL else np.float32)
-            for key, known in inputs.items()
+            key: np.zeros(lerobot_feature.shape, np.uint8 if lerobot_feature.type is FeatureType.VISUAL else np.float32)
+            for key, lerobot_feature in inputs.items()
         }
         Session(spec, limits=limits).observe(blank)
     if ACTION in outputs and tuple(outputs[ACTION].shape) != spec.action.shape:

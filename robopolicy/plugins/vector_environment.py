@@ -56,27 +56,27 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
 
         Raises ConfigError where only some rows have a seed.
         """
-        given = dict(options or {})
-        self._resting = bool(given.pop(NEW_ROLLOUT, False))
+        reset_options = dict(options or {})
+        self._resting = bool(reset_options.pop(NEW_ROLLOUT, False))
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
-        known = [] if seed is None else [each for each in seed if each is not None]
-        if len(known) not in (0, self.num_envs):
-            raise ConfigError(f"{len(known)} seeds for {self.num_envs} rows: give one for each, or none.")
-        return self._shown(self.world.reset(seeds=known or None, options=given or None)), {}
+        seeds = [] if seed is None else [each for each in seed if each is not None]
+        if len(seeds) not in (0, self.num_envs):
+            raise ConfigError(f"{len(seeds)} seeds for {self.num_envs} rows: give one for each, or none.")
+        return self._shown(self.world.reset(seeds=seeds or None, options=reset_options or None)), {}
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Run one control step [B, A] of every row; info holds is_success [B], and final_info where rows ended."""
         step = self.world.step(np.asarray(actions, dtype=np.float64)[:, None])
-        ended, observation = step.ended, step.observation
+        ended_rows, observation = step.ended, step.observation
         info: dict[str, Any] = {"is_success": step.success.copy()}
-        if ended.any():
-            info["final_info"] = {"is_success": step.success & ended, "_is_success": ended}
-            info["_final_info"] = ended
+        if ended_rows.any():
+            info["final_info"] = {"is_success": step.success & ended_rows, "_is_success": ended_rows}
+            info["_final_info"] = ended_rows
             if not self._resting:
-                info |= {"final_obs": self._shown(observation), "_final_obs": ended}
-                observation = self.world.reset(rows=np.flatnonzero(ended))
-        truncated = ended & ~step.terminated
+                info |= {"final_obs": self._shown(observation), "_final_obs": ended_rows}
+                observation = self.world.reset(rows=np.flatnonzero(ended_rows))
+        truncated = ended_rows & ~step.terminated
         return self._shown(observation), step.reward[:, 0], step.terminated.copy(), truncated, info
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
@@ -87,10 +87,10 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
         """Return an attribute of every row; raises AttributeError where rows have none of that name."""
         if name == "task_description":
             return tuple(self._tasks)
-        known = {"_max_episode_steps": self.world.spec.horizon, "task": self.world.spec.name}
-        if name not in known:
+        attributes = {"_max_episode_steps": self.world.spec.horizon, "task": self.world.spec.name}
+        if name not in attributes:
             raise AttributeError(f"'{self.world.spec.name}' has no '{name}'.")
-        return (known[name],) * self.num_envs
+        return (attributes[name],) * self.num_envs
 
     def render(self) -> tuple[np.ndarray, ...]:
         """Return an image [height, width, 3] uint8 of every row."""
@@ -133,10 +133,10 @@ class Pictures(Sequence[np.ndarray]):
     @overload
     def __getitem__(self, index: slice) -> list[np.ndarray]: ...
     def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        chosen = np.arange(len(self))[index]
-        rows = np.atleast_1d(chosen)
-        drawn = self.world.render(rows) if can_render(self.world) else np.zeros((len(rows), 240, 240, 3), np.uint8)
-        return list(drawn) if isinstance(index, slice) else drawn[0]
+        indices = np.arange(len(self))[index]
+        rows = np.atleast_1d(indices)
+        images = self.world.render(rows) if can_render(self.world) else np.zeros((len(rows), 240, 240, 3), np.uint8)
+        return list(images) if isinstance(index, slice) else images[0]
 
 
 def _box(field: Field) -> Box:
