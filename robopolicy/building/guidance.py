@@ -31,8 +31,8 @@ def guidance_of(
     """
     section, device = config.finetune, choose_device(config.run)
     needs = section.resolved().needs
-    needed = section.expert_rows or Need.EXPERTS in needs
-    experts = experts_of(config, world) if needed else None
+    needs_experts = section.expert_rows or Need.EXPERTS in needs
+    experts = experts_of(config, world) if needs_experts else None
     teacher = None if section.teacher is None else teacher_of(config, section.teacher, world, policy, needs)
     acting = planned_acting(config.plan, world, imagined, device)
     pairs = None if section.pairs is None else read_pairs(section.pairs)
@@ -43,8 +43,8 @@ def experts_of(config: Config, world: World) -> Episodes:
     """Read the successful episodes of finetune.experts, by default from the dataset that `collect` wrote."""
     paths = config.finetune.experts or (default_path(config, "collect", "dataset", None, "finetune.experts"),)
     experts = Episodes.concatenate([read_dataset(path, cameras=world.spec.cameras) for path in paths])
-    shown = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
-    require_recorded("the experts' data", experts, shown, world.spec.action)
+    fields = {key: field for key, field in world.spec.observation.items() if key in experts.observation_fields}
+    require_recorded("the experts' data", experts, fields, world.spec.action)
     return experts if experts.success is None else experts.select(experts.success)
 
 

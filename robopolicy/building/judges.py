@@ -65,7 +65,7 @@ def build_judges(
     section, judges = config.gate, list[Judge]()
     critics = not set(section.judges) <= {"model", "importance", "world"}
     learned_in = {path.resolve() for path in trained_in}
-    recorded = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
+    recorded_data = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
     for name in section.judges:
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
@@ -79,13 +79,15 @@ def build_judges(
         if name == "importance":
             judges.append(importance_judge(config, incumbent, episodes))
             continue
-        if recorded is None:
+        if recorded_data is None:
             raise ConfigError(f"gate.judges names {name}, which looks at recorded data: set gate.data=[DATASET].")
         if name == "fqe":
             fitting = FqeConfig(steps=section.steps, width=section.width, discount=section.discount)
-            judges.append(FittedJudge(recorded, fitting, seed=config.run.seed))
+            judges.append(FittedJudge(recorded_data, fitting, seed=config.run.seed))
         else:
-            judges.append(CriticJudge(critic_of(section, recorded, config.run.seed), recorded, seed=config.run.seed))
+            judges.append(
+                CriticJudge(critic_of(section, recorded_data, config.run.seed), recorded_data, seed=config.run.seed)
+            )
     return judges
 
 
@@ -136,9 +138,9 @@ def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
     """Return the fraction of critic targets outside the reward bounds (fitted evaluators) and the effective number of
     episodes (importance sampling).
     """
-    found = {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
+    result = {"clipped": [share for judge in judges if isinstance(judge, FittedJudge) for share in judge.clipped]}
     counts = [count for judge in judges if isinstance(judge, ImportanceJudge) for count in judge.effective]
-    return found | ({"effective_episodes": counts} if counts else {})
+    return result | ({"effective_episodes": counts} if counts else {})
 
 
 def warn_of_divergence(judges: Sequence[Judge]) -> None:

@@ -42,31 +42,31 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
         return _as_served(config)
     places = [path for key, default in sources.items() for path in _places(config, key, default)]
     paths = [path for path in places if path.exists() or recover_folder(path).exists()]
-    found = {path: _origin(path) for path in paths}
-    known = {path: origin for path, origin in found.items() if origin is not None}
+    origin_of_path = {path: _origin(path) for path in paths}
+    known_origins = {path: origin for path, origin in origin_of_path.items() if origin is not None}
     if UNASSUMED in sources.values():
-        return _unless_unknown(config, known) if found else config
-    if not known:
-        recorded = next((path for path in found if is_dataset(path)), None)
-        if recorded is not None:
-            return _in_recordings(config, recorded)
-        if found:
+        return _unless_unknown(config, known_origins) if origin_of_path else config
+    if not known_origins:
+        dataset = next((path for path in origin_of_path if is_dataset(path)), None)
+        if dataset is not None:
+            return _in_recordings(config, dataset)
+        if origin_of_path:
             _say_assumed(paths[0], config)
         return config
-    (where, origin), *others = known.items()
-    for path, other in others:
+    (first_path, origin), *other_origins = known_origins.items()
+    for path, other in other_origins:
         if other != origin:
             raise ConfigError(
-                f"{where} comes from {_described(origin)}, {path} from {_described(other)}: name one, world=NAME."
+                f"{first_path} comes from {_described(origin)}, {path} from {_described(other)}: name one, world=NAME."
             )
-    return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
+    return config.replaced(world=in_world(config.world, origin, first_path, config.run.plugins))
 
 
 def _unless_unknown(config: Config, known: Mapping[Path, WorldOrigin]) -> Config:
     """Return `config` in the world of the single entry of `known`, or in a world named "" if none is trusted."""
-    for where, origin in known.items():
+    for path, origin in known.items():
         with suppress(CheckpointError):
-            return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
+            return config.replaced(world=in_world(config.world, origin, path, config.run.plugins))
     return config.replaced(world=dataclasses.replace(config.world, name=""))
 
 
@@ -78,13 +78,13 @@ def _as_served(config: Config) -> Config:
     if section.robot:
         return config
     with connected(section, section.patience) as client:
-        said = client.metadata.get("world")
-    where = f"The policy of the server at {client.address.partition('://')[2]}"
-    origin = WorldOrigin.from_json(said, where)
+        world_entry = client.metadata.get("world")
+    source = f"The policy of the server at {client.address.partition('://')[2]}"
+    origin = WorldOrigin.from_json(world_entry, source)
     if origin is None:
-        _say_assumed(where, config)
+        _say_assumed(source, config)
         return config
-    return config.replaced(world=in_world(config.world, origin, where, config.run.plugins))
+    return config.replaced(world=in_world(config.world, origin, source, config.run.plugins))
 
 
 def _in_recordings(config: Config, data: Path) -> Config:
@@ -94,8 +94,8 @@ def _in_recordings(config: Config, data: Path) -> Config:
 
 
 def _say_assumed(where: object, config: Config) -> None:
-    recorded = "To follow recorded episodes instead: world=demonstrations world.data=DATASET."
-    _say_unknown(where, f"{config.world.name} is assumed where one is needed. {recorded} Name another")
+    hint = "To follow recorded episodes instead: world=demonstrations world.data=DATASET."
+    _say_unknown(where, f"{config.world.name} is assumed where one is needed. {hint} Name another")
 
 
 def _say_unknown(where: object, instead: str) -> None:
@@ -116,11 +116,11 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     kind = untrusted_kind(where) if isinstance(where, Path) else ""
     more = f" run.plugins=[{kind.partition(':')[0]}], for it holds a '{kind}', which is not either" if kind else ""
     require_trusted(origin.name, where, f"world.name={origin.name}{more}")
-    taken = trusted_options(origin, where, section.options)
-    if taken:
-        said = ", ".join(f"{key}={value}" for key, value in taken.items())
-        output.print(f"World options from {where}: {said}", markup=False, soft_wrap=True)
-    return dataclasses.replace(section, name=origin.name, options={**taken, **section.options})
+    saved_options = trusted_options(origin, where, section.options)
+    if saved_options:
+        listing = ", ".join(f"{key}={value}" for key, value in saved_options.items())
+        output.print(f"World options from {where}: {listing}", markup=False, soft_wrap=True)
+    return dataclasses.replace(section, name=origin.name, options={**saved_options, **section.options})
 
 
 def origin_of_section(section: WorldSection, world: World | None = None) -> WorldOrigin | None:
@@ -130,8 +130,8 @@ def origin_of_section(section: WorldSection, world: World | None = None) -> Worl
     recorded origin.
     """
     if section.name == DEMONSTRATIONS:
-        recorded = None if section.data is None else recorded_origin(section.data)
-        return with_latency_options(recorded, section.options)
+        origin = None if section.data is None else recorded_origin(section.data)
+        return with_latency_options(origin, section.options)
     if section.name != WORLD_MODEL:
         return WorldOrigin(section.name, _plain(section.options))
     if section.simulator:
@@ -154,11 +154,11 @@ def _origin(path: Path) -> WorldOrigin | None:
 
 def _places(config: Config, key: str, default: str) -> list[Path]:
     section, name = key.split(".")
-    given = getattr(getattr(config, section), name)
-    if given and isinstance(given, list | tuple):
-        return [Path(path) for path in given]
-    if given:
-        return [Path(given)]
+    value = getattr(getattr(config, section), name)
+    if value and isinstance(value, list | tuple):
+        return [Path(path) for path in value]
+    if value:
+        return [Path(value)]
     verb, _, part = default.partition("/")
     return [run_path(config, verb) / part] if part else []
 

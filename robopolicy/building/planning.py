@@ -29,18 +29,18 @@ def load_imagining(folder: Path, device: torch.device | str = "cpu") -> LearnedM
     model, plan = load_world_model(folder, device), load_plan(folder)
     if plan is None or (cache := plan.cache) is None or not isinstance(model, Cacheable):
         return model
-    planned = lambda: cast(LearnedModel, model.with_caching(cache))  # noqa: E731
-    return plan.applied(cast(LearnedModel, model), planned, folder, torch.device(device))
+    with_cache = lambda: cast(LearnedModel, model.with_caching(cache))  # noqa: E731
+    return plan.applied(cast(LearnedModel, model), with_cache, folder, torch.device(device))
 
 
 def with_planning(section: PlanSection, policy: Policy, device: torch.device | str = "cpu") -> Policy:
     """Return `policy` with planning (best of N candidates) if the section names a world model, else unchanged."""
     if section.model is None:
         return policy
-    planned = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
-    remember_origin(planned, origin_of(policy))
-    remember_renaming(planned, renaming_of(policy))
-    return planned
+    planned_policy = PlannedPolicy(policy, load_imagining(section.model, device), narrowed(PlanConfig, section))
+    remember_origin(planned_policy, origin_of(policy))
+    remember_renaming(planned_policy, renaming_of(policy))
+    return planned_policy
 
 
 def planned_acting(
@@ -54,8 +54,8 @@ def planned_acting(
     if section.model is None:
         return None
     shared = imagined is not None and imagined.resolve() == section.model.resolve()
-    own = world.model if isinstance(world, ImaginedWorld) and shared else None
-    model = load_imagining(section.model, device) if own is None else own
+    world_model = world.model if isinstance(world, ImaginedWorld) and shared else None
+    model = load_imagining(section.model, device) if world_model is None else world_model
     if isinstance(model, DecoderFree):
         raise ConfigError(f"plan.model={section.model} shows a latent: planning needs a model that shows observations.")
     settings = narrowed(PlanConfig, section)

@@ -62,8 +62,8 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     try:
         policy = load_with_encoder(folder, device)
     except CheckpointError as error:
-        if said := data_instead(Path(folder)):
-            raise CheckpointError(said) from error
+        if message := data_instead(Path(folder)):
+            raise CheckpointError(message) from error
         raise
     remember_folder(policy, folder)
     return policy
@@ -73,14 +73,14 @@ def data_instead(path: Path) -> str:
     """Return a sentence where `path` holds recorded data and no checkpoint, "" for anything else."""
     if not path.exists() or (path / "config.json").is_file():
         return ""
-    said = f"{path} holds recorded data, and the checkpoint of a policy is needed here."
+    prefix = f"{path} holds recorded data, and the checkpoint of a policy is needed here."
     if is_dataset(path):
-        return f"{said} Train one on it: robopolicy train {shlex.quote(str(path))}"
+        return f"{prefix} Train one on it: robopolicy train {shlex.quote(str(path))}"
     try:
         other = what_it_is(path)
     except DataError as error:
         return str(error)
-    return f"{said} {other}" if other else ""
+    return f"{prefix} {other}" if other else ""
 
 
 def load_trainable(folder: Path | str, tuning: LeRobotTuning, device: torch.device | str = "cpu") -> Trainable:
@@ -117,16 +117,16 @@ def load_acting(
     if section.engine != AUTO:
         policy = with_engine(policy, narrowed(InferenceConfig, section))
     elif plan is not None:
-        planned = partial(with_engine, policy, plan.config, plan.cache)
-        policy = plan.applied(policy, planned, folder, torch.device(device), chunking)
+        with_plan = partial(with_engine, policy, plan.config, plan.cache)
+        policy = plan.applied(policy, with_plan, folder, torch.device(device), chunking)
     remember_folder(policy, folder)
     return policy
 
 
 def behind(model: WorldModel, policy: Policy) -> Policy:
     """Return `policy`, which acts inside `model`, in its real-world form: behind the model's encoder if needed."""
-    needed = isinstance(model, DecoderFree) and not isinstance(policy, BehindEncoder)
-    return EncodedPolicy(policy, cast(DecoderFree, model)) if needed else policy
+    needs_encoder = isinstance(model, DecoderFree) and not isinstance(policy, BehindEncoder)
+    return EncodedPolicy(policy, cast(DecoderFree, model)) if needs_encoder else policy
 
 
 def as_seen_in(world: World, policy: Policy) -> Policy:
@@ -139,8 +139,10 @@ def as_seen_in(world: World, policy: Policy) -> Policy:
         return policy
     if not isinstance(world.model, DecoderFree):
         return policy
-    own, other = encoder_weights(policy.encoder), encoder_weights(world.model)
-    if own.keys() != other.keys() or any(not torch.equal(own[name], other[name].to(own[name].device)) for name in own):
+    weights, other = encoder_weights(policy.encoder), encoder_weights(world.model)
+    if weights.keys() != other.keys() or any(
+        not torch.equal(weights[name], other[name].to(weights[name].device)) for name in weights
+    ):
         raise ConfigError(
             f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "
             "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."

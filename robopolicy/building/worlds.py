@@ -119,16 +119,16 @@ def _made_world(
     if section.name in (WORLD_MODEL, DEMONSTRATIONS):
         return made_of_files(section, rows, history, seed, device, renaming_of(policy))
     options: dict[str, Any] = {"seed": seed, "history": history, **section.options}
-    shown = _shown(section, policy, filmed)
+    camera_options = _shown(section, policy, filmed)
     try:
-        world = make_world(section.name, rows, **{**options, **shown})
+        world = make_world(section.name, rows, **{**options, **camera_options})
     except CameraError as error:
         if policy is None or not policy.spec.cameras:
             raise
         blind = make_world(section.name, 1, **options, cameras=error.known[:1])  # where there is nothing else to see
         blind.close()
-        read = shown_sizes(policy.spec.observation)
-        sizes = {camera: read.get(camera, DRAWN) for camera in error.known}  # it can show any
+        policy_sizes = shown_sizes(policy.spec.observation)
+        sizes = {camera: policy_sizes.get(camera, DRAWN) for camera in error.known}  # it can show any
         if advice := _mapping_for(policy, blind.spec.with_cameras(sizes)):
             raise SpecError(f"{error} {advice}") from error
         raise
@@ -150,27 +150,38 @@ def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[s
     Raises ConfigError when world.image_size is invalid or names an unknown camera; warns when the policy reads another
     size.
     """
-    read = {} if policy is None else shown_sizes(policy.spec.observation)
-    asked = section.cameras if policy is None or filmed else ()
-    given: Any = section.image_size
+    policy_sizes = {} if policy is None else shown_sizes(policy.spec.observation)
+    requested_cameras = section.cameras if policy is None or filmed else ()
+    image_size: Any = section.image_size
     if policy is not None:
-        wanted = image_sizes(dict.fromkeys((*read, *section.cameras)), given, read)
-        other = [f"{list(wanted[camera])} for '{camera}'" for camera, size in read.items() if wanted[camera] != size]
+        world_sizes = image_sizes(dict.fromkeys((*policy_sizes, *section.cameras)), image_size, policy_sizes)
+        other = [
+            f"{list(world_sizes[camera])} for '{camera}'"
+            for camera, size in policy_sizes.items()
+            if world_sizes[camera] != size
+        ]
         if other:
             warnings.warn(
                 f"world.image_size is {' and '.join(other)}, and the policy is shown what it reads, "
-                f"{' and '.join(str(list(size)) for size in read.values())}: leave world.image_size out.",
+                f"{' and '.join(str(list(size)) for size in policy_sizes.values())}: leave world.image_size out.",
                 RobopolicyNote,
                 stacklevel=4,
             )
-    sizes = {**(given if isinstance(given, dict) else dict.fromkeys(asked, given)), **read}
-    cameras = tuple(dict.fromkeys((*read, *asked)))
-    chosen = {camera: size for camera, size in sizes.items() if size is not None and (camera in cameras or not policy)}
+    sizes = {
+        **(image_size if isinstance(image_size, dict) else dict.fromkeys(requested_cameras, image_size)),
+        **policy_sizes,
+    }
+    cameras = tuple(dict.fromkeys((*policy_sizes, *requested_cameras)))
+    set_sizes = {
+        camera: size for camera, size in sizes.items() if size is not None and (camera in cameras or not policy)
+    }
     if not cameras:  # a suite's environment may show some by itself
-        return {"image_size": given} if policy is None and given is not None and suite_of(section.name) else {}
-    if set(chosen) == set(cameras):
-        return image_options(image_sizes(cameras, chosen))
-    return {"cameras": cameras, **({"image_size": chosen} if chosen else {})}
+        return (
+            {"image_size": image_size} if policy is None and image_size is not None and suite_of(section.name) else {}
+        )
+    if set(set_sizes) == set(cameras):
+        return image_options(image_sizes(cameras, set_sizes))
+    return {"cameras": cameras, **({"image_size": set_sizes} if set_sizes else {})}
 
 
 def _mapping_for(policy: Policy, spec: WorldSpec) -> str:
@@ -200,14 +211,14 @@ def made_of_files(
 
 def _require_images(section: WorldSection, fields: Mapping[str, Field], what: str) -> None:
     """Raise ConfigError when other images than `fields` are requested from a world that cannot render."""
-    there = shown_sizes(fields)
-    if section.cameras and set(section.cameras) != set(there):
+    available_sizes = shown_sizes(fields)
+    if section.cameras and set(section.cameras) != set(available_sizes):
         raise ConfigError(
-            f"world.cameras is [{', '.join(section.cameras)}], and {what} shows {', '.join(there) or 'no camera'}: "
-            "leave world.cameras out."
+            f"world.cameras is [{', '.join(section.cameras)}], and {what} shows "
+            f"{', '.join(available_sizes) or 'no camera'}: leave world.cameras out."
         )
-    if image_sizes(there, section.image_size, there) != there:
-        sizes = ", ".join(f"{camera} in {list(size)}" for camera, size in there.items())
+    if image_sizes(available_sizes, section.image_size, available_sizes) != available_sizes:
+        sizes = ", ".join(f"{camera} in {list(size)}" for camera, size in available_sizes.items())
         raise ConfigError(f"world.image_size is {section.image_size}, and {what} shows {sizes}: leave it out.")
 
 
@@ -251,11 +262,11 @@ def _imagined_world(
                 "set world.data=FOLDER."
             )
         fields = fields_read(model)
-        recorded = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
-        episodes = seen_ahead(fields, origin_of(model), recorded)
+        dataset = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
+        episodes = seen_ahead(fields, origin_of(model), dataset)
         require_recorded(data, episodes, fields, model.spec.action, "world model")
-        chosen = keyframes(episodes) if imagination.starts == "keyframes" else None
-        starts = recorded_starts(episodes, model.context, chosen)
+        start_steps = keyframes(episodes) if imagination.starts == "keyframes" else None
+        starts = recorded_starts(episodes, model.context, start_steps)
     return ImaginedWorld(
         model,
         starts,
@@ -271,11 +282,11 @@ def _imagined_world(
 def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> None:
     """Raise ConfigError when the configured inference latency differs from the one that the model was trained with."""
     steps, _ = latency_in(options)
-    learned = steps_ahead(fields_read(model), model.spec.action)
-    if steps not in (0, learned):
+    model_latency = steps_ahead(fields_read(model), model.spec.action)
+    if steps not in (0, model_latency):
         raise ConfigError(
-            f"{LATENCY} is {steps}, and in this world model decisions take {learned} control steps: it has to learn "
-            f"from data in which they take {steps}, which worldmodel makes with the same {LATENCY}."
+            f"{LATENCY} is {steps}, and in this world model decisions take {model_latency} control steps: it has to "
+            f"learn from data in which they take {steps}, which worldmodel makes with the same {LATENCY}."
         )
 
 
@@ -290,15 +301,15 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
     else:
         origin = origin_of(model) or WorldOrigin(model.spec.name)
         simulator = make_saved_world(origin, section.model or Path(), rows, **options)
-    shown = simulator.spec.observation
-    pairs = {f"'{key}'": (field, shown[key]) for key, field in fields.items() if key in shown}
+    world_fields = simulator.spec.observation
+    pairs = {f"'{key}'": (field, world_fields[key]) for key, field in fields.items() if key in world_fields}
     sides = ("to the world model", f"in the simulator '{simulator.spec.name}' that it begins in")
     require_alike({**pairs, "the action": (model.spec.action, simulator.spec.action)}, sides)
 
     def starts(seeds: np.ndarray) -> Context:
-        chosen = np.arange(len(seeds))
+        indices = np.arange(len(seeds))
         observation = simulator.reset(seeds=np.resize(seeds, simulator.batch_size))
-        return Context({key: observation[key][chosen, -1:] for key in fields}, observation[TASK][chosen])
+        return Context({key: observation[key][indices, -1:] for key in fields}, observation[TASK][indices])
 
     return starts
 
@@ -340,12 +351,12 @@ def build_foresight(section: WorldSection, world: World, steps: int, dotted_path
     options = {"history": world.spec.history, **without_latency(section.options)}
     like = replace(section, cameras=(), options=options)
     try:
-        ahead = build_world(
+        lookahead_world = build_world(
             replace(like, options={**options, "terminate_on_success": False}), batch_size=world.batch_size
         )
     except ConfigError:  # a world without that option
-        ahead = build_world(like, batch_size=world.batch_size)
-    return Foresight(controller, world, ahead, steps)
+        lookahead_world = build_world(like, batch_size=world.batch_size)
+    return Foresight(controller, world, lookahead_world, steps)
 
 
 def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Controller:

@@ -68,19 +68,19 @@ def compose(
     neither overrides nor recipe name a world; returns the configuration with one. sections: sections that are read,
     searched for unknown keys as well. Raises ConfigError naming the key.
     """
-    prepared = [_prepare(override, sections) for override in overrides]
-    composed = _hydra(prepared)
+    arguments = [_prepare(override, sections) for override in overrides]
+    composed = _hydra(arguments)
     for path, section in _tagged_sections():
-        _leave_out_other_kinds(composed, path, section, prepared)
+        _leave_out_other_kinds(composed, path, section, arguments)
     for old, new in RENAMED.items():
         if _at(composed, tuple(old.split(".")), None) is not None:
             raise ConfigError(f"'{old}' is called '{new}' now.")
     config = from_plain(Config, composed)
     for key, value in _fixed_in(composed, {name: to_plain(getattr(config, name)) for name in composed}):
-        said = f"{key} is no setting any more: it is {value} since {SINCE}, as you say. Leave it out."
-        warnings.warn(said, RobopolicyNote, stacklevel=2)
-    named = any(_at(composed, ("world", key), None) is not None for key in ("name", "simulator"))
-    return config if named or origin is None else origin(config)
+        message = f"{key} is no setting any more: it is {value} since {SINCE}, as you say. Leave it out."
+        warnings.warn(message, RobopolicyNote, stacklevel=2)
+    names_world = any(_at(composed, ("world", key), None) is not None for key in ("name", "simulator"))
+    return config if names_world or origin is None else origin(config)
 
 
 def _fixed_in(given: Any, taken: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -131,12 +131,12 @@ def _without_groups_of_hydra() -> Iterator[None]:
     They are unused here and take 0.6 of the composition time.
     """
     groups = ConfigStore.instance().repo["hydra"]
-    whole: ConfigNode = groups["config.yaml"]
-    groups["config.yaml"] = dataclasses.replace(whole, node=_bare(whole.name))
+    full_config: ConfigNode = groups["config.yaml"]
+    groups["config.yaml"] = dataclasses.replace(full_config, node=_bare(full_config.name))
     try:
         yield
     finally:
-        groups["config.yaml"] = whole
+        groups["config.yaml"] = full_config
 
 
 @cache
@@ -177,27 +177,27 @@ def _leave_out_other_kinds(
     if not any(override.lstrip("+").startswith(f"{place}.kind=") for override in overrides):
         return
     inside = path if section.beside else (*path, "config")
-    mine = [item for item in overrides if item.lstrip("+").startswith(f"{place}.")]
-    recipe = _at(_hydra([item for item in overrides if item not in mine]), inside, {})
+    kind_overrides = [item for item in overrides if item.lstrip("+").startswith(f"{place}.")]
+    recipe = _at(_hydra([item for item in overrides if item not in kind_overrides]), inside, {})
     kind = section.kinds.configuration(str(_at(composed, (*path, "kind"))))
-    own = {"kind", *(item.name for item in dataclasses.fields(kind))}
-    keys = [item.lstrip("+").partition("=")[0].split(".") for item in mine]
-    said = {parts[len(inside)] for parts in keys if len(parts) > len(inside)}
+    kind_keys = {"kind", *(item.name for item in dataclasses.fields(kind))}
+    keys = [item.lstrip("+").partition("=")[0].split(".") for item in kind_overrides]
+    override_keys = {parts[len(inside)] for parts in keys if len(parts) > len(inside)}
     node = _at(composed, inside, {})
     for key in recipe:
-        if key not in own and key not in said:
+        if key not in kind_keys and key not in override_keys:
             node.pop(key, None)
 
 
 def _defaults(section: str) -> Any:
     """Return the plain defaults of a section; where something of several kinds is, only which kind."""
-    found = {section: to_plain(getattr(Config(), section))}
+    tree = {section: to_plain(getattr(Config(), section))}
     for path, kind in _tagged_sections():
         if path[0] == section:
-            node = _at(found, path)
-            kept = {} if kind.beside else {key: node[key] for key in node if key != "config"}
-            _at(found, path[:-1])[path[-1]] = {**kept, "kind": kind.kind}
-    return found[section]
+            node = _at(tree, path)
+            rest = {} if kind.beside else {key: node[key] for key in node if key != "config"}
+            _at(tree, path[:-1])[path[-1]] = {**rest, "kind": kind.kind}
+    return tree[section]
 
 
 def _prepare(override: str, sections: Sequence[str]) -> str:
@@ -227,9 +227,9 @@ def _prepare(override: str, sections: Sequence[str]) -> str:
             break  # a constant, which is compared once all is composed
         if not isinstance(node, Mapping) or (part not in node and dataclasses.is_dataclass(kind)):
             place = ".".join(parts[:depth])
-            known = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
-            meant = _elsewhere(parts, sections) or did_you_mean(key, known)
-            raise ConfigError(f"Unknown configuration key '{key}'.{meant}")
+            candidates = [f"{place}.{name}" if place else name for name in node] if isinstance(node, Mapping) else []
+            hint = _elsewhere(parts, sections) or did_you_mean(key, candidates)
+            raise ConfigError(f"Unknown configuration key '{key}'.{hint}")
         node = node.get(part, {})
     if isinstance(node, str) and re.fullmatch(r"[\w.+-]+", value):
         value = f"'{value}'"  # a text may look like a number: run.name=1e3 is not 1000.0
@@ -257,9 +257,9 @@ def _elsewhere(parts: tuple[str, ...], sections: Sequence[str]) -> str:
     """Return " Did you mean 'x'?" for the closest setting with the same last name, preferring the key's own section."""
     if len(parts) < 2:
         return ""
-    known = {item.name for item in dataclasses.fields(Config)}
+    section_names = {item.name for item in dataclasses.fields(Config)}
     for section in dict.fromkeys((parts[0], *sections)):
-        tree = _defaults(section) if section in known else None
+        tree = _defaults(section) if section in section_names else None
         for path in sorted(_leaves(tree, (section,)), key=len):
             if path[-1] == parts[-1]:
                 return f" Did you mean '{'.'.join(path)}'?"
@@ -277,10 +277,10 @@ def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 def _named_world(name: str) -> str:
     """Return the override for `world=name`: a registered world, a suite's world, or an import path."""
-    known = groups()["world"]
-    if name not in known and suite_of(name) is None and not is_dotted(name):
+    names = groups()["world"]
+    if name not in names and suite_of(name) is None and not is_dotted(name):
         raise ConfigError(
-            f"world={name} is not known.{did_you_mean(name, known)} Or give a dotted path, "
+            f"world={name} is not known.{did_you_mean(name, names)} Or give a dotted path, "
             "package.module:Name, or a .yaml file."
         )
     return f"++world.name={name}"
@@ -298,10 +298,10 @@ def _type_at(path: tuple[str, ...]) -> Any:
 
 def _group_option(group: str, value: str) -> str:
     if not value.endswith((".yaml", ".yml")):
-        known = groups()[group]
-        if value not in known:
+        names = groups()[group]
+        if value not in names:
             raise ConfigError(
-                f"{group}={value} is not known.{did_you_mean(value, known)} Or give a path to a .yaml file."
+                f"{group}={value} is not known.{did_you_mean(value, names)} Or give a path to a .yaml file."
             )
         return value
     path = Path(value)
@@ -325,12 +325,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         if _values(yaml.compose(text, loader), {}) > MOST_VALUES:
             raise ConfigError(f"{path} expands to more than {MOST_VALUES} values: write them out, without aliases.")
-        found = OmegaConf.to_container(OmegaConf.create(yaml.load(text, loader) or {}))
+        content = OmegaConf.to_container(OmegaConf.create(yaml.load(text, loader) or {}))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} is no YAML of plain settings ({in_one_line(error)}).") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}, not sections with settings.")
-    return {str(key): value for key, value in found.items()}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}, not sections with settings.")
+    return {str(key): value for key, value in content.items()}
 
 
 def _values(node: Any, known: dict[int, float]) -> float:

@@ -73,8 +73,8 @@ class Config:
     json: Path | None = None
 
     def __init__(self, **sections: Any):
-        if unknown := sections.keys() - {item.name for item in fields(Config)}:
-            raise TypeError(f"There are no sections {sorted(unknown)}.")
+        if unknown_names := sections.keys() - {item.name for item in fields(Config)}:
+            raise TypeError(f"There are no sections {sorted(unknown_names)}.")
         vars(self).update(sections)
 
     def __getattr__(self, name: str) -> Any:

@@ -85,9 +85,9 @@ def _described(path: str, section: Any) -> Iterator[Described]:
     for item in dataclasses.fields(kind):
         value = getattr(section, item.name)
         if isinstance(section, Tagged) and section.beside and item.name == "config":
-            own, *deeper = _described(path, value)
-            keys += [row for row in own.keys if row[0] != "kind"]
-            rare |= own.rare
+            first, *deeper = _described(path, value)
+            keys += [row for row in first.keys if row[0] != "kind"]
+            rare |= first.rare
             inner += deeper
             continue
         if dataclasses.is_dataclass(value):

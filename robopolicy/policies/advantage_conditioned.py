@@ -64,28 +64,32 @@ class AdvantageConditioned(nn.Module):
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
         """Return the inner condition, the label [N, 1], and with guidance its weight [N, 1]."""
-        seen = self.inner.encode(observation, generator)[CONDITION]
-        told = observation.get(IMPROVEMENT)
-        if isinstance(told, Tensor):
-            return {CONDITION: seen, TOLD: told.reshape(len(seen), 1)}
-        positive = torch.full((len(seen), 1), int(Improvement.POSITIVE), device=seen.device)
+        features = self.inner.encode(observation, generator)[CONDITION]
+        improvement = observation.get(IMPROVEMENT)
+        if isinstance(improvement, Tensor):
+            return {CONDITION: features, TOLD: improvement.reshape(len(features), 1)}
+        positive = torch.full((len(features), 1), int(Improvement.POSITIVE), device=features.device)
         # At weight 1 guidance is the told prediction alone: no second pass.
         if bool(self.guidance == 1):
-            return {CONDITION: seen, TOLD: positive}
-        return {CONDITION: seen, TOLD: positive, WEIGHT: self.guidance.expand(len(seen), 1)}
+            return {CONDITION: features, TOLD: positive}
+        return {CONDITION: features, TOLD: positive, WEIGHT: self.guidance.expand(len(features), 1)}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, A]; see `DenoisingNetwork`."""
         denoiser, weight = self.inner.denoiser, condition.get(WEIGHT)
-        times, (without, told) = denoiser.encode_time(time), self._features(condition)
-        found = denoiser.denoise(x, times, told)
-        return found if weight is None else _guided(denoiser.denoise(x, times, without), found, weight[..., None])
+        times, (without, conditioned) = denoiser.encode_time(time), self._features(condition)
+        prediction = denoiser.denoise(x, times, conditioned)
+        return (
+            prediction
+            if weight is None
+            else _guided(denoiser.denoise(x, times, without), prediction, weight[..., None])
+        )
 
     def steps(self, times: Tensor, condition: Condition) -> Steps:
         """Precompute the parts that depend only on times [K] or on the condition; see `SharesSteps`."""
         denoiser, weight = self.inner.denoiser, condition.get(WEIGHT)
-        without, told = (SharedSteps(denoiser, times, features) for features in self._features(condition))
-        return told if weight is None else _GuidedSteps(without, told, weight[..., None])
+        without, conditioned = (SharedSteps(denoiser, times, features) for features in self._features(condition))
+        return conditioned if weight is None else _GuidedSteps(without, conditioned, weight[..., None])
 
     def noise_std(self, times: Tensor, condition: Condition) -> Tensor:
         """Return the learned stds [N, K, 1, A] of steps at times [K] or [N, K]; see `LearnsNoise`."""
@@ -129,10 +133,10 @@ class AdvantageConditioned(nn.Module):
 
     def _features(self, condition: Condition) -> tuple[Tensor, Tensor]:
         """Return the condition features [N, F] without a label, and with it."""
-        seen, told = self.inner.denoiser.encode_condition(condition[CONDITION]), condition[TOLD][:, 0]
-        labels = GAIN * torch.stack([self.labels[Improvement.NONE].expand(len(seen), -1, -1), self.labels[told]])
+        features, label = self.inner.denoiser.encode_condition(condition[CONDITION]), condition[TOLD][:, 0]
+        labels = GAIN * torch.stack([self.labels[Improvement.NONE].expand(len(features), -1, -1), self.labels[label]])
         scale, shift = labels.unbind(-2)
-        without, under = seen * (1 + scale) + shift
+        without, under = features * (1 + scale) + shift
         return without, under
 
 

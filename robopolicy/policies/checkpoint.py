@@ -59,8 +59,8 @@ def save_policy(
         "instructions": list(policy.instructions),
     }
     kind = description.pop("kind", None) or POLICIES.name_of(type(policy))
-    whole = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **described_origin(policy), **description}
-    write_checkpoint(folder, whole, policy, more)
+    config = {"kind": kind, "config": to_plain(policy.config), "spec": spec, **described_origin(policy), **description}
+    write_checkpoint(folder, config, policy, more)
 
 
 def saved_fields(description: Mapping[str, Any]) -> tuple[dict[str, Field], Field, dict[str, Any]]:
@@ -70,5 +70,5 @@ def saved_fields(description: Mapping[str, Any]) -> tuple[dict[str, Field], Fiel
     """
     spec = description["spec"]
     observation = {key: Field.from_json(field) for key, field in spec["observation"].items()}
-    known = {"fps": spec["fps"], "instructions": tuple(spec["instructions"])}
-    return observation, Field.from_json(spec["action"]), known
+    metadata = {"fps": spec["fps"], "instructions": tuple(spec["instructions"])}
+    return observation, Field.from_json(spec["action"]), metadata

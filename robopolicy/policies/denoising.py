@@ -207,7 +207,11 @@ class DenoisingPolicy(nn.Module):
     @property
     def caches_condition(self) -> bool:
         """Whether decisions cache the encoded observation: it has cameras and its encoder is frozen."""
-        return all(own.keeps_condition for own in self._own) and len(self.spec.cameras) > 0 and self.encoder_is_fixed
+        return (
+            all(latent_network.keeps_condition for latent_network in self._own)
+            and len(self.spec.cameras) > 0
+            and self.encoder_is_fixed
+        )
 
     @torch.no_grad()
     def act(
@@ -276,9 +280,9 @@ class DenoisingPolicy(nn.Module):
 
     def describe_steps(self) -> dict[str, Any]:
         """See `core.steps.DescribesSteps`."""
-        meant = self._own[0].to_actions if self._own else self.action_normalizer.inverse
+        to_actions = self._own[0].to_actions if self._own else self.action_normalizer.inverse
         parts = self.config, self.schedule, self.network, self.first_step
-        return denoising_steps(*parts, self.part, self.latent_size, meant)
+        return denoising_steps(*parts, self.part, self.latent_size, to_actions)
 
     @property
     def scored_by_matching(self) -> bool:
@@ -307,8 +311,8 @@ class DenoisingPolicy(nn.Module):
         self, observation: TensorObservation, noise: Tensor, through: int | None = None, *, guided: Guided | None = None
     ) -> Tensor:
         """Return the latents [N, K+1, P, A] of the noise-free chain from noise [N, P, A]; see `DecidesFromNoise`."""
-        leading, scored = self._steps(observation, self.encode(observation), guided)
-        return trajectory(self.schedule, self.first_step, leading, scored, noise, through)
+        leading, network_steps = self._steps(observation, self.encode(observation), guided)
+        return trajectory(self.schedule, self.first_step, leading, network_steps, noise, through)
 
     def to_actions(self, latents: Tensor) -> Tensor:
         """Convert clean latents [N, P, A] to executed actions [N, C, A], in world units and within bounds."""
@@ -316,8 +320,8 @@ class DenoisingPolicy(nn.Module):
 
     def to_predictions(self, latents: Tensor) -> Tensor:
         """Convert clean latents [N, P, A] to world units, within bounds."""
-        meant = self._own[0].to_actions(latents) if self._own else self.action_normalizer.inverse(latents)
-        return in_range(meant, self.action_low, self.action_high)
+        actions = self._own[0].to_actions(latents) if self._own else self.action_normalizer.inverse(latents)
+        return in_range(actions, self.action_low, self.action_high)
 
     def encode(self, observation: TensorObservation, generator: torch.Generator | None = None) -> Condition:
         """Encode observations [N, H, ...], augmented if `generator` is given; raises SpecError or NonFiniteError."""
@@ -346,8 +350,8 @@ class DenoisingPolicy(nn.Module):
             # Given steps enter clean and are no target: the network learns to go on from them.
             noisy = with_prefix(noisy, clean, count.to(clean.device))
             valid = valid & ~given_steps(count.to(valid.device), valid.shape[1])
-        given = noisy, times, condition, generator
-        prediction = multiplied(lambda: denoise_in_loss(self.network, *given), noisy.device)
+        inputs = noisy, times, condition, generator
+        prediction = multiplied(lambda: denoise_in_loss(self.network, *inputs), noisy.device)
         error = step_errors(self.network, self.action.size, prediction, self.schedule.target(clean, noise, level))
         weight = valid.to(error.dtype)
         # The mean over a row's valid steps first: a sample counts once, however much of its chunk is padding.
@@ -410,12 +414,14 @@ class DenoisingPolicy(nn.Module):
         if network is not None and self._encoder_learns:
             for weight in network.encoder_parameters():
                 weight.requires_grad_(True)
-        known: dict[str, Any] = {"fps": self.fps, "instructions": self.instructions, "network": network}
-        made = DenoisingPolicy(self.config, self.fields, self.action, **known)
-        made.load_state_dict({name: value for name, value in self.state_dict().items() if not name.startswith("base.")})
-        remember_origin(made, origin_of(self))
-        remember_renaming(made, renaming_of(self))
-        return made.to(self.action_low.device)
+        metadata: dict[str, Any] = {"fps": self.fps, "instructions": self.instructions, "network": network}
+        policy = DenoisingPolicy(self.config, self.fields, self.action, **metadata)
+        policy.load_state_dict(
+            {name: value for name, value in self.state_dict().items() if not name.startswith("base.")}
+        )
+        remember_origin(policy, origin_of(self))
+        remember_renaming(policy, renaming_of(self))
+        return policy.to(self.action_low.device)
 
     def add_lora(self, rank: int) -> None:
         """Freeze the weights and train LoRA adapters of this rank; ConfigError when this is not supported."""
@@ -439,18 +445,18 @@ class DenoisingPolicy(nn.Module):
             self.network.write_checkpoint(self, folder)
             return
         network = describe_network(self.network)
-        own: dict[str, Any] = {} if network is None else {"network": network}
-        save_policy(self, folder, kind=DENOISING_POLICY, finetuning=self.finetuning, **own)
+        extras: dict[str, Any] = {} if network is None else {"network": network}
+        save_policy(self, folder, kind=DENOISING_POLICY, finetuning=self.finetuning, **extras)
 
     @classmethod
     def load(cls, folder: Path, description: Mapping[str, Any], device: torch.device | str = "cpu") -> Self:
         """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
         require_format(folder, description)
         with restoring(folder, "a policy"):
-            observation, action, known = saved_fields(description)
+            observation, action, metadata = saved_fields(description)
             config = from_plain(DenoisingPolicyConfig, description["config"], "config")
             network = restore_network(description.get("network"), folder)
-            policy = cls(config, observation, action, network=network, **known)
+            policy = cls(config, observation, action, network=network, **metadata)
             finetuning = description["finetuning"]
             if finetuning is not None:
                 policy.prepare_finetuning(finetuning["steps"], train_encoder=finetuning["train_encoder"])
@@ -499,12 +505,12 @@ class DenoisingPolicy(nn.Module):
             noisy_steps=config.noisy_steps,
             explored=self.part.size,
         )
-        leading, scored = self._steps(observation, condition, guided)
+        leading, network_steps = self._steps(observation, condition, guided)
         learned_std = None
         if learns_noise(config):
             assert isinstance(network, LearnsNoise)
             learned_std = lambda step: network.noise_std(schedule.times[step : step + 1], condition)[:, 0]  # noqa: E731
-        return sample_chain(schedule, first, leading, scored, draws, learned_std=learned_std, kept=kept), draws
+        return sample_chain(schedule, first, leading, network_steps, draws, learned_std=learned_std, kept=kept), draws
 
     def _matched(
         self, actions: Tensor, latents: dict[str, Tensor], condition: Condition, deterministic: bool
@@ -534,21 +540,21 @@ class DenoisingPolicy(nn.Module):
         """Return the networks for the first K - K' steps and for the others under `condition`, the encoded
         observation.
         """
-        leading = scored = steps_of(self.network, self.schedule.times, condition)
+        leading = network_steps = steps_of(self.network, self.schedule.times, condition)
         if self.first_step and self.base is not None:
             # The frozen base sees the observation with its own encoder, which is the same one unless that learns.
-            seen = condition if self.encoder_is_fixed else self.base.encode(observation)
-            leading = steps_of(self.base, self.schedule.times, seen)
-        return (leading, scored) if guided is None else (guided(leading), guided(scored))
+            base_condition = condition if self.encoder_is_fixed else self.base.encode(observation)
+            leading = steps_of(self.base, self.schedule.times, base_condition)
+        return (leading, network_steps) if guided is None else (guided(leading), guided(network_steps))
 
     def _condition(
         self, observation: TensorObservation, latents: Mapping[str, Any], generator: torch.Generator | None = None
     ) -> Condition:
         """Return the cached condition of recorded latents if it is still valid, otherwise encode the observation."""
         if self.caches_condition:
-            kept = {name: value for name, value in latents.items() if is_condition(name)}
-            if kept:
-                return as_kept(kept, cast(nn.Module, self.network))
+            cached_condition = {name: value for name, value in latents.items() if is_condition(name)}
+            if cached_condition:
+                return as_kept(cached_condition, cast(nn.Module, self.network))
         return self.encode(observation, generator)
 
 

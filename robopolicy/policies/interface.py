@@ -21,13 +21,13 @@ _NAMED = 8
 
 def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> dict[str, Field]:
     """Return the fields that `keys` name, all except the instruction for (); raises ConfigError for unknown ones."""
-    known = {key: spec for key, spec in observation.items() if key != TASK}
+    fields = {key: spec for key, spec in observation.items() if key != TASK}
     for key in keys:
-        if key not in known:
+        if key not in fields:
             raise ConfigError(
-                f"observation_keys names '{key}', which is no field of the world.{did_you_mean(key, known)}"
+                f"observation_keys names '{key}', which is no field of the world.{did_you_mean(key, fields)}"
             )
-    return {key: known[key] for key in (keys or known)}
+    return {key: fields[key] for key in (keys or fields)}
 
 
 def given_instructions(observation: TensorObservation, rows: int, known: Sequence[str]) -> list[str]:
@@ -36,15 +36,15 @@ def given_instructions(observation: TensorObservation, rows: int, known: Sequenc
 
     Raises SpecError when one is missing while several are known, or when their number differs from the rows.
     """
-    given = observation.get(TASK)
-    texts = [""] * rows if given is None else [str(text) for text in given]
+    instructions = observation.get(TASK)
+    texts = [""] * rows if instructions is None else [str(text) for text in instructions]
     if len(texts) != rows:
         raise SpecError(f"'{TASK}' has {len(texts)} texts for {rows} rows.")
     if all(texts):
         return texts
     if len(known) != 1 and "" not in known:
         names = listed([f"'{text}'" for text in known], _NAMED)
-        state = f"has no '{TASK}'" if given is None else f"has an empty '{TASK}' in row {texts.index('')}"
+        state = f"has no '{TASK}'" if instructions is None else f"has an empty '{TASK}' in row {texts.index('')}"
         raise SpecError(
             f"The observation {state}, and the policy was trained on {len(known)} instructions: {names}. Say which."
         )
@@ -75,10 +75,10 @@ def check_predicted(batch: Mapping[str, Any], steps: int, first: int, size: int)
     actions, valid = check_chunks(batch, steps - first, size)
     if not first:
         return actions, valid
-    past, known = actions.new_zeros(len(actions), first, size), valid.new_zeros(len(actions), first)
+    past, past_valid = actions.new_zeros(len(actions), first, size), valid.new_zeros(len(actions), first)
     if "past" in batch:
-        past, known = check_chunks({"actions": batch["past"], "action_valid": batch["past_valid"]}, first, size)
-    return torch.cat([past, actions], 1), torch.cat([known, valid], 1)
+        past, past_valid = check_chunks({"actions": batch["past"], "action_valid": batch["past_valid"]}, first, size)
+    return torch.cat([past, actions], 1), torch.cat([past_valid, valid], 1)
 
 
 def register_range(policy: nn.Module, action: Field) -> None:

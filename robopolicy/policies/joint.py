@@ -120,35 +120,35 @@ class JointModel(nn.Module):
                 ("world", all_steps, rest),
                 ("value", all_steps, rest),
             ):
-                drawn = torch.randint(len(rows), (size,), generator=generator, device=generator.device).cpu()
-                batch[role] = self._standard(self._cut(data, returns, rows[drawn]))
+                indices = torch.randint(len(rows), (size,), generator=generator, device=generator.device).cpu()
+                batch[role] = self._standard(self._cut(data, returns, rows[indices]))
             yield batch
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return {role: [n]}: the weighted denoising error (EDM) of the sampled frames, averaged over frames."""
         losses = {}
         for role, frames in batch.items():
-            drawn = [name for name in FRAMES if name not in ROLES[role]]
-            clean = torch.cat([frames[name] for name in drawn], 1)
-            network = self._network({name: frames[name] for name in ROLES[role]}, drawn)
+            noisy_names = [name for name in FRAMES if name not in ROLES[role]]
+            clean = torch.cat([frames[name] for name in noisy_names], 1)
+            network = self._network({name: frames[name] for name in ROLES[role]}, noisy_names)
             error = edm.loss(network, clean, self.config.edm, generator)
             # Frames count alike: without the split a state of many elements would drown the value's single one.
-            parts = error.split([self.sizes[name] for name in drawn], 1)
+            parts = error.split([self.sizes[name] for name in noisy_names], 1)
             losses[role] = torch.stack([part.mean(1) for part in parts]).mean(0)
         return losses
 
     @torch.no_grad()
     def draw(self, given: Mapping[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
         """Sample the missing frames, [N, size] each; given and sampled ones are in the data's units."""
-        known = self._standard(given)
-        drawn = [name for name in FRAMES if name not in given]
-        shape = len(next(iter(known.values()))), sum(self.sizes[name] for name in drawn)
+        clean_frames = self._standard(given)
+        missing_names = [name for name in FRAMES if name not in given]
+        shape = len(next(iter(clean_frames.values()))), sum(self.sizes[name] for name in missing_names)
         noise = normal(shape, generator, self.place.device)
-        found = edm.sample(self._network(known, drawn), noise, self.config.edm, generator)
-        parts = found.split([self.sizes[name] for name in drawn], 1)
+        samples = edm.sample(self._network(clean_frames, missing_names), noise, self.config.edm, generator)
+        parts = samples.split([self.sizes[name] for name in missing_names], 1)
         return {
             name: part * getattr(self, f"{name}_std") + getattr(self, f"{name}_mean")
-            for name, part in zip(drawn, parts, strict=True)
+            for name, part in zip(missing_names, parts, strict=True)
         }
 
     @torch.no_grad()
@@ -162,8 +162,8 @@ class JointModel(nn.Module):
         action = self.draw({STATE: many}, generator)[ACTION]
         futures = {name: value.repeat_interleave(FUTURES, 0) for name, value in ((STATE, many), (ACTION, action))}
         futures[FUTURE] = self.draw(futures, generator)[FUTURE]
-        seen = {name: value.repeat_interleave(config.values, 0) for name, value in futures.items()}
-        value = self.draw(seen, generator)[VALUE][:, 0]
+        repeated_frames = {name: value.repeat_interleave(config.values, 0) for name, value in futures.items()}
+        value = self.draw(repeated_frames, generator)[VALUE][:, 0]
         scores = AGGREGATED[config.aggregate](value.reshape(len(state), config.candidates, -1))
         # Candidates of a state lie side by side in the rows of `action`.
         best = scores.argmax(1) + torch.arange(len(state), device=scores.device) * config.candidates
@@ -243,12 +243,12 @@ class JointModel(nn.Module):
             noise_level = self.time((label + 2) / 4)  # EDM's label, log(sigma) / 4, as a time in [0, 1]
             tokens = []
             for place, name in enumerate(FRAMES):
-                known = name in given
-                token = self.read[name](given[name] if known else noisy[name]) + self.place[place]
+                is_given = name in given
+                token = self.read[name](given[name] if is_given else noisy[name]) + self.place[place]
                 # A given frame has no noise: an embedding says so in the place of its level.
-                tokens.append(token + (self.given if known else noise_level))
-            read = self.body(torch.stack(tokens, 1))
-            return torch.cat([self.write[name](read[:, FRAMES.index(name)]) for name in drawn], 1)
+                tokens.append(token + (self.given if is_given else noise_level))
+            tokens_out = self.body(torch.stack(tokens, 1))
+            return torch.cat([self.write[name](tokens_out[:, FRAMES.index(name)]) for name in drawn], 1)
 
         return network
 

@@ -37,10 +37,10 @@ def known_ranges(policy: Policy) -> Ranges:
         inner = getattr(inner, "inner", None) or getattr(inner, "policy", None)
         if inner is None:
             return {}
-    found = inner.known_ranges() if isinstance(inner, ShowsRanges) else _of_normalizers(inner)
+    ranges = inner.known_ranges() if isinstance(inner, ShowsRanges) else _of_normalizers(inner)
     return {
         key: (low.reshape(-1), high.reshape(-1))
-        for key, (low, high) in found.items()
+        for key, (low, high) in ranges.items()
         if key in fields
         and not key.startswith(IMAGE_PREFIX)
         and key != QUEUE
@@ -50,13 +50,13 @@ def known_ranges(policy: Policy) -> Ranges:
 
 
 def _of_normalizers(policy: ShowsNormalizers) -> Ranges:
-    found: Ranges = {}
+    ranges: Ranges = {}
     for key, normalizer in policy.normalizers().items():
         reach = {NormalizationMode.MIN_MAX: 1.0, NormalizationMode.MEAN_STD: DEVIATIONS}.get(normalizer.mode)
         if reach is not None and not _is_unfitted(normalizer):
             offset, scale = (each.double().cpu().numpy() for each in (normalizer.offset, normalizer.scale))
-            found[key] = offset - reach * scale, offset + reach * scale
-    return found
+            ranges[key] = offset - reach * scale, offset + reach * scale
+    return ranges
 
 
 def _is_unfitted(normalizer: Normalizer) -> bool:

@@ -40,20 +40,20 @@ def chain_scores(
     [N, K] (or [N, k]); extras: mean [N, K, P, A] and std of the Gaussians, logp_clamped and clean_clipped [N, K], the
     fractions of elements whose gradient is zero because of the clamp or the clip.
     """
-    chain, chosen = latents["chain"], latents.get("chosen")
+    chain, indices = latents["chain"], latents.get("chosen")
     times = schedule.times[first:]
     step: Tensor | slice = slice(first, None)
     # A recorded chain says what entered each step and what came out: its transitions need not wait for each other.
     x, after = chain[:, :-1], chain[:, 1:]
-    if chosen is not None:
+    if indices is not None:
         rows = torch.arange(len(chain), device=chain.device)[:, None]
-        x, after = chain[rows, chosen], chain[rows, chosen + 1]
-        step = chosen + first
-    prediction = steps_of(network, times, condition).several(x, chosen)
+        x, after = chain[rows, indices], chain[rows, indices + 1]
+        step = indices + first
+    prediction = steps_of(network, times, condition).several(x, indices)
     normal = schedule.transition(x, prediction, step, explored=part.size)
     if learns_noise(config):
         assert isinstance(network, LearnsNoise)
-        normal = Normal(normal.mean, network.noise_std(times if chosen is None else times[chosen], condition))
+        normal = Normal(normal.mean, network.noise_std(times if indices is None else times[indices], condition))
     logp, clamped = reduce_logp(config, normal, after, latents.get("executed"), part)
     # A Gaussian's entropy depends on its std alone, which all steps of a chunk share: executed ones need no selection.
     entropy = normal.entropy(config.min_logprob_std).mean((-2, -1)).expand(logp.shape)
@@ -81,8 +81,8 @@ def reduce_logp(
     [N, C] bool also excludes the rest of a chunk in which the episode ended. Averaging instead of summing keeps ratios
     near 1 for any chunk length, so one clip range fits all.
     """
-    taken = Normal(part.of(normal.mean), part.std_of(normal.std))
-    element = taken.log_prob(part.of(value), config.min_logprob_std)
+    executed_normal = Normal(part.of(normal.mean), part.std_of(normal.std))
+    element = executed_normal.log_prob(part.of(value), config.min_logprob_std)
     clamped = torch.zeros(element.shape[:-2], device=element.device)
     if config.logp_clamp is not None:
         # One element far in a tail would rule the whole chunk's ratio; the clamp also takes its gradient away.

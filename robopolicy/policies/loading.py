@@ -39,9 +39,9 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
     folder, description = checkpoint.folder, checkpoint.description
     foreign = format_of(checkpoint)
     if foreign is not None:
-        opened = foreign.load(folder, device)
-        remember_described(opened, _said_beside(folder), folder / SETTINGS_FILE)
-        return opened
+        loaded_policy = foreign.load(folder, device)
+        remember_described(loaded_policy, _said_beside(folder), folder / SETTINGS_FILE)
+        return loaded_policy
     kind = str(description.get("kind"))
     name = SAVED_AS.get(kind, kind)
     if name not in POLICIES and name not in LEFT_BEHIND and ":" not in name:
@@ -49,11 +49,11 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
             f"{folder} holds '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are written by "
             "'robopolicy train' and 'robopolicy finetune' into runs/<verb>/<name>/<seed>/checkpoint."
         )
-    made = LEFT_BEHIND.load(name) if name in LEFT_BEHIND else POLICIES.saved(name, folder)
-    if hasattr(made, "load"):
-        policy: Policy = made.load(folder, description, device)
+    policy_class = LEFT_BEHIND.load(name) if name in LEFT_BEHIND else POLICIES.saved(name, folder)
+    if hasattr(policy_class, "load"):
+        policy: Policy = policy_class.load(folder, description, device)
     else:
-        policy = _constructed(made, POLICIES.configuration(name), folder, description, device)
+        policy = _constructed(policy_class, POLICIES.configuration(name), folder, description, device)
     remember_described(policy, description, folder / "config.json")
     return policy
 
@@ -107,8 +107,10 @@ def saved_origin(folder: Path | Checkpoint) -> WorldOrigin | None:
     """
     checkpoint = open_checkpoint(folder)
     foreign = format_of(checkpoint) is not None
-    said = _said_beside(checkpoint.folder) if foreign else checkpoint.description
-    return WorldOrigin.from_json(said.get(WORLD), checkpoint.folder / (SETTINGS_FILE if foreign else "config.json"))
+    description = _said_beside(checkpoint.folder) if foreign else checkpoint.description
+    return WorldOrigin.from_json(
+        description.get(WORLD), checkpoint.folder / (SETTINGS_FILE if foreign else "config.json")
+    )
 
 
 def untrusted_kind(folder: Path) -> str:
@@ -132,13 +134,13 @@ def build_policy(
     field, fps=, instructions=, values=, seed=) with values: key -> [samples, *shape], including "action". Raises
     ConfigError when the result is not a torch.nn.Module, and any error of the kind itself.
     """
-    made = POLICIES.builds(kind)
-    if hasattr(made, "build"):
-        policy = made.build(config, spec, episodes, seed)
+    policy_class = POLICIES.builds(kind)
+    if hasattr(policy_class, "build"):
+        policy = policy_class.build(config, spec, episodes, seed)
     else:
         values = {**episodes.observation, "action": episodes.to_imitate().actions}
-        known = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
-        policy = made(config, spec.observation, spec.action, **known)
+        metadata = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
+        policy = policy_class(config, spec.observation, spec.action, **metadata)
     if not isinstance(policy, nn.Module):
         raise ConfigError(f"The policy '{kind}' is built as {type(policy).__name__}, which is no torch.nn.Module.")
     return cast(Trainable, policy.to(device))
@@ -150,6 +152,6 @@ def _constructed(
     """Rebuild a policy saved by `save_policy` with the class's constructor."""
     require_format(folder, description)
     with restoring(folder, "a policy"):
-        observation, action, known = saved_fields(description)
-        policy = made(from_plain(configuration, description["config"], "config"), observation, action, **known)
+        observation, action, metadata = saved_fields(description)
+        policy = made(from_plain(configuration, description["config"], "config"), observation, action, **metadata)
     return read_weights(policy, folder, device)

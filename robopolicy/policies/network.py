@@ -176,9 +176,9 @@ class ChunkNetwork(nn.Module):
         self.condition_size = condition_size = self.encoder.dimension + config.text_features * (
             (self.text_encoder is not None) + (self.modulation is not None)
         )
-        told = action_size + (config.prefix_steps > 0)  # one more channel says which steps are given
+        channels = action_size + (config.prefix_steps > 0)  # one more channel says which steps are given
         self.denoiser = make_denoiser(
-            config.denoiser, config.prediction_steps, told, condition_size, config.width, config.depth, config.heads
+            config.denoiser, config.prediction_steps, channels, condition_size, config.width, config.depth, config.heads
         )
         if config.prefix_steps:
             self.denoiser = PrefixDenoiser(self.denoiser, action_size)
@@ -192,12 +192,12 @@ class ChunkNetwork(nn.Module):
 
         With a text encoder, raises SpecError when the instruction is missing or has unknown words.
         """
-        seen = self.encoder(observation, generator)
+        features = self.encoder(observation, generator)
         if self.text_encoder is None:
-            return {CONDITION: seen}
-        told = self.text_encoder(given_instructions(observation, len(seen), self.instructions), generator)
-        mixed = [] if self.modulation is None else [self.modulation(seen, told)]
-        return {CONDITION: torch.cat([seen, told, *mixed], -1)}
+            return {CONDITION: features}
+        text_features = self.text_encoder(given_instructions(observation, len(features), self.instructions), generator)
+        mixed = [] if self.modulation is None else [self.modulation(features, text_features)]
+        return {CONDITION: torch.cat([features, text_features, *mixed], -1)}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict [N, P, A]; see `DenoisingNetwork`."""
@@ -260,8 +260,8 @@ class EveryStep:
         """Predict [N, k, P, A]; see `Steps`."""
         rows, count = x.shape[:2]
         times = (self.times if chosen is None else self.times[chosen]).expand(rows, count)
-        found = self.network.denoise(x.flatten(0, 1), times.flatten(), repeat_rows(self.condition, count))
-        return found.unflatten(0, (rows, count))
+        predictions = self.network.denoise(x.flatten(0, 1), times.flatten(), repeat_rows(self.condition, count))
+        return predictions.unflatten(0, (rows, count))
 
 
 class PrefixedSteps:

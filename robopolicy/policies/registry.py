@@ -18,17 +18,17 @@ class PolicyKinds(Kinds):
 
     def load(self, name: str) -> Any:
         """Import and return the object for `name` (or an import path). Raises ConfigError, also for a controller."""
-        found = super().load(name)
-        if _is_controller(found):
+        target = super().load(name)
+        if _is_controller(target):
             raise ConfigError(
                 f"'{name}' is a controller: it acts by act(observation) -> actions [B, A] and cannot learn, and a "
                 f"policy acts by act(observation, generator, deterministic=). {_way_out(name)}"
             )
-        if inspect.isfunction(found) and not hasattr(found, "configuration"):
+        if inspect.isfunction(target) and not hasattr(target, "configuration"):
             raise ConfigError(
                 f"'{name}' is a function, and a policy is a class. Does it make a controller? {_way_out(name)}"
             )
-        return found
+        return target
 
 
 def _way_out(name: str) -> str:

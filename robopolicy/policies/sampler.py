@@ -141,9 +141,9 @@ def draw_quiet_steps(
     """
     if noisy_steps is None or noisy_steps >= int(dense.sum()):
         return None
-    drawn = uniform((batch, len(dense)), generator, device)
+    numbers = uniform((batch, len(dense)), generator, device)
     # The largest of equally distributed numbers are a uniform choice; at -1 a step without density is never one.
-    noisy = torch.where(dense, drawn, -1.0).topk(noisy_steps, dim=1).indices
+    noisy = torch.where(dense, numbers, -1.0).topk(noisy_steps, dim=1).indices
     return torch.ones((batch, len(dense)), dtype=torch.bool, device=device).scatter(1, noisy, False)
 
 

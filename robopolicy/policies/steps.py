@@ -44,30 +44,30 @@ def denoising_steps(
     step; part: executed part of a latent; latent_size: L; to_actions: converts latents [2, 1, L] to actions [2, 1, A].
     """
     kind = {DiffusionSchedule: "diffusion", FlowSchedule: "flow"}.get(type(schedule), type(schedule).__name__)
-    said: dict[str, Any] = {"kind": f"{kind}, scored by its {config.likelihood.value}"}
+    description: dict[str, Any] = {"kind": f"{kind}, scored by its {config.likelihood.value}"}
     if config.likelihood is Likelihood.MATCHING:
-        said |= {"training noise levels": _training_levels(schedule), "prediction": _predicted(schedule)}
+        description |= {"training noise levels": _training_levels(schedule), "prediction": _predicted(schedule)}
     else:
-        scored = slice(first, None)
-        said |= {
-            "noise levels": _levels(schedule)[scored],
-            "share of the clean estimate in the next latent": schedule.table[scored, 2],
-            "share of a latent in the next one": schedule.table[scored, 3],
-            "standard deviations": None if learns_noise(config) else schedule.table[scored, 4],
+        scored_steps = slice(first, None)
+        description |= {
+            "noise levels": _levels(schedule)[scored_steps],
+            "share of the clean estimate in the next latent": schedule.table[scored_steps, 2],
+            "share of a latent in the next one": schedule.table[scored_steps, 3],
+            "standard deviations": None if learns_noise(config) else schedule.table[scored_steps, 4],
             "bounds of learned standard deviations": config.flow_noise_bounds if learns_noise(config) else None,
             "bound on the clean estimate": schedule.clip,
-            "noise estimate under that bound": None if schedule.signals is None else schedule.signals[scored],
+            "noise estimate under that bound": None if schedule.signals is None else schedule.signals[scored_steps],
             "least standard deviation in log-probabilities": config.min_logprob_std,
             "bounds of log-probabilities": config.logp_clamp,
             "reduction of log-probabilities": config.logp_reduction.value,
         }
-    said |= {
+    description |= {
         "predicted steps": config.prediction_steps,
         "executed steps": part.count,
         "first executed step": part.first,
         "size of a latent": latent_size,
     }
-    return said | stood_for(to_actions, latent_size, schedule.table.device)
+    return description | stood_for(to_actions, latent_size, schedule.table.device)
 
 
 def _levels(schedule: Schedule) -> Tensor:

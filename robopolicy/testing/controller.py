@@ -18,33 +18,34 @@ def check_controller(make: Callable[[], Controller], world: World) -> None:
 
     make: creates a controller; world: with at least 2 rows. Raises AssertionError naming the violated requirement.
     """
-    seen = world.reset(seeds=np.arange(world.batch_size))
-    given, controller = copy(seen), make()
+    observation = world.reset(seeds=np.arange(world.batch_size))
+    observation_copy, controller = copy(observation), make()
     controller.reset()
-    _act(controller, seen, world)
+    _act(controller, observation, world)
     _promise(
-        all(np.array_equal(seen[key], given[key]) for key in given), "act wrote into the observation that it was given"
+        all(np.array_equal(observation[key], observation_copy[key]) for key in observation_copy),
+        "act wrote into the observation that it was given",
     )
     controller.reset(np.array([1]))
-    _act(controller, given, world)
+    _act(controller, observation_copy, world)
 
 
 def _act(controller: Controller, observation: Observation, world: World) -> None:
     """Let it act and check the result; an exception also counts as a violation, reported with the observation."""
     try:
-        found = np.asarray(controller.act(observation))
+        actions = np.asarray(controller.act(observation))
     except Exception as error:
         fields = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
-        said = str(error) if isinstance(error, RobopolicyError) else f"act raised {type(error).__name__}: {error}."
-        raise AssertionError(f"{said} It was shown {fields}.") from error
+        message = str(error) if isinstance(error, RobopolicyError) else f"act raised {type(error).__name__}: {error}."
+        raise AssertionError(f"{message} It was shown {fields}.") from error
     rows, size = world.batch_size, tuple(world.spec.action.shape)
     _promise(
-        found.shape == (rows, *size),
-        f"act returned {list(found.shape)} for {rows} rows: it returns one control step for each, "
+        actions.shape == (rows, *size),
+        f"act returned {list(actions.shape)} for {rows} rows: it returns one control step for each, "
         f"[{rows}, {', '.join(map(str, size))}]",
     )
-    _promise(np.issubdtype(found.dtype, np.number), f"act returned {found.dtype}, not numbers")
-    bad = np.flatnonzero(~np.isfinite(found).reshape(rows, -1).all(1))
+    _promise(np.issubdtype(actions.dtype, np.number), f"act returned {actions.dtype}, not numbers")
+    bad = np.flatnonzero(~np.isfinite(actions).reshape(rows, -1).all(1))
     _promise(not len(bad), f"act returned NaN or infinity in rows {', '.join(map(str, bad[:4]))}")
 
 

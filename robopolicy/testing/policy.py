@@ -57,16 +57,16 @@ class PolicyReport:
 
     def lines(self) -> list[str]:
         """Return one line per level: whether it is fulfilled, and what it allows or what is missing."""
-        found: list[str] = []
+        texts: list[str] = []
         for level in Level:
             if level <= self.level:
                 allowed = ALLOWS[level] if self.has_rate or level is not Level.ACTS else ACTS_WITHOUT_RATE
-                found.append(f"{level.name.lower()}: yes. You can {allowed}.")
+                texts.append(f"{level.name.lower()}: yes. You can {allowed}.")
             elif level == self.level + 1:
-                found.append(f"{level.name.lower()}: no, it lacks {', '.join(self.lacks)}.")
+                texts.append(f"{level.name.lower()}: no, it lacks {', '.join(self.lacks)}.")
             else:
-                found.append(f"{level.name.lower()}: no.")
-        return found
+                texts.append(f"{level.name.lower()}: no.")
+        return texts
 
 
 def check_policy(
@@ -89,17 +89,19 @@ def check_policy(
     changed. Raises AssertionError naming the first violated requirement, or what `level` requires and the policy lacks.
     """
     name = type(policy).__name__
-    missing = missing_members(policy, Policy)
-    assert not missing, f"{name} lacks a method of the Policy protocol: {', '.join(missing)}"
+    missing_names = missing_members(policy, Policy)
+    assert not missing_names, f"{name} lacks a method of the Policy protocol: {', '.join(missing_names)}"
     reached = max(item for item in Level if not missing_members(policy, PROTOCOLS[item]))
     lacks = () if reached is Level.TRAINS else missing_members(policy, PROTOCOLS[Level(reached + 1)])
     if level is not None and level > reached:
-        wanted = ", ".join(missing_members(policy, PROTOCOLS[level]))
-        raise AssertionError(f"{name} {reached.name.lower()}; for the level {level.name.lower()} it lacks {wanted}")
+        missing_list = ", ".join(missing_members(policy, PROTOCOLS[level]))
+        raise AssertionError(
+            f"{name} {reached.name.lower()}; for the level {level.name.lower()} it lacks {missing_list}"
+        )
     reached = reached if level is None else level
     observation = example_observation(policy.spec, batch, torch.Generator().manual_seed(0), device)
-    scored = cast(ScoredPolicy, policy) if reached >= Level.SCORES else None
-    _check_acting(policy, scored, observation)
+    scored_policy = cast(ScoredPolicy, policy) if reached >= Level.SCORES else None
+    _check_acting(policy, scored_policy, observation)
     if reached >= Level.TRAINS:
         _check_training(cast(Trainable, policy), observation)
     if load is not None:
@@ -140,28 +142,28 @@ def _check_acting(policy: Policy, scored: ScoredPolicy | None, observation: Tens
 
 def _check_decision(policy: Policy, observation: TensorObservation, deterministic: bool) -> None:
     spec = policy.spec
-    how = f"act(deterministic={deterministic})"
+    call = f"act(deterministic={deterministic})"
     assert 1 <= spec.chunk <= spec.prediction, f"spec: chunk {spec.chunk} does not fit prediction {spec.prediction}"
     batch = len(cast(list[str], observation[TASK]))
     before, random_state = _copy(observation), torch.get_rng_state()
     decision = _act(policy, observation, deterministic=deterministic)
-    assert torch.equal(random_state, torch.get_rng_state()), f"{how} drew from torch's global generator"
-    _check_untouched(before, observation, how)
+    assert torch.equal(random_state, torch.get_rng_state()), f"{call} drew from torch's global generator"
+    _check_untouched(before, observation, call)
     expected = (batch, spec.chunk, *spec.action.shape)
-    assert tuple(decision.actions.shape) == expected, f"{how}: actions {list(decision.actions.shape)}, not {expected}"
-    assert bool(decision.actions.isfinite().all()), f"{how}: actions are not finite"
+    assert tuple(decision.actions.shape) == expected, f"{call}: actions {list(decision.actions.shape)}, not {expected}"
+    assert bool(decision.actions.isfinite().all()), f"{call}: actions are not finite"
     low, high = torch.tensor(spec.action.low), torch.tensor(spec.action.high)
     actions = decision.actions.cpu()
-    assert bool(((actions >= low - TOLERANCE) & (actions <= high + TOLERANCE)).all()), f"{how}: action out of range"
+    assert bool(((actions >= low - TOLERANCE) & (actions <= high + TOLERANCE)).all()), f"{call}: action out of range"
     tensors = {"actions": decision.actions, "logp": decision.logp, "mask": decision.mask, **decision.latents}
     for name, value in tensors.items():
-        assert not value.requires_grad, f"{how}: {name} carries gradient"
-        assert len(value) == batch, f"{how}: {name} has {len(value)} rows, not {batch}"
+        assert not value.requires_grad, f"{call}: {name} carries gradient"
+        assert len(value) == batch, f"{call}: {name} has {len(value)} rows, not {batch}"
     repeated = _act(policy, observation, deterministic=deterministic)
-    assert _equal(decision, repeated), f"{how}: equal generators gave different decisions after a reset"
+    assert _equal(decision, repeated), f"{call}: equal generators gave different decisions after a reset"
     with torch.inference_mode():
         assert _equal(decision, _act(policy, observation, deterministic=deterministic)), (
-            f"{how}: inference_mode differs"
+            f"{call}: inference_mode differs"
         )
 
 
@@ -183,8 +185,8 @@ def _check_rows(policy: Policy, observation: TensorObservation, deterministic: b
             warnings.simplefilter("ignore", RobopolicyWarning)
             return policy.act(some, generator, deterministic=deterministic).actions.cpu()
 
-    whole, fewer = decided(list(range(batch)))[order], decided(order)
-    near = ((whole - fewer).abs().flatten(1) <= 1e-3 * whole.abs().max().clamp_min(1.0)).all(1)
+    together, fewer = decided(list(range(batch)))[order], decided(order)
+    near = ((together - fewer).abs().flatten(1) <= 1e-3 * together.abs().max().clamp_min(1.0)).all(1)
     # Most rows and not all: fewer rows round otherwise, which may now and then make another token the likeliest.
     assert float(near.float().mean()) > 0.5, (
         f"act(deterministic={deterministic}): a row's decision depends on the other rows, so that outcomes would "
@@ -202,17 +204,17 @@ def _check_untouched(before: TensorObservation, observation: TensorObservation, 
 
 def _check_choices(policy: ScoredPolicy, observation: TensorObservation, deterministic: bool) -> None:
     """Check the log-probabilities stored in a decision."""
-    how = f"act(deterministic={deterministic})"
+    call = f"act(deterministic={deterministic})"
     decision, expected = _act(policy, observation, deterministic=deterministic), policy.spec.scored_steps
     assert expected >= 1, f"spec: scored_steps is {expected}, so that nothing can be scored"
     for name, value, dtype in (("logp", decision.logp, torch.float32), ("mask", decision.mask, torch.bool)):
         shape = (len(decision.actions), expected)
-        assert tuple(value.shape) == shape, f"{how}: {name} is {list(value.shape)}, not [B, K] = {list(shape)}"
-        assert value.dtype == dtype, f"{how}: {name} is {value.dtype}, not {dtype}"
+        assert tuple(value.shape) == shape, f"{call}: {name} is {list(value.shape)}, not [B, K] = {list(shape)}"
+        assert value.dtype == dtype, f"{call}: {name} is {value.dtype}, not {dtype}"
     if not deterministic:
-        assert bool(decision.mask.any()), f"{how}: no step has a density, so nothing can be scored"
+        assert bool(decision.mask.any()), f"{call}: no step has a density, so nothing can be scored"
         other = _act(policy, observation, seed=2)
-        assert not torch.equal(decision.actions, other.actions), f"{how}: another generator gave the same actions"
+        assert not torch.equal(decision.actions, other.actions), f"{call}: another generator gave the same actions"
 
 
 def _check_scores(policy: ScoredPolicy, observation: TensorObservation) -> None:
@@ -226,8 +228,12 @@ def _check_scores(policy: ScoredPolicy, observation: TensorObservation) -> None:
     error = (scores.logp - decision.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"log_prob: logp differs from act's by {error:.2e}, more than {TOLERANCE:.0e}"
     order = torch.arange(len(decision.logp) - 1, -1, -1, device=decision.logp.device)
-    turned = {key: value[order] if isinstance(value, Tensor) else value[::-1] for key, value in observation.items()}
-    swapped = policy.log_prob(turned, {name: value[order] for name, value in decision.latents.items()}).logp[order]
+    reversed_rows = {
+        key: value[order] if isinstance(value, Tensor) else value[::-1] for key, value in observation.items()
+    }
+    swapped = policy.log_prob(reversed_rows, {name: value[order] for name, value in decision.latents.items()}).logp[
+        order
+    ]
     error = (swapped - scores.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"log_prob: a row's logp depends on the other rows ({error:.2e})"
 
@@ -236,15 +242,15 @@ def _check_errors(policy: Policy, observation: TensorObservation) -> None:
     fields = policy.spec.observation
     for key, field in fields.items():
         value = cast(Tensor, observation[key])
-        missing = {name: item for name, item in observation.items() if name != key}
-        _expect(policy, missing, SpecError, f"without '{key}'")
+        incomplete = {name: item for name, item in observation.items() if name != key}
+        _expect(policy, incomplete, SpecError, f"without '{key}'")
         long = torch.cat([value, value], 2)
         _expect(policy, {**observation, key: long}, SpecError, f"with a twice too long '{key}'")
         _expect(policy, {**observation, key: value[:, 0]}, SpecError, f"with '{key}' without history")
         if not field.dtype.startswith(("uint", "int", "bool")):
-            spoiled = value.clone()
-            spoiled[0] = float("nan")
-            _expect(policy, {**observation, key: spoiled}, NonFiniteError, f"with NaN in '{key}'")
+            with_nan = value.clone()
+            with_nan[0] = float("nan")
+            _expect(policy, {**observation, key: with_nan}, NonFiniteError, f"with NaN in '{key}'")
 
 
 def _expect(policy: Policy, observation: TensorObservation, error: type[RobopolicyError], what: str) -> None:
@@ -261,9 +267,9 @@ def _check_training(policy: Trainable, observation: TensorObservation) -> None:
     """Check pre-training and fine-tuning on copies of the policy."""
     assert isinstance(policy, nn.Module), f"{type(policy).__name__} is no torch.nn.Module"
     parameters = list(policy.trainable_parameters())
-    own = {id(parameter) for parameter in policy.parameters()}
+    parameter_ids = {id(parameter) for parameter in policy.parameters()}
     assert parameters, "trainable_parameters: there are none"
-    assert all(id(item) in own for item in parameters), "trainable_parameters: one is not among parameters()"
+    assert all(id(item) in parameter_ids for item in parameters), "trainable_parameters: one is not among parameters()"
     assert all(item.requires_grad for item in parameters), "trainable_parameters: one does not require gradients"
     _check_modes(policy, observation)
     _check_loss(policy, observation)
@@ -299,9 +305,9 @@ def _check_gradient(policy: Trainable, value: Tensor, what: str) -> list[Tensor 
     gradients: list[Tensor | None] = [
         *torch.autograd.grad(value, list(policy.trainable_parameters()), allow_unused=True)
     ]
-    found = [gradient for gradient in gradients if gradient is not None]
-    assert all(bool(gradient.isfinite().all()) for gradient in found), f"{what}: a gradient is not finite"
-    assert any(bool(gradient.abs().sum() > 0) for gradient in found), f"{what}: every gradient is zero"
+    existing = [gradient for gradient in gradients if gradient is not None]
+    assert all(bool(gradient.isfinite().all()) for gradient in existing), f"{what}: a gradient is not finite"
+    assert any(bool(gradient.abs().sum() > 0) for gradient in existing), f"{what}: every gradient is zero"
     return gradients
 
 
@@ -311,23 +317,25 @@ def _check_finetuning(policy: Trainable, observation: TensorObservation) -> None
     """
     original = _act(policy, observation)
     for train_encoder in (True, False):
-        tuned = copy.deepcopy(policy).eval()
-        tuned.prepare_finetuning(train_encoder=train_encoder)
-        how = f"after prepare_finetuning(train_encoder={train_encoder})"
+        policy_copy = copy.deepcopy(policy).eval()
+        policy_copy.prepare_finetuning(train_encoder=train_encoder)
+        when = f"after prepare_finetuning(train_encoder={train_encoder})"
         try:
-            _check_acting(tuned, tuned, observation)
+            _check_acting(policy_copy, policy_copy, observation)
         except AssertionError as error:
-            raise AssertionError(f"{how}: {error}") from error
-        decision = _act(tuned, observation)
-        logp = tuned.log_prob(observation, decision.latents).logp[decision.mask]
-        gradients = _check_gradient(tuned, logp.mean(), f"log_prob, {how}")
-        weights = {name: value.detach().clone() for name, value in tuned.state_dict().items()}
-        _step(tuned, gradients)
-        moved = tuned.log_prob(observation, decision.latents).logp[decision.mask]
-        assert not torch.equal(moved, logp), f"{how} a step on trainable_parameters() leaves log_prob as it was"
-        assert _equal(original, _act(policy, observation)), f"{how} a copy changes the policy it was copied from"
-        tuned.load_state_dict(weights)
-        assert _equal(decision, _act(tuned, observation)), f"{how} load_state_dict does not bring the decisions back"
+            raise AssertionError(f"{when}: {error}") from error
+        decision = _act(policy_copy, observation)
+        logp = policy_copy.log_prob(observation, decision.latents).logp[decision.mask]
+        gradients = _check_gradient(policy_copy, logp.mean(), f"log_prob, {when}")
+        weights = {name: value.detach().clone() for name, value in policy_copy.state_dict().items()}
+        _step(policy_copy, gradients)
+        new_logp = policy_copy.log_prob(observation, decision.latents).logp[decision.mask]
+        assert not torch.equal(new_logp, logp), f"{when} a step on trainable_parameters() leaves log_prob as it was"
+        assert _equal(original, _act(policy, observation)), f"{when} a copy changes the policy it was copied from"
+        policy_copy.load_state_dict(weights)
+        assert _equal(decision, _act(policy_copy, observation)), (
+            f"{when} load_state_dict does not bring the decisions back"
+        )
 
 
 @torch.no_grad()

@@ -60,11 +60,11 @@ def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
     world = make_world(len(seeds))
     spec = world.spec
     promise(world, world.batch_size == len(seeds), f"batch_size is {world.batch_size}, not the {len(seeds)} asked for")
-    given = world.reset(seeds=seeds)
-    start = copy(given)
+    initial = world.reset(seeds=seeds)
+    start = copy(initial)
     check_observation(world, start)
     again = world.reset(seeds=seeds[::-1])
-    check_same(world, start, given, "a returned observation is never written to again", 0.0)
+    check_same(world, start, initial, "a returned observation is never written to again", 0.0)
     reverse = {key: value[::-1] for key, value in again.items()}
     check_same(world, start, reverse, "a start depends on its seed alone, not on its row", tolerance)
     world.step(sample_actions(spec, len(seeds), 2, 0))
@@ -100,17 +100,19 @@ def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, determi
     before = copy(world.step(actions).observation)
     after = world.reset(rows=[1], seeds=seeds[:1])
     check_observation(world, after)
-    others = np.arange(len(seeds)) != 1
-    check_same(world, take(before, others), take(after, others), "reset(rows) leaves other rows alone", tolerance)
+    other_rows = np.arange(len(seeds)) != 1
+    check_same(
+        world, take(before, other_rows), take(after, other_rows), "reset(rows) leaves other rows alone", tolerance
+    )
     fresh = make_world(1)
     start = fresh.reset(seeds=seeds[:1])
-    check_same(world, start, take(after, ~others), "reset(rows) starts the rows it is given", tolerance)
+    check_same(world, start, take(after, ~other_rows), "reset(rows) starts the rows it is given", tolerance)
     fresh.close()
     if deterministic:
         actions = sample_actions(world.spec, len(seeds), chunk, 2)
-        mine, its = world.step(actions), twin.step(actions)
+        step, its = world.step(actions), twin.step(actions)
         text = "reset(rows) does not change the future of other rows"
-        check_same_step(world, its, mine, text, tolerance, rows=others)
+        check_same_step(world, its, step, text, tolerance, rows=other_rows)
     world.close()
     twin.close()
 
@@ -125,40 +127,42 @@ def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
     world = make_world(len(seeds))
     spec, count = world.spec, np.zeros(len(seeds), dtype=np.int64)
     observation = world.reset(seeds=seeds)
-    ended, success = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
-    flags = (ended, ended, success)
+    ended_rows, success = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
+    flags = (ended_rows, ended_rows, success)
     for index in range(-(-spec.horizon // chunk)):
         step = world.step(sample_actions(spec, len(seeds), chunk, 100 + index))
         check_step(world, step, len(seeds), chunk)
-        promise(world, not step.valid[ended].any(), "an ended row has no valid step: step never resets")
+        promise(world, not step.valid[ended_rows].any(), "an ended row has no valid step: step never resets")
         promise(world, bool((step.success | ~success).all()), "success, once reached, stays until the reset")
         count += step.valid.sum(axis=1)
-        check_endings(world, step, count, ended, chunk)
-        check_same(world, take(observation, ended), take(step.observation, ended), "an ended row is frozen", 0.0)
+        check_endings(world, step, count, ended_rows, chunk)
+        check_same(
+            world, take(observation, ended_rows), take(step.observation, ended_rows), "an ended row is frozen", 0.0
+        )
         observation = copy(step.observation)
-        ended = step.ended
+        ended_rows = step.ended
         success = step.success
         flags = (step.terminated, step.truncated, step.success)
-    promise(world, bool(ended.all()), f"every row has ended after the horizon of {spec.horizon} control steps")
+    promise(world, bool(ended_rows.all()), f"every row has ended after the horizon of {spec.horizon} control steps")
     last = world.step(sample_actions(spec, len(seeds), chunk, 99))
     check_step(world, last, len(seeds), chunk)
     promise(world, not last.valid.any(), "an ended row has no valid step: step never resets")
-    kept = zip(flags, (last.terminated, last.truncated, last.success), strict=True)
-    promise(world, all(np.array_equal(before, after) for before, after in kept), "an ended row keeps its flags")
+    pairs = zip(flags, (last.terminated, last.truncated, last.success), strict=True)
+    promise(world, all(np.array_equal(before, after) for before, after in pairs), "an ended row keeps its flags")
     check_same(world, observation, last.observation, "an ended row is frozen", 0.0)
     world.close()
 
 
 def check_endings(world: World, step: Step, count: Array, before: Array, chunk: int) -> None:
     """Check that terminated, truncated and success are consistent with the number of control steps [B] so far."""
-    spec, ended = world.spec, step.ended
+    spec, ended_rows = world.spec, step.ended
     promise(world, not (step.terminated & step.truncated).any(), "a row is not both terminated and truncated")
     promise(world, bool((count <= spec.horizon).all()), f"no episode exceeds the horizon of {spec.horizon}")
-    promise(world, bool(ended[count == spec.horizon].all()), "a row at the horizon has ended")
+    promise(world, bool(ended_rows[count == spec.horizon].all()), "a row at the horizon has ended")
     short = (step.valid.sum(axis=1) < chunk) & ~before
-    promise(world, bool(ended[short].all()), "a chunk is cut short only where the row ended")
+    promise(world, bool(ended_rows[short].all()), "a chunk is cut short only where the row ended")
     if spec.terminate_on_success:
-        promise(world, bool(ended[step.success].all()), "success ends the episode (terminate_on_success)")
+        promise(world, bool(ended_rows[step.success].all()), "success ends the episode (terminate_on_success)")
         promise(world, not (step.success & step.truncated).any(), "an episode that succeeds is not truncated")
 
 
@@ -186,9 +190,9 @@ def check_step(world: World, step: Step, batch: int, chunk: int) -> None:
     for key, field in fields.items():
         trace = step.trace[key]
         promise(world, trace.shape == (batch, chunk, *field.shape), f"the trace of '{key}' is [B, C, ...]")
-        played = valid.any(axis=1)
-        at_end = trace[np.arange(batch), final][played]
-        same = np.array_equal(at_end, step.observation[key][played, -1])
+        has_steps = valid.any(axis=1)
+        at_end = trace[np.arange(batch), final][has_steps]
+        same = np.array_equal(at_end, step.observation[key][has_steps, -1])
         promise(world, same, f"the observation of '{key}' is the one at the end of the chunk, before any reset")
 
 
@@ -207,8 +211,8 @@ def check_observation(world: World, observation: Observation) -> None:
     promise(world, TASK in observation, f"the observation has the instruction under '{TASK}'")
     task = np.asarray(observation[TASK])
     promise(world, task.shape == (world.batch_size,), f"'{TASK}' is one text per row")
-    unknown = {str(text) for text in task} - set(spec.instructions)
-    promise(world, not unknown, f"'{TASK}' is one of the spec's instructions, not {sorted(unknown)}")
+    unknown_texts = {str(text) for text in task} - set(spec.instructions)
+    promise(world, not unknown_texts, f"'{TASK}' is one of the spec's instructions, not {sorted(unknown_texts)}")
 
 
 def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, deterministic: bool, tolerance: float) -> None:
@@ -221,13 +225,13 @@ def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, determini
     world, batch = make_world(len(seeds)), len(seeds)
     world.reset(seeds=seeds)
     good = sample_actions(world.spec, batch, chunk, 3)
-    wrong = {
+    bad_actions = {
         "no chunk axis": good[:, 0],
         "too few rows": good[:-1],
         "too many action dimensions": np.concatenate([good, good], axis=-1),
         "an empty chunk": good[:, :0],
     }
-    for name, actions in wrong.items():
+    for name, actions in bad_actions.items():
         expect_error(world, actions, SpecError, f"actions with {name}")
     for name, value in {"NaN": np.nan, "infinity": np.inf}.items():
         actions = good.copy()
@@ -259,9 +263,9 @@ def check_repeats(make_world: MakeWorld, seeds: Array, chunk: int, tolerance: fl
     twin.reset(seeds=seeds[::-1])
     for index in range(3):
         actions = sample_actions(world.spec, len(seeds), chunk, 10 + index)
-        mine, its = world.step(actions), twin.step(actions[::-1].copy())
+        step, its = world.step(actions), twin.step(actions[::-1].copy())
         text = "the same seed and actions give the same episode in any row"
-        check_same_step(world, mine, reorder(its, np.arange(len(seeds))[::-1]), text, tolerance)
+        check_same_step(world, step, reorder(its, np.arange(len(seeds))[::-1]), text, tolerance)
     world.close()
     twin.close()
 
@@ -305,32 +309,32 @@ def check_snapshots(make_world: MakeWorld, seeds: Array, chunk: int, determinist
         promise(world, False, "it has snapshot and restore (or pass snapshots=False)")
         return
     world.reset(seeds=seeds)
-    seen = copy(world.step(sample_actions(world.spec, batch, chunk, 30)).observation)
-    saved = world.snapshot()
-    promise(world, len(saved) == batch, "a snapshot of all rows has B rows")
+    start = copy(world.step(sample_actions(world.spec, batch, chunk, 30)).observation)
+    snapshot = world.snapshot()
+    promise(world, len(snapshot) == batch, "a snapshot of all rows has B rows")
     actions = [
         np.repeat(sample_actions(world.spec, 1, chunk, 200 + index), batch, axis=0)
         for index in range(-(-world.spec.horizon // chunk))
     ]
     first = [world.step(each) for each in actions]
     world.reset(seeds=seeds + batch)
-    check_same(world, seen, world.restore(saved), "restore shows the observation of the snapshot", 0.0)
+    check_same(world, start, world.restore(snapshot), "restore shows the observation of the snapshot", 0.0)
     if deterministic:
         for before, each in zip(first, actions, strict=True):
             check_same_step(world, before, world.step(each), "a restored row repeats its future", tolerance)
     zero = np.zeros(batch, dtype=np.int64)
-    branched = world.restore(saved.take(zero))
-    check_same(world, take(seen, zero), branched, "a snapshot can be restored into several rows", 0.0)
+    branched = world.restore(snapshot.take(zero))
+    check_same(world, take(start, zero), branched, "a snapshot can be restored into several rows", 0.0)
     if deterministic:
         text = "branches of one snapshot with the same actions are equal"
         check_same_step(world, reorder(first[0], zero), world.step(actions[0]), text, tolerance)
-    world.restore(saved)
-    world.restore(saved.take([0]), rows=[batch - 1])
+    world.restore(snapshot)
+    world.restore(snapshot.take([0]), rows=[batch - 1])
     mixed = np.concatenate([np.arange(batch - 1), [0]])
     part = world.snapshot(rows=[batch - 1])
     promise(world, len(part) == 1, "a snapshot of one row has one row")
     observation = world.restore(part, rows=[batch - 1])
-    check_same(world, take(seen, mixed), observation, "restore(rows) touches only these rows", 0.0)
+    check_same(world, take(start, mixed), observation, "restore(rows) touches only these rows", 0.0)
     world.close()
 
 

@@ -85,22 +85,24 @@ def _check_build(kind: type[LearnedModel], config: object, spec: WorldSpec, epis
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         twin = kind.build(config, spec, episodes, 0)
-    missing = [name for name in _members(LearnedModel) if not hasattr(model, name)]
-    _promise(model, not missing, f"it has all of `LearnedModel`; it lacks {', '.join(missing)}")
+    missing_names = [name for name in _members(LearnedModel) if not hasattr(model, name)]
+    _promise(model, not missing_names, f"it has all of `LearnedModel`; it lacks {', '.join(missing_names)}")
     first, second = module(model).state_dict(), module(twin).state_dict()
-    alike = set(first) == set(second) and all(torch.equal(value, second[name]) for name, value in first.items())
-    _promise(model, alike, "build: equal seeds give equal weights, whatever the global generator")
+    is_same = set(first) == set(second) and all(torch.equal(value, second[name]) for name, value in first.items())
+    _promise(model, is_same, "build: equal seeds give equal weights, whatever the global generator")
     return model
 
 
 def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
-    own = model.spec
-    _promise(model, bool(own.rewards), "spec: it has reward terms")
-    _promise(model, own.action == spec.action and own.fps == spec.fps, "spec: actions and fps are the world's")
-    _promise(model, own.instructions == spec.instructions, "spec: instructions are the world's")
+    model_spec = model.spec
+    _promise(model, bool(model_spec.rewards), "spec: it has reward terms")
+    _promise(
+        model, model_spec.action == spec.action and model_spec.fps == spec.fps, "spec: actions and fps are the world's"
+    )
+    _promise(model, model_spec.instructions == spec.instructions, "spec: instructions are the world's")
     _promise(model, isinstance(model.context, int) and model.context >= 1, "context is a number of frames, 1 or more")
-    read = model.reads if isinstance(model, DecoderFree) else own.observation
-    odd = [key for key, field in read.items() if spec.observation.get(key) != field]
+    fields_in_use = model.reads if isinstance(model, DecoderFree) else model_spec.observation
+    odd = [key for key, field in fields_in_use.items() if spec.observation.get(key) != field]
     _promise(
         model, not odd, f"it reads and decodes fields of the world; not of it: {', '.join(odd)} (see `DecoderFree`)"
     )
@@ -108,36 +110,36 @@ def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
 
 def _check_stage(model: LearnedModel, name: str, part: Regression, episodes: Episodes, steps: int) -> None:
     """Compare two batches from equal generators, and two losses, and train for some steps."""
-    fitted, where = module(part), f"stage '{name}'"
+    fitted_module, label = module(part), f"stage '{name}'"
     twins = [list(islice(_batches(part, episodes, seed), 2)) for seed in (3, 3, 4)]
-    _promise(model, _same(twins[0], twins[1]), f"{where}: equal generators give equal batches")
-    _promise(model, not _same(twins[0], twins[2]), f"{where}: batches are drawn with the generator")
-    fitted.train()
+    _promise(model, _same(twins[0], twins[1]), f"{label}: equal generators give equal batches")
+    _promise(model, not _same(twins[0], twins[2]), f"{label}: batches are drawn with the generator")
+    fitted_module.train()
     batch = twins[0][0]
     losses, again = (part.loss(batch, torch.Generator().manual_seed(5)) for _ in range(2))
-    _promise(model, bool(losses), f"{where}: loss has parts")
+    _promise(model, bool(losses), f"{label}: loss has parts")
     for key, value in losses.items():
-        text = f"{where}: loss '{key}' is [N] and finite"
+        text = f"{label}: loss '{key}' is [N] and finite"
         _promise(model, value.ndim == 1 and bool(value.isfinite().all()), f"{text}, not {list(value.shape)}")
-    _promise(model, _same(losses, again), f"{where}: equal generators give equal losses")
-    weights = [weight for weight in fitted.parameters() if weight.requires_grad]
+    _promise(model, _same(losses, again), f"{label}: equal generators give equal losses")
+    weights = [weight for weight in fitted_module.parameters() if weight.requires_grad]
     before = [weight.detach().clone() for weight in weights]
     optimiser = torch.optim.Adam(weights, 1e-3)
-    for drawn in islice(_batches(part, episodes, 6), steps):
+    for training_batch in islice(_batches(part, episodes, 6), steps):
         optimiser.zero_grad()
         torch.stack(
-            [value.mean() for value in part.loss(drawn, torch.Generator().manual_seed(7)).values()]
+            [value.mean() for value in part.loss(training_batch, torch.Generator().manual_seed(7)).values()]
         ).sum().backward()
         optimiser.step()
-    changed = any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
+    has_changed = any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
     finite = all(bool(weight.isfinite().all()) for weight in weights)
-    _promise(model, changed and finite, f"{where}: {steps} steps change weights, which stay finite")
+    _promise(model, has_changed and finite, f"{label}: {steps} steps change weights, which stay finite")
 
 
 def _check_quantiles(model: LearnedModel) -> None:
-    found = model.uncertainty_quantiles
-    _promise(model, tuple(found.shape) == (101,), f"uncertainty_quantiles is [101], not {list(found.shape)}")
-    ascending = bool(found.isfinite().all()) and bool((found.diff() >= 0).all())
+    quantiles = model.uncertainty_quantiles
+    _promise(model, tuple(quantiles.shape) == (101,), f"uncertainty_quantiles is [101], not {list(quantiles.shape)}")
+    ascending = bool(quantiles.isfinite().all()) and bool((quantiles.diff() >= 0).all())
     _promise(model, ascending, "uncertainty_quantiles is finite and ascends after calibrate")
 
 
@@ -154,10 +156,14 @@ def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent
         model, _same(latent, model.initial(context, seeds)), "initial: equal contexts and seeds give equal latents"
     )
     several = context_at(episodes, steps, model.context + 2)
-    for begun in (context_at(episodes, steps, 1), several, type(context)(several.observation, several.task)):
-        other = model.initial(begun, seeds)
-        alike = {name: value.shape for name, value in other.items()} == {n: value.shape for n, value in latent.items()}
-        _promise(model, alike, "initial: a context of any length, with actions or without, gives latents of one shape")
+    for start in (context_at(episodes, steps, 1), several, type(context)(several.observation, several.task)):
+        other = model.initial(start, seeds)
+        is_same = {name: value.shape for name, value in other.items()} == {
+            n: value.shape for n, value in latent.items()
+        }
+        _promise(
+            model, is_same, "initial: a context of any length, with actions or without, gives latents of one shape"
+        )
     if isinstance(model, DecoderFree):
         _check_observation(model, model.show(latent), rows, "show")
     return latent
@@ -167,37 +173,39 @@ def _check_imagine(model: LearnedModel, latent: Latent) -> None:
     """Check one step and its result: names, shapes, types, and dependence on latent, seed and actions only."""
     rows, before = len(next(iter(latent.values()))), _copied(latent)
     actions = _actions(model, rows, 1)[:, 0]
-    given = actions.clone()
-    moved, seen = model.imagine(latent, actions)
+    actions_copy = actions.clone()
+    next_latent, outcome = model.imagine(latent, actions)
     _promise(model, _same(before, latent), "imagine: the latent that it is given stays as it was")
-    _promise(model, torch.equal(given, actions), "imagine: the actions that it is given stay as they were")
+    _promise(model, torch.equal(actions_copy, actions), "imagine: the actions that it is given stay as they were")
     layout = {name: (value.shape, value.dtype) for name, value in latent.items()}
-    after = {name: (value.shape, value.dtype) for name, value in moved.items()}
+    after = {name: (value.shape, value.dtype) for name, value in next_latent.items()}
     _promise(model, after == layout, "imagine: the next latent has the names, shapes and types of the one before")
-    _check_observation(model, seen.observation, rows, "imagine")
-    _promise(model, set(seen.rewards) == set(model.spec.rewards), f"imagine: rewards are {model.spec.rewards}")
-    for name, value in {**seen.rewards, "uncertainty": seen.uncertainty}.items():
+    _check_observation(model, outcome.observation, rows, "imagine")
+    _promise(model, set(outcome.rewards) == set(model.spec.rewards), f"imagine: rewards are {model.spec.rewards}")
+    for name, value in {**outcome.rewards, "uncertainty": outcome.uncertainty}.items():
         good = tuple(value.shape) == (rows,) and value.is_floating_point() and bool(value.isfinite().all())
         _promise(model, good and not value.requires_grad, f"imagine: {name} is [B], finite, floating, without gradient")
-    _promise(model, bool((seen.uncertainty >= 0).all()), "imagine: uncertainty is not negative")
-    for name, flag in (("success", seen.success), ("terminated", seen.terminated)):
+    _promise(model, bool((outcome.uncertainty >= 0).all()), "imagine: uncertainty is not negative")
+    for name, flag in (("success", outcome.success), ("terminated", outcome.terminated)):
         good = tuple(flag.shape) == (rows,) and flag.dtype == torch.bool
         _promise(model, good, f"imagine: {name} is [B] bool, not {list(flag.shape)} {flag.dtype}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
         again = model.imagine(before, actions)
-    _promise(model, _same((moved, seen), again), "imagine: equal latents and actions lead to the same, bit by bit")
+    _promise(
+        model, _same((next_latent, outcome), again), "imagine: equal latents and actions lead to the same, bit by bit"
+    )
     if isinstance(model, DecoderFree):
-        shown = model.show(moved)
-        alike = all(torch.equal(shown[key], seen.observation[key]) for key in model.spec.observation)
-        _promise(model, alike, "show: what is seen after a step is what the new latent shows")
+        observation = model.show(next_latent)
+        is_same = all(torch.equal(observation[key], outcome.observation[key]) for key in model.spec.observation)
+        _promise(model, is_same, "show: what is seen after a step is what the new latent shows")
 
 
 def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
     """Permute rows, run one alone, and branch copies."""
     rows = len(next(iter(latent.values())))
     actions = _actions(model, rows, 3)
-    whole = _followed(model, latent, actions)
+    all_outcomes = _followed(model, latent, actions)
     order = torch.arange(rows - 1, -1, -1)
     for index, text in (
         (order, "an episode is the same in another row"),
@@ -205,13 +213,13 @@ def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
         (order[[0, 0, 1]], "copies of a latent go on alike"),
     ):
         part = _followed(model, {name: value[index] for name, value in latent.items()}, actions[index])
-        for first, second in zip(whole, part, strict=True):
+        for first, second in zip(all_outcomes, part, strict=True):
             _promise(model, _near(_rows(first, index), second, tolerance), f"imagine: {text} (within {tolerance})")
-    moved, _ = model.imagine(latent, actions[:, 0])
-    branch = _copied(moved)
-    model.imagine(moved, -actions[:, 1])
-    alike = _same(model.imagine(branch, actions[:, 1])[1], whole[1])
-    _promise(model, alike, "imagine: a copied latent branches exactly, whatever is imagined beside it")
+    next_latent, _ = model.imagine(latent, actions[:, 0])
+    branch = _copied(next_latent)
+    model.imagine(next_latent, -actions[:, 1])
+    is_same = _same(model.imagine(branch, actions[:, 1])[1], all_outcomes[1])
+    _promise(model, is_same, "imagine: a copied latent branches exactly, whatever is imagined beside it")
 
 
 def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Latent) -> None:
@@ -225,8 +233,8 @@ def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Laten
     _promise(model, restored.context == model.context, "restore: the context is the one that was described")
     rows = len(next(iter(latent.values())))
     actions = _actions(model, rows, 2)
-    alike = _same(_followed(model, latent, actions), _followed(restored, latent, actions))
-    _promise(model, alike, "restore: the restored model imagines bitwise the same")
+    is_same = _same(_followed(model, latent, actions), _followed(restored, latent, actions))
+    _promise(model, is_same, "restore: the restored model imagines bitwise the same")
 
 
 def _check_generate(model: ChunkModel, latent: Latent, tolerance: float) -> None:
@@ -235,12 +243,12 @@ def _check_generate(model: ChunkModel, latent: Latent, tolerance: float) -> None
     actions = _actions(model, rows, 7)
     single = _followed(model, latent, actions)
     _, together = model.generate(latent, actions)
-    moved, parts = model.generate(latent, actions[:, :3])
-    parts = [*parts, *model.generate(moved, actions[:, 3:])[1]]
-    for found in (together, parts):
-        _promise(model, len(found) == len(single), "generate: there is one imagined step for every action")
-        alike = all(_near(first, second, tolerance) for first, second in zip(single, found, strict=True))
-        _promise(model, alike, f"generate: steps are those that imagine gives one by one (within {tolerance})")
+    next_latent, parts = model.generate(latent, actions[:, :3])
+    parts = [*parts, *model.generate(next_latent, actions[:, 3:])[1]]
+    for outcomes in (together, parts):
+        _promise(model, len(outcomes) == len(single), "generate: there is one imagined step for every action")
+        is_same = all(_near(first, second, tolerance) for first, second in zip(single, outcomes, strict=True))
+        _promise(model, is_same, f"generate: steps are those that imagine gives one by one (within {tolerance})")
 
 
 def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int, where: str) -> None:
@@ -259,11 +267,11 @@ def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int
 
 def _followed(model: WorldModel, latent: Latent, actions: Tensor) -> list[Imagined]:
     """Imagine actions [B, T, A] one step at a time."""
-    found = []
+    outcomes = []
     for action in actions.unbind(1):
-        latent, seen = model.imagine(latent, action)
-        found.append(seen)
-    return found
+        latent, outcome = model.imagine(latent, action)
+        outcomes.append(outcome)
+    return outcomes
 
 
 def _actions(model: WorldModel, rows: int, steps: int) -> Tensor:

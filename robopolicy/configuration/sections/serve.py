@@ -38,11 +38,11 @@ class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
         if not self.robot:
             plain = AttachedRobot()
             names = [each.name for each in fields(AttachedRobot)]
-            said = [f"drive.{name}" for name in names if getattr(self, name) != getattr(plain, name)]
-            if said:
+            robot_settings = [f"drive.{name}" for name in names if getattr(self, name) != getattr(plain, name)]
+            if robot_settings:
                 raise ConfigError(
-                    f"{', '.join(said)}: of a robot that is attached (drive.robot=TYPE), and the simulated one that is "
-                    "driven without does not know what to do with it. Leave it out."
+                    f"{', '.join(robot_settings)}: of a robot that is attached (drive.robot=TYPE), and the simulated "
+                    f"one that is driven without does not know what to do with it. Leave it out."
                 )
             return
         if self.rate < 0:

@@ -55,14 +55,15 @@ class PipelineSection:
     """
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.changes if name not in self.stages]
-        if unknown:
+        unknown_stages = [name for name in self.changes if name not in self.stages]
+        if unknown_stages:
             raise ConfigError(
-                f"pipeline.changes.{unknown[0]}: there is no such stage.{did_you_mean(unknown[0], self.stages)}"
+                f"pipeline.changes.{unknown_stages[0]}: there is no such "
+                f"stage.{did_you_mean(unknown_stages[0], self.stages)}"
             )
         stages: Mapping[str, object] = self.stages
-        for name, said in stages.items():
-            if isinstance(said, str) or not said:
+        for name, stage in stages.items():
+            if isinstance(stage, str) or not stage:
                 raise ConfigError(f"pipeline.stages.{name} is a list: its verb, then its settings.")
             if not name.isidentifier() or name == "seed":
                 raise ConfigError(f"pipeline.stages: '{name}' names a folder and stands in braces: letters, digits, _.")

@@ -95,13 +95,13 @@ class GaussianACT(LeRobotModule):
         """
         condition = self.encode(observation)
         normal = self._normal(condition)
-        drawn = normal.mean if deterministic else normal.sample(_noise(normal.mean, generator))
-        logp = _mean_over_elements(normal.log_prob(drawn), None)
-        latents = {"actions": drawn, **(condition if self.caches_condition else {})}
+        sample = normal.mean if deterministic else normal.sample(_noise(normal.mean, generator))
+        logp = _mean_over_elements(normal.log_prob(sample), None)
+        latents = {"actions": sample, **(condition if self.caches_condition else {})}
         if self.record_means:
             latents["mean"] = normal.mean[:, None]
         mask = torch.full_like(logp, not deterministic, dtype=torch.bool)
-        return Decision(self._in_world(drawn), latents, torch.where(mask, logp, 0.0), mask)
+        return Decision(self._in_world(sample), latents, torch.where(mask, logp, 0.0), mask)
 
     @torch.no_grad()
     def predict(
@@ -125,14 +125,16 @@ class GaussianACT(LeRobotModule):
         image features replace the images while the backbone is frozen. extras: mean [N, 1, C, A] and std [1, 1, A].
         Raises SpecError if actions or observation have wrong shapes.
         """
-        drawn, expected = latents["actions"], (self.spec.chunk, self.spec.action.size)
-        if tuple(drawn.shape[1:]) != expected:
+        recorded_actions, expected = latents["actions"], (self.spec.chunk, self.spec.action.size)
+        if tuple(recorded_actions.shape[1:]) != expected:
             raise SpecError(
-                f"The actions have shape {list(drawn.shape)}, this policy's are [N, {str(expected)[1:-1]}]."
+                f"The actions have shape {list(recorded_actions.shape)}, this policy's are [N, {str(expected)[1:-1]}]."
             )
-        kept = {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
-        normal = self._normal(kept or self.encode(observation))
-        logp = _mean_over_elements(normal.log_prob(drawn), latents.get("executed"))
+        cached_condition = (
+            {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
+        )
+        normal = self._normal(cached_condition or self.encode(observation))
+        logp = _mean_over_elements(normal.log_prob(recorded_actions), latents.get("executed"))
         entropy = normal.entropy().mean().expand(logp.shape)
         if "chosen" in latents:
             logp, entropy = logp.gather(1, latents["chosen"]), entropy.gather(1, latents["chosen"])
@@ -141,8 +143,8 @@ class GaussianACT(LeRobotModule):
     def describe_steps(self) -> dict[str, Any]:
         """See `core.steps.DescribesSteps`; the exploration std is not included."""
         action = self.spec.action.size
-        said = {"kind": "one Gaussian around a chunk", "executed steps": self.spec.chunk}
-        return said | stood_for(self.executed, action, self.action_low.device)
+        description = {"kind": "one Gaussian around a chunk", "executed steps": self.spec.chunk}
+        return description | stood_for(self.executed, action, self.action_low.device)
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have produced chunks [N, C, A] in world units."""
@@ -158,18 +160,18 @@ class GaussianACT(LeRobotModule):
         """
         inner: Any = self.policy
         actions, valid = check_chunks(batch, self.spec.prediction, self.spec.action.size)
-        wanted = self.normalised(actions.float())
-        known = {**self.reader.frames(batch["observation"])[-1], ACTION: wanted, PADDING: ~valid}
-        known[IMAGES] = [known[key] for key in inner.config.image_features]
-        if not known[IMAGES]:
-            del known[IMAGES]  # by whose presence LeRobot tells whether there are cameras
+        target = self.normalised(actions.float())
+        inputs = {**self.reader.frames(batch["observation"])[-1], ACTION: target, PADDING: ~valid}
+        inputs[IMAGES] = [inputs[key] for key in inner.config.image_features]
+        if not inputs[IMAGES]:
+            del inputs[IMAGES]  # by whose presence LeRobot tells whether there are cameras
         try:
             inner.model.train()
-            with drawing_from(generator, wanted.device):
-                chunk, (mean, log_variance) = inner.model(known)
+            with drawing_from(generator, target.device):
+                chunk, (mean, log_variance) = inner.model(inputs)
         finally:
             inner.model.eval()
-        error, weight = (chunk - wanted).abs().mean(-1), valid.to(chunk.dtype)
+        error, weight = (chunk - target).abs().mean(-1), valid.to(chunk.dtype)
         terms = {"l1": (error * weight).sum(-1) / weight.sum(-1).clamp_min(1.0)}
         if mean is not None:
             # KL(N(mean, variance) || N(0, 1)), summed over the elements of ACT's latent.
@@ -185,9 +187,9 @@ class GaussianACT(LeRobotModule):
         inner: Any = self.policy
         frame = self.reader.frames(observation)[-1]
         cameras = tuple(inner.config.image_features)
-        seen = {key: inner.model.backbone(frame[key])["feature_map"] for key in cameras}
+        feature_maps = {key: inner.model.backbone(frame[key])["feature_map"] for key in cameras}
         return {
-            f"{CONDITION}.{key}": seen.get(key, value)
+            f"{CONDITION}.{key}": feature_maps.get(key, value)
             for key, value in frame.items()
             if key in inner.config.input_features
         }
@@ -211,10 +213,12 @@ class GaussianACT(LeRobotModule):
 
     def save(self, folder: Path) -> None:
         """Write a LeRobot checkpoint atomically, with the standard deviations in robopolicy.json next to it."""
-        settings, found = self.reader.settings, self.log_std.detach().cpu()
+        settings, std_values = self.reader.settings, self.log_std.detach().cpu()
         # Where nothing was learned nothing is said, so that another std can be chosen still.
-        learned = settings.log_std is not None or not torch.equal(found, _begins_at(settings.tuning, len(found)))
-        log_std = tuple(found.tolist()) if learned else None
+        was_trained = settings.log_std is not None or not torch.equal(
+            std_values, _begins_at(settings.tuning, len(std_values))
+        )
+        log_std = tuple(std_values.tolist()) if was_trained else None
         self.write(folder, replace(settings, log_std=log_std, **described_origin(self)))
 
     def _normal(self, condition: Condition) -> Normal:
@@ -224,12 +228,12 @@ class GaussianACT(LeRobotModule):
     def _chunk(self, condition: Condition) -> Tensor:
         """Return the chunk [N, P, A] that ACT predicts, in normalised actions."""
         inner: Any = self.policy
-        known: dict[str, Any] = {name.removeprefix(f"{CONDITION}."): value for name, value in condition.items()}
+        inputs: dict[str, Any] = {name.removeprefix(f"{CONDITION}."): value for name, value in condition.items()}
         if inner.config.image_features:
-            known[IMAGES] = [known[key] for key in inner.config.image_features]
+            inputs[IMAGES] = [inputs[key] for key in inner.config.image_features]
         model = copy.copy(inner.model)  # shallow: the same weights
         model._modules = {**inner.model._modules, "backbone": _Seen()}
-        return multiplied(lambda: model(known)[0], self.log_std.device)
+        return multiplied(lambda: model(inputs)[0], self.log_std.device)
 
     def _in_world(self, actions: Tensor) -> Tensor:
         return in_range(self.executed(actions), self.action_low, self.action_high)
@@ -259,5 +263,5 @@ def _mean_over_elements(logp: Tensor, executed: Tensor | None) -> Tensor:
     """Return the mean [N, 1] of log-densities [N, C, A] over the steps in executed [N, C]."""
     if executed is None:
         return logp.mean((1, 2))[:, None]
-    counted = executed[..., None].to(logp.dtype)
-    return (logp * counted).sum((1, 2))[:, None] / (counted.sum((1, 2))[:, None] * logp.shape[-1]).clamp_min(1)
+    weight = executed[..., None].to(logp.dtype)
+    return (logp * weight).sum((1, 2))[:, None] / (weight.sum((1, 2))[:, None] * logp.shape[-1]).clamp_min(1)

@@ -100,9 +100,9 @@ def load_lerobot_policy(
             require_memory(folder, torch.device(device))
         policy = read_policy(folder, config, weights)
         preprocess, postprocess = read_processors(folder, config, policy)
-    made = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
-    remember_described(made, {WORLD: settings.world, RENAMED: settings.renamed}, folder / SETTINGS_FILE)
-    return made
+    loaded_policy = LeRobotPolicy(policy.eval(), preprocess, postprocess, settings, folder)
+    remember_described(loaded_policy, {WORLD: settings.world, RENAMED: settings.renamed}, folder / SETTINGS_FILE)
+    return loaded_policy
 
 
 class LeRobotPolicy(LeRobotReader):
@@ -175,8 +175,8 @@ class LeRobotPolicy(LeRobotReader):
         policy.reset()
         if hasattr(policy, "_queues"):
             # LeRobot stacks the queues of the last observations; for this one call they hold the world's history.
-            shown = {key: [frame[key] for frame in frames] for key in policy._queues if key in batch}
-            policy._queues = {**policy._queues, **shown}
+            frames_of_queues = {key: [frame[key] for frame in frames] for key in policy._queues if key in batch}
+            policy._queues = {**policy._queues, **frames_of_queues}
         try:
             with drawing_from(generator, self.device):
                 actions: Tensor = policy.predict_action_chunk(batch, **options)[:, :steps]
@@ -247,20 +247,20 @@ class FromLeRobot:
         Raises ConfigError without a path, and as `load_lerobot_policy` and `trainable_lerobot` do.
         """
         folder = recover_folder(folder_of(config))
-        known = read_settings(folder)
-        if known.base is not None:
+        saved_settings = read_settings(folder)
+        if saved_settings.base is not None:
             warnings.warn(
                 f"{folder} was fine-tuned over a frozen base, which takes its first denoising steps: it is left "
                 "behind, and one network learns to take them all.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
-            known = replace(known, base=None)
-        tuning = replace(known.tuning, tuned=config.tuned)
-        settings = replace(known, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
+            saved_settings = replace(saved_settings, base=None)
+        tuning = replace(saved_settings.tuning, tuned=config.tuned)
+        settings = replace(saved_settings, fps=spec.fps, instructions=spec.instructions, tuning=tuning)
         policy = load_lerobot_policy(folder, settings=settings)
         try:
-            require_fit(replace(policy.spec, fps=known.fps), spec)
+            require_fit(replace(policy.spec, fps=saved_settings.fps), spec)
         except SpecError as error:
             advice = policy.mapping_for(spec)
             raise SpecError(f"The data is not what {folder} reads. {error} {advice}".strip()) from error
@@ -308,11 +308,11 @@ def _require_transformers(kind: str) -> None:
         return
     require_extra("transformers", "vla")
     installed = version("transformers")
-    found = tuple(map(int, installed.split(".")[:2]))
+    installed_version = tuple(map(int, installed.split(".")[:2]))
     first, last = (".".join(map(str, each)) for each in (OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS))
-    if OLDEST_TRANSFORMERS <= found < NEWEST_TRANSFORMERS:
+    if OLDEST_TRANSFORMERS <= installed_version < NEWEST_TRANSFORMERS:
         return
-    breaks = "breaks with" if found >= NEWEST_TRANSFORMERS else "was not tried with"
+    breaks = "breaks with" if installed_version >= NEWEST_TRANSFORMERS else "was not tried with"
     raise ConfigError(
         f"LeRobot's '{kind}' {breaks} transformers {installed}: install one from {first} to before {last}, pip install "
         f"'transformers>={first},<{last}'."

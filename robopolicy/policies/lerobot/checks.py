@@ -132,9 +132,9 @@ def check_processor(folder: Path, name: str, kind: str) -> None:
     steps = read_object(path).get("steps")
     if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
         raise CheckpointError(f"{path} is corrupt: it lists no steps. Restore it from a copy.")
-    known = (*STEPS, ACTION_TOKENIZER) if kind == "pi0_fast" else STEPS
+    allowed_steps = (*STEPS, ACTION_TOKENIZER) if kind == "pi0_fast" else STEPS
     for step in steps:
-        _check_step(path, step, known)
+        _check_step(path, step, allowed_steps)
         check_numbers(path, step)
         state = step.get("state_file")
         if state is not None and not (isinstance(state, str) and Path(state).name == state):
@@ -183,9 +183,9 @@ def check_normalisation(folder: Path) -> None:
     before, after = (_steps(folder, name) for name in PROCESSORS)
     normalisers = [step for step in before if _name(step).startswith("normalizer")]
     inverses = [step for step in after if _name(step).startswith("unnormalizer")]
-    for name, found in ((PROCESSORS[0], normalisers), (PROCESSORS[1], inverses)):
-        if len(found) > 1:
-            raise CheckpointError(f"{folder / name} normalises {len(found)} times. {_SAVED_TOGETHER}")
+    for name, steps in ((PROCESSORS[0], normalisers), (PROCESSORS[1], inverses)):
+        if len(steps) > 1:
+            raise CheckpointError(f"{folder / name} normalises {len(steps)} times. {_SAVED_TOGETHER}")
     pictures_done = any(_name(step) == PICTURES_OTHERWISE for step in before)
     notes = [
         _compared(folder, name, feature, mapping, normalisers, PROCESSORS[0])
@@ -196,8 +196,8 @@ def check_normalisation(folder: Path) -> None:
     for name in outputs:
         _require_inverse(folder, name, normalisers, inverses)
     notes += _unread(before, inputs, folder / PROCESSORS[0])
-    if said := " ".join(note for note in notes if note):
-        warnings.warn(f"{folder}: {said} It acts as its processors say.", RobopolicyWarning, stacklevel=2)
+    if message := " ".join(note for note in notes if note):
+        warnings.warn(f"{folder}: {message} It acts as its processors say.", RobopolicyWarning, stacklevel=2)
 
 
 _SAVED_TOGETHER = (
@@ -220,14 +220,14 @@ def _type_of(feature: Any) -> str:
 
 def _way(steps: list[Mapping[str, Any]], name: str) -> str:
     """Return the normalisation method of the first of `steps` that normalises feature `name`."""
-    told = steps[0].get("config") if steps else None
-    if not is_mapping(told):
+    config = steps[0].get("config") if steps else None
+    if not is_mapping(config):
         return AS_IT_IS
-    features, ways = told.get("features"), told.get("norm_map")
-    chosen = told.get("normalize_observation_keys")
+    features, ways = config.get("features"), config.get("norm_map")
+    normalised_names = config.get("normalize_observation_keys")
     if not (is_mapping(features) and is_mapping(ways)) or name not in features:
         return AS_IT_IS
-    if is_sequence(chosen) and name not in chosen and _type_of(features[name]) != "ACTION":
+    if is_sequence(normalised_names) and name not in normalised_names and _type_of(features[name]) != "ACTION":
         return AS_IT_IS
     return str(ways.get(_type_of(features[name]), AS_IT_IS))
 
@@ -239,30 +239,30 @@ def _compared(
 
     Raises CheckpointError when it does not normalise the feature at all.
     """
-    wanted, done = str(mapping.get(_type_of(feature), AS_IT_IS)), _way(steps, name)
-    if done == AS_IT_IS and wanted != AS_IT_IS:
+    expected, done = str(mapping.get(_type_of(feature), AS_IT_IS)), _way(steps, name)
+    if done == AS_IT_IS and expected != AS_IT_IS:
         has = "leaves it as it is" if steps else "has no step that does"
         raise CheckpointError(
-            f"{folder / 'config.json'} normalises '{name}' by {wanted} (normalization_mapping), and {file} {has}. "
+            f"{folder / 'config.json'} normalises '{name}' by {expected} (normalization_mapping), and {file} {has}. "
             f"{_SAVED_TOGETHER}"
         )
-    if wanted == done:
+    if expected == done:
         return ""
-    return f"config.json normalises '{name}' by {wanted} (normalization_mapping), and {file} by {done}."
+    return f"config.json normalises '{name}' by {expected} (normalization_mapping), and {file} by {done}."
 
 
 def _require_inverse(
     folder: Path, name: str, normalisers: list[Mapping[str, Any]], inverses: list[Mapping[str, Any]]
 ) -> None:
     """Raise CheckpointError if an output is unnormalised with another method than used in training."""
-    there, back = _way(normalisers, name), _way(inverses, name)
-    both = is_mapping(told := normalisers[0].get("config") if normalisers else None) and name in told.get(
+    forward_method, back = _way(normalisers, name), _way(inverses, name)
+    both = is_mapping(config := normalisers[0].get("config") if normalisers else None) and name in config.get(
         "features", {}
     )
-    if both and there != back:
+    if both and forward_method != back:
         raise CheckpointError(
-            f"{folder}: '{name}' is normalised by {there} in training ({PROCESSORS[0]}) and brought back by {back} "
-            f"({PROCESSORS[1]}). {_SAVED_TOGETHER}"
+            f"{folder}: '{name}' is normalised by {forward_method} in training ({PROCESSORS[0]}) and brought back by "
+            f"{back} ({PROCESSORS[1]}). {_SAVED_TOGETHER}"
         )
     files = [step.get("state_file") for step in (*normalisers, *inverses)]
     if not both or back == AS_IT_IS or len(files) != 2 or None in files:
@@ -282,20 +282,20 @@ def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Pa
     Raises CheckpointError when a step of the processor at `path` renames an input of the policy without replacement, or
     maps two features to one name.
     """
-    told = [step.get("config") for step in before if _name(step) == "rename_observations_processor"]
+    configs = [step.get("config") for step in before if _name(step) == "rename_observations_processor"]
     notes: list[str] = []
-    for pairs in (each.get("rename_map", {}) for each in told if is_mapping(each)):
+    for pairs in (each.get("rename_map", {}) for each in configs if is_mapping(each)):
         if not is_mapping(pairs) or not all(isinstance(new, str) for new in pairs.values()):
             raise CheckpointError(f"{path} has a rename_map that is none: it is {{NAME: NAME}}.")
-        given = list(pairs.values())
-        if twice := [new for new in given if given.count(new) > 1]:
+        new_names = list(pairs.values())
+        if twice := [new for new in new_names if new_names.count(new) > 1]:
             raise CheckpointError(
                 f"{path} renames two observations to '{twice[0]}': keep the one that the policy reads."
             )
-        if gone := [old for old in pairs if old in inputs and old not in given]:
+        if unreadable := [old for old in pairs if old in inputs and old not in new_names]:
             raise CheckpointError(
-                f"{path} renames '{gone[0]}' to '{pairs[gone[0]]}', and config.json reads it as '{gone[0]}': take it "
-                "out of rename_map."
+                f"{path} renames '{unreadable[0]}' to '{pairs[unreadable[0]]}', and config.json reads it as "
+                f"'{unreadable[0]}': take it out of rename_map."
             )
         notes += [
             f"{PROCESSORS[0]} renames '{old}' to '{new}', which config.json does not read."

@@ -182,12 +182,12 @@ class SmolVLA(Prefixed):
 
         batch = dict(frames[-1])
         images, image_masks = self.policy.prepare_images(batch)
-        missing = max(0, self.config.tokenizer_max_length - batch[TOKENS].shape[1])  # its processor may say more
-        tokens, words = (nn.functional.pad(batch[name], (0, missing)) for name in (TOKENS, TOKEN_MASK))
+        padding = max(0, self.config.tokenizer_max_length - batch[TOKENS].shape[1])  # its processor may say more
+        tokens, words = (nn.functional.pad(batch[name], (0, padding)) for name in (TOKENS, TOKEN_MASK))
         state = self.policy.prepare_state(batch)
-        embedded, seen, order = self.model.embed_prefix(images, image_masks, tokens, words.bool(), state=state)
-        mask = make_att_2d_masks(seen, order)
-        return _read_prefix(self.model.vlm_with_expert, embedded, seen, mask)
+        embedded, padding_mask, order = self.model.embed_prefix(images, image_masks, tokens, words.bool(), state=state)
+        mask = make_att_2d_masks(padding_mask, order)
+        return _read_prefix(self.model.vlm_with_expert, embedded, padding_mask, mask)
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, P, L]; see `Family`."""
@@ -195,8 +195,8 @@ class SmolVLA(Prefixed):
 
     def denoise_several(self, x: Tensor, times: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, k, P, L]; see `SeveralAtOnce`."""
-        suffixes, seen, order = self.model.embed_suffix(x.flatten(0, 1), times.flatten())
-        suffix, positions, mask = _side_by_side(suffixes, seen, order, condition[MASK])
+        suffixes, padding_mask, order = self.model.embed_suffix(x.flatten(0, 1), times.flatten())
+        suffix, positions, mask = _side_by_side(suffixes, padding_mask, order, condition[MASK])
         (_, after), _ = self.model.vlm_with_expert.forward(
             attention_mask=mask,
             position_ids=positions,
@@ -237,12 +237,14 @@ class Pi(Prefixed):
 
         batch, joint = frames[-1], self.model.paligemma_with_expert
         images, image_masks = self.policy._preprocess_images(batch)
-        embedded, seen, order = self.model.embed_prefix(images, image_masks, batch[TOKENS], batch[TOKEN_MASK].bool())
+        embedded, padding_mask, order = self.model.embed_prefix(
+            images, image_masks, batch[TOKENS], batch[TOKEN_MASK].bool()
+        )
         # As LeRobot's own `sample_actions` does before it reads a prefix under such a mask.
         joint.paligemma.model.language_model.config._attn_implementation = "eager"
-        mask = prepare_attention_masks_4d(make_att_2d_masks(seen, order))
+        mask = prepare_attention_masks_4d(make_att_2d_masks(padding_mask, order))
         state = {STATE: self.policy.prepare_state(batch)} if self.reads_state_apart else {}
-        return {**_read_prefix(joint, embedded, seen, mask), **state}
+        return {**_read_prefix(joint, embedded, padding_mask, mask), **state}
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """Predict velocities [N, P, L]; see `Family`."""
@@ -266,8 +268,8 @@ class Pi0(Pi):
         from lerobot.policies.common.vla_utils import prepare_attention_masks_4d
 
         state = condition[STATE].repeat_interleave(x.shape[1], 0)
-        suffixes, seen, order, _ = self.model.embed_suffix(state, x.flatten(0, 1), times.flatten())
-        suffix, positions, mask = _side_by_side(suffixes, seen, order, condition[MASK])
+        suffixes, padding_mask, order, _ = self.model.embed_suffix(state, x.flatten(0, 1), times.flatten())
+        suffix, positions, mask = _side_by_side(suffixes, padding_mask, order, condition[MASK])
         joint = self.model.paligemma_with_expert
         joint.gemma_expert.model.config._attn_implementation = "eager"
         (_, after), _ = joint.forward(
@@ -397,14 +399,14 @@ class XVLA:
 
     def read(self, frames: Sequence[Batch]) -> Condition:
         """See `Family`."""
-        given = self.policy._build_model_inputs(dict(frames[-1]))
-        images = given["image_input"].to(self._dtype)
-        seen = self.model.forward_vlm(given["input_ids"], images, given["image_mask"])
+        inputs = self.policy._build_model_inputs(dict(frames[-1]))
+        images = inputs["image_input"].to(self._dtype)
+        features = self.model.forward_vlm(inputs["input_ids"], images, inputs["image_mask"])
         return {
-            FEATURES: seen["vlm_features"],
-            VIEWS: seen["aux_visual_inputs"],
-            DOMAIN: given["domain_id"],
-            STATE: given["proprio"],
+            FEATURES: features["vlm_features"],
+            VIEWS: features["aux_visual_inputs"],
+            DOMAIN: inputs["domain_id"],
+            STATE: inputs["proprio"],
         }
 
     def denoise(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
@@ -476,10 +478,10 @@ WITHOUT_STEPS = ("act", "pi0_fast")
 def why_not_trainable(policy: "PreTrainedPolicy") -> str:
     """Return the reason why a LeRobot policy cannot be fine-tuned here, "" if it can."""
     config: Any = policy.config
-    known = (*FAMILIES, *WITHOUT_STEPS)
-    if config.type not in known:
+    kinds = (*FAMILIES, *WITHOUT_STEPS)
+    if config.type not in kinds:
         return (
-            f"its decisions have no probabilities here. Those that can be: {', '.join(known)}. What it does can be "
+            f"its decisions have no probabilities here. Those that can be: {', '.join(kinds)}. What it does can be "
             "recorded (collect.policy) and imitated by another policy."
         )
     if getattr(config, "adapt_to_pi_aloha", False):
@@ -567,8 +569,8 @@ def _read_prefix(joint: Any, embedded: Tensor, seen: Tensor, mask: Tensor) -> di
     """
     # Padding takes no place: positions count the tokens that are seen.
     positions = seen.cumsum(1) - 1
-    given = {"past_key_values": None, "inputs_embeds": [embedded, None], "use_cache": True}
-    _, cache = joint.forward(attention_mask=mask, position_ids=positions, **given)
+    arguments = {"past_key_values": None, "inputs_embeds": [embedded, None], "use_cache": True}
+    _, cache = joint.forward(attention_mask=mask, position_ids=positions, **arguments)
     return {
         KEYS: torch.stack([layer.keys for layer in cache.layers], 1),
         VALUES: torch.stack([layer.values for layer in cache.layers], 1),
@@ -589,9 +591,9 @@ def _side_by_side(suffixes: Tensor, seen: Tensor, order: Tensor, prefix: Tensor)
     rows = len(prefix)
     count = len(suffixes) // rows
     # A block for each suffix: within it LeRobot's own mask, and nothing between two of them.
-    apart = torch.block_diag(*make_att_2d_masks(seen[:1], order[:1]).expand(count, -1, -1))
-    length = len(apart)
-    mask = torch.cat([prefix[:, None].expand(-1, length, -1), apart.expand(rows, -1, -1)], 2)
+    block_mask = torch.block_diag(*make_att_2d_masks(seen[:1], order[:1]).expand(count, -1, -1))
+    length = len(block_mask)
+    mask = torch.cat([prefix[:, None].expand(-1, length, -1), block_mask.expand(rows, -1, -1)], 2)
     positions = prefix.sum(-1, keepdim=True) + (seen[0].cumsum(0) - 1).repeat(count)
     return suffixes.unflatten(0, (rows, count)).flatten(1, 2), positions, mask
 

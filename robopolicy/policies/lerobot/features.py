@@ -80,8 +80,8 @@ class LeRobotReader:
         self._features = {name: each for name, each in config.input_features.items() if EMPTY_CAMERA not in name}
         self._check_settings()
         # What a processor renames stands in the data, and so in the world, under its old name.
-        renamed = {new: old for step in preprocess.steps for old, new in getattr(step, "rename_map", {}).items()}
-        self._sources = {name: renamed.get(name, name) for name in self._features}
+        old_names = {new: old for step in preprocess.steps for old, new in getattr(step, "rename_map", {}).items()}
+        self._sources = {name: old_names.get(name, name) for name in self._features}
         self._keys = {name: self._key(name, source) for name, source in self._sources.items()}
         _require_room(config)
         chunk = int(getattr(config, CHUNK_KEYS[config.type]))
@@ -111,19 +111,19 @@ class LeRobotReader:
 
         See `known.ShowsRanges`.
         """
-        found: Ranges = {}
+        ranges: Ranges = {}
         for step in self.preprocess.steps:
             stats: dict[str, dict[str, Any]] = getattr(step, "stats", None) or {}
             for name, of in stats.items():
-                said = {each: torch.as_tensor(value).double().cpu().numpy() for each, value in of.items()}
-                if "mean" in said and "std" in said:
-                    reach = DEVIATIONS * said["std"]
-                    said |= {"below": said["mean"] - reach, "above": said["mean"] + reach}
+                statistics = {each: torch.as_tensor(value).double().cpu().numpy() for each, value in of.items()}
+                if "mean" in statistics and "std" in statistics:
+                    reach = DEVIATIONS * statistics["std"]
+                    statistics |= {"below": statistics["mean"] - reach, "above": statistics["mean"] + reach}
                 for least, greatest in (("min", "max"), ("q01", "q99"), ("below", "above")):
-                    if least in said and greatest in said:
-                        found[self.key_of(name)] = said[least], said[greatest]
+                    if least in statistics and greatest in statistics:
+                        ranges[self.key_of(name)] = statistics[least], statistics[greatest]
                         break
-        return found
+        return ranges
 
     @property
     def device(self) -> torch.device:
@@ -143,22 +143,22 @@ class LeRobotReader:
         return self._set(replace(self.settings, tuning=tuning))
 
     def _set(self, settings: LeRobotSettings) -> Self:
-        made = type(self)(self.policy, self.preprocess, self.postprocess, settings, self.folder)
-        remember_origin(made, origin_of(self))
-        remember_renaming(made, renaming_of(self))
-        return made
+        reader = type(self)(self.policy, self.preprocess, self.postprocess, settings, self.folder)
+        remember_origin(reader, origin_of(self))
+        remember_renaming(reader, renaming_of(self))
+        return reader
 
     def _check_settings(self) -> None:
         """Raise ConfigError, naming file and key, if settings refer to a feature that the policy does not have."""
         file = SETTINGS_FILE if self.folder is None else self.folder / SETTINGS_FILE
-        called = {theirs: ours for ours, theirs in self.settings.features.items()}
+        feature_of_key = {feature: world_key for world_key, feature in self.settings.features.items()}
         for key in ("features", "image_sizes", "names", "units"):
             for name in getattr(self.settings, key):
                 if name in self._features or (key, name) in (("names", "action"), ("units", "action")):
                     continue
                 nearest = did_you_mean(name, self._features)
-                if name in called:
-                    nearest = f" The world calls so what is '{called[name]}' here: write that."
+                if name in feature_of_key:
+                    nearest = f" The world calls so what is '{feature_of_key[name]}' here: write that."
                 raise ConfigError(f"{file}: {key} has '{name}', and the policy has no such feature.{nearest}")
 
     def _key(self, name: str, source: str) -> str:
@@ -187,12 +187,18 @@ class LeRobotReader:
 
     def named_as_in(self, world: WorldSpec) -> Self:
         """Return this policy with undeclared names and units taken from `world`, whose data it is trained on."""
-        mine = {name: self.spec.observation[key] for name, key in self._keys.items()} | {"action": self.spec.action}
-        theirs = {name: world.observation.get(key) for name, key in self._keys.items()} | {"action": world.action}
-        vectors = {name: field for name, field in theirs.items() if field is not None and len(field.shape) == 1}
-        known = {name: each.names for name, each in vectors.items() if each.names and each.shape == mine[name].shape}
-        units = {name: each.unit for name, each in vectors.items() if each.unit and each.shape == mine[name].shape}
-        names, units = {**known, **self.settings.names}, {**units, **self.settings.units}
+        policy_fields = {name: self.spec.observation[key] for name, key in self._keys.items()} | {
+            "action": self.spec.action
+        }
+        world_fields = {name: world.observation.get(key) for name, key in self._keys.items()} | {"action": world.action}
+        vectors = {name: field for name, field in world_fields.items() if field is not None and len(field.shape) == 1}
+        names_of_vectors = {
+            name: each.names for name, each in vectors.items() if each.names and each.shape == policy_fields[name].shape
+        }
+        units = {
+            name: each.unit for name, each in vectors.items() if each.unit and each.shape == policy_fields[name].shape
+        }
+        names, units = {**names_of_vectors, **self.settings.names}, {**units, **self.settings.units}
         return self._set(replace(self.settings, names=names, units=units))
 
     def mapping_for(self, world: WorldSpec) -> str:
@@ -203,31 +209,31 @@ class LeRobotReader:
             for name, key in self._keys.items()
             if key not in world.observation
         }
-        shown = {name: world.observation[self._keys[name]].shape for name in sorted(visual - set(other))}
-        read = {name: self.spec.observation[self._keys[name]].shape for name in shown}
-        sizes = {name: list(shape[:2]) for name, shape in shown.items() if read[name] != shape}
+        world_shapes = {name: world.observation[self._keys[name]].shape for name in sorted(visual - set(other))}
+        policy_shapes = {name: self.spec.observation[self._keys[name]].shape for name in world_shapes}
+        sizes = {name: list(shape[:2]) for name, shape in world_shapes.items() if policy_shapes[name] != shape}
         example = {**({"features": other} if other else {}), **({"image_sizes": sizes} if sizes else {})}
         return f"Where only names or sizes differ, put {json.dumps(example)} into {SETTINGS_FILE}." if example else ""
 
     def _require(self, observation: TensorObservation) -> None:
-        missing = [name for name, key in self._keys.items() if key not in observation]
-        if missing:
-            key = self._keys[missing[0]]
+        missing_names = [name for name, key in self._keys.items() if key not in observation]
+        if missing_names:
+            key = self._keys[missing_names[0]]
             kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if key.startswith(IMAGE_PREFIX) else f"field '{key}'"
-            shown = ", ".join(sorted(set(observation) - {TASK}))
-            example = json.dumps({"features": {missing[0]: "<key of the world>"}})
+            available = ", ".join(sorted(set(observation) - {TASK}))
+            example = json.dumps({"features": {missing_names[0]: "<key of the world>"}})
             raise SpecError(
                 f"The observation has no {kind}: the LeRobot policy reads {', '.join(sorted(self._keys.values()))}, "
-                f"shown are {shown}. Where only the names differ, put {example} into {SETTINGS_FILE} beside its "
+                f"shown are {available}. Where only the names differ, put {example} into {SETTINGS_FILE} beside its "
                 "config.json."
             )
         validate_observation(observation, self.spec.observation, rows_of(observation), self.spec.history)
 
     def _prepared(self, observation: TensorObservation, index: int) -> dict[str, Any]:
         """Return history frame `index` after LeRobot's preprocessor."""
-        known = self.spec.instructions  # data need not say the only one, which is what worlds say
-        said = observation.get(TASK, [known[0] if len(known) == 1 else ""] * rows_of(observation))
-        raw: dict[str, Any] = {TASK: list(said)}
+        instructions = self.spec.instructions  # data need not say the only one, which is what worlds say
+        texts = observation.get(TASK, [instructions[0] if len(instructions) == 1 else ""] * rows_of(observation))
+        raw: dict[str, Any] = {TASK: list(texts)}
         # Some of LeRobot's processors write numbers into texts, and weights without numbers have no device for them.
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         for name, source in self._sources.items():
@@ -235,8 +241,8 @@ class LeRobotReader:
             raw[source] = self._image(name, value) if value.ndim == 4 else value
         with reading(Path(self.folder or "") / PROCESSORS[0], failure=CheckpointError):
             processed = self.preprocess(raw)
-        read = {key: each for key, each in processed.items() if key.startswith("observation.") or key == EMBODIMENT}
-        batch = {key: value.to(self.device) for key, value in read.items()}
+        inputs = {key: each for key, each in processed.items() if key.startswith("observation.") or key == EMBODIMENT}
+        batch = {key: value.to(self.device) for key, value in inputs.items()}
         policy: Any = self.policy
         if policy.config.image_features:
             images = [batch[key] for key in policy.config.image_features if key in batch]

@@ -63,8 +63,8 @@ class LeRobotModule(nn.Module):
 
     def encoder_parameters(self) -> Iterable[nn.Parameter]:
         """All weights except those of the acting modules."""
-        own = {id(weight) for module in self.acting for weight in module.parameters()}
-        return [weight for weight in self.policy.parameters() if id(weight) not in own]
+        acting_weights = {id(weight) for module in self.acting for weight in module.parameters()}
+        return [weight for weight in self.policy.parameters() if id(weight) not in acting_weights]
 
     def normalised(self, actions: Tensor) -> Tensor:
         """Convert actions [N, S, A] in world units to the normalised actions used in LeRobot's training."""
@@ -132,15 +132,15 @@ def merged_weights(policy: nn.Module) -> dict[str, Tensor]:
     """
     layer = require_extra("peft.tuners.lora", EXTRA).LoraLayer
     adapted: dict[str, Any] = {name: module for name, module in policy.named_modules() if isinstance(module, layer)}
-    found = {}
+    weights = {}
     for name, value in policy.state_dict().items():
         if "lora_" in name:
             continue
         owner, _, leaf = name.rpartition(".base_layer.")
         if owner and leaf == "weight":
             value = _with_adapter(value, adapted[owner])
-        found[f"{owner}.{leaf}" if owner else name] = value.detach().contiguous()
-    return found
+        weights[f"{owner}.{leaf}" if owner else name] = value.detach().contiguous()
+    return weights
 
 
 def _with_adapter(weight: Tensor, layer: Any) -> Tensor:

@@ -98,11 +98,11 @@ class FastTokens(LeRobotModule):
             raise ConfigError("How much a pi0_fast says is known when it has said it: there is no dry run of it.")
         model, reading = self._reader(), _reading(condition)
         with drawing_from(generator, reading.text.device), lowering(reading.text.device):
-            said: Tensor = model.sample_actions_fast_kv_cache(
+            sampled_tokens: Tensor = model.sample_actions_fast_kv_cache(
                 *reading, max_decoding_steps=self.most, temperature=0.0 if deterministic else self.tuning.temperature
             )
-        live = self._live(said)
-        tokens = torch.where(live, said, 0)
+        live = self._live(sampled_tokens)
+        tokens = torch.where(live, sampled_tokens, 0)
         logp = torch.zeros(tokens.shape, device=tokens.device)
         if not deterministic:
             logp = self._scores(condition, tokens).logp
@@ -120,21 +120,23 @@ class FastTokens(LeRobotModule):
         tokens = latents["tokens"]
         if tuple(tokens.shape[1:]) != (self.most,):
             raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.most}].")
-        kept = {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
-        scores = self._scores(as_kept(kept, self) or self.encode(observation), tokens)
+        cached_condition = (
+            {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
+        )
+        scores = self._scores(as_kept(cached_condition, self) or self.encode(observation), tokens)
         if "chosen" in latents:
-            chosen = latents["chosen"]
-            return Scores(scores.logp.gather(1, chosen), scores.entropy.gather(1, chosen))
+            indices = latents["chosen"]
+            return Scores(scores.logp.gather(1, indices), scores.entropy.gather(1, indices))
         return scores
 
     def describe_steps(self) -> dict[str, Any]:
         """See `core.steps.DescribesSteps`; the exploration temperature is not included."""
         chunk, action = self.spec.chunk, self.spec.action.size
-        meant = stood_for(self.executed, action, self.action_low.device)
+        probe = stood_for(self.executed, action, self.action_low.device)
         # A wave that is the same one in every policy's normalised actions: how it is said is vocabulary and tokenizer.
         wave = torch.linspace(-0.5, 0.5, chunk * action, device=self.action_low.device).view(1, chunk, action)
-        told = self._told(self.executed(wave))[0]
-        return {"kind": "words of a language model", "words": self.words, "a chunk in words": told, **meant}
+        probe_tokens = self._told(self.executed(wave))[0]
+        return {"kind": "words of a language model", "words": self.words, "a chunk in words": probe_tokens, **probe}
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the latents [N, ...] with which `act` would have generated chunks [N, C, A] in world units.
@@ -158,14 +160,14 @@ class FastTokens(LeRobotModule):
         """
         del generator
         actions, _ = check_chunks(batch, self.spec.chunk, self.spec.action.size)
-        tokens, counted = self._told(actions)
+        tokens, token_mask = self._told(actions)
         model, reading = self._reader(), _reading(self.encode(batch["observation"]))
-        embedded, there, sees, *_ = model.embed_prefix_fast(*reading, tokens, counted)
+        embedded, padding_mask, sees, *_ = model.embed_prefix_fast(*reading, tokens, token_mask)
         # Shifted by one: the state before a token says it.
-        heard = self._heard(embedded, there, sees)[:, -tokens.shape[1] : -1]
-        wrong = cross_entropy(self._logits(heard).transpose(1, 2), tokens[:, 1:], reduction="none")
-        weight = counted[:, 1:].to(wrong.dtype)
-        return {"tokens": (wrong * weight).sum(1) / weight.sum(1).clamp_min(1)}
+        hidden = self._heard(embedded, padding_mask, sees)[:, -tokens.shape[1] : -1]
+        cross_entropies = cross_entropy(self._logits(hidden).transpose(1, 2), tokens[:, 1:], reduction="none")
+        weight = token_mask[:, 1:].to(cross_entropies.dtype)
+        return {"tokens": (cross_entropies * weight).sum(1) / weight.sum(1).clamp_min(1)}
 
     def encode(self, observation: TensorObservation) -> Condition:
         """Return the embedded images [N, cameras, S', D], the mask of present cameras, and the prompt [N, S].
@@ -174,16 +176,16 @@ class FastTokens(LeRobotModule):
         """
         inner: Any = self.policy
         frame = self.reader.frames(observation)[-1]
-        images, seen = inner._preprocess_images(frame)
+        images, image_masks = inner._preprocess_images(frame)
         with lowering(self.reader.device):
             embedded = [inner.model.paligemma_with_expert.embed_image(image) for image in images]
-        made = {
+        condition = {
             IMAGES: torch.stack(embedded, 1),
-            SEEN: torch.stack(seen, 1),
+            SEEN: torch.stack(image_masks, 1),
             TEXT: frame[TOKENS],
             TEXT_MASK: frame[TOKEN_MASK].bool(),
         }
-        return to_keep(made)
+        return to_keep(condition)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
         """Prepare for policy gradients through all tokens; train_encoder False freezes the image encoder.
@@ -210,28 +212,28 @@ class FastTokens(LeRobotModule):
         """Return log-probabilities and entropies [N, K] of tokens [N, K], in one pass over prompt and tokens."""
         live = self._live(tokens)
         # As far as the longest answer: what lies behind it would only be padding.
-        said = tokens[:, : int(live.sum(1).max())]
+        answer = tokens[:, : int(live.sum(1).max())]
         model, reading = self._reader(), _reading(condition)
-        rows = (len(said), 1)
+        rows = (len(answer), 1)
         # As in LeRobot's sampler, where the token that begins an answer is the prompt's last and sees all of it.
-        begin = torch.full(rows, self.begin, dtype=torch.int64, device=said.device)
+        begin = torch.full(rows, self.begin, dtype=torch.int64, device=answer.device)
         text, mask = torch.cat([reading.text, begin], 1), pad(reading.mask, (0, 1), value=True)
-        embedded, there, sees, *_ = model.embed_prefix_fast(reading.images, reading.seen, text, mask)
-        prompt, more = embedded.shape[1], said.shape[1] - 1
-        words = model.paligemma_with_expert.embed_language_tokens(said[:, :-1])
+        embedded, padding_mask, sees, *_ = model.embed_prefix_fast(reading.images, reading.seen, text, mask)
+        prompt, more = embedded.shape[1], answer.shape[1] - 1
+        words = model.paligemma_with_expert.embed_language_tokens(answer[:, :-1])
         # The prompt does not see what is said; that sees the prompt, and what was said before it.
-        order = torch.ones((more, more), dtype=torch.bool, device=said.device).tril().expand(len(said), -1, -1)
-        behind = torch.cat([there[:, None].expand(-1, more, -1), order], 2)
-        heard = self._heard(
+        order = torch.ones((more, more), dtype=torch.bool, device=answer.device).tril().expand(len(answer), -1, -1)
+        behind = torch.cat([padding_mask[:, None].expand(-1, more, -1), order], 2)
+        hidden = self._heard(
             torch.cat([embedded, words.to(embedded.dtype)], 1),
-            pad(there, (0, more), value=True),
+            pad(padding_mask, (0, more), value=True),
             torch.cat([pad(sees, (0, more)), behind], 1),
         )
         # The prompt's last token says the first word.
-        every = (self._logits(heard[:, prompt - 1 :]) / self.tuning.temperature).log_softmax(-1)
-        logp = every.gather(-1, said[..., None]).squeeze(-1)
+        every = (self._logits(hidden[:, prompt - 1 :]) / self.tuning.temperature).log_softmax(-1)
+        logp = every.gather(-1, answer[..., None]).squeeze(-1)
         entropy = -(every.exp() * every).sum(-1)
-        logp, entropy = (pad(value, (0, self.most - said.shape[1])) for value in (logp, entropy))
+        logp, entropy = (pad(value, (0, self.most - answer.shape[1])) for value in (logp, entropy))
         return Scores(torch.where(live, logp, 0.0), torch.where(live, entropy, 0.0))
 
     def _heard(self, embedded: Tensor, there: Tensor, sees: Tensor) -> Tensor:
@@ -242,15 +244,15 @@ class FastTokens(LeRobotModule):
 
         inner: Any = self.policy
         joint = inner.model.paligemma_with_expert
-        given = embedded.to(joint.paligemma.model.language_model.layers[0].self_attn.q_proj.weight.dtype)
-        with lowering(given.device):
-            (found, _), _ = joint.forward(
-                attention_mask=prepare_attention_masks_4d(sees, dtype=given.dtype),
+        inputs = embedded.to(joint.paligemma.model.language_model.layers[0].self_attn.q_proj.weight.dtype)
+        with lowering(inputs.device):
+            (output, _), _ = joint.forward(
+                attention_mask=prepare_attention_masks_4d(sees, dtype=inputs.dtype),
                 position_ids=there.cumsum(1) - 1,
-                inputs_embeds=[given, None],
+                inputs_embeds=[inputs, None],
                 use_cache=False,
             )
-        return found
+        return output
 
     def _logits(self, heard: Tensor) -> Tensor:
         """Return the logits [N, S, V] of hidden states [N, S, D]."""
@@ -260,8 +262,8 @@ class FastTokens(LeRobotModule):
 
     def _live(self, tokens: Tensor) -> Tensor:
         """Return the mask [N, K] bool of answer tokens [N, K]: all up to and including the first end token."""
-        ended = (tokens == self.end).cumsum(1)
-        return (ended == 0) | ((ended == 1) & (tokens == self.end))
+        ends_so_far = (tokens == self.end).cumsum(1)
+        return (ends_so_far == 0) | ((ends_so_far == 1) & (tokens == self.end))
 
     def _actions(self, tokens: Tensor) -> Tensor:
         """Decode tokens [N, K] to actions [N, C, A] in world units and within bounds, whatever their prefix."""
@@ -271,9 +273,9 @@ class FastTokens(LeRobotModule):
         lenient.config = copy.copy(inner.config)
         lenient.config.validate_action_token_prefix = False
         with quiet(""):  # LeRobot makes zeros of what is no action, and a warning each time
-            known = torch.where(tokens < self.words, tokens, 0)  # a model may have more words than its tokenizer
-            found = lenient.detokenize_actions(known, self.spec.chunk, self.spec.action.size)
-        return in_range(self.executed(found), self.action_low, self.action_high)
+            word_tokens = torch.where(tokens < self.words, tokens, 0)  # a model may have more words than its tokenizer
+            actions = lenient.detokenize_actions(word_tokens, self.spec.chunk, self.spec.action.size)
+        return in_range(self.executed(actions), self.action_low, self.action_high)
 
     def _told(self, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Return LeRobot's target tokens for chunks [N, C, A] in world units, and their mask, [N, M]."""
@@ -297,5 +299,5 @@ class FastTokens(LeRobotModule):
 
 
 def _reading(condition: Condition) -> Reading:
-    images, seen = (list(condition[name].unbind(1)) for name in (IMAGES, SEEN))
-    return Reading(images, seen, condition[TEXT], condition[TEXT_MASK])
+    images, image_masks = (list(condition[name].unbind(1)) for name in (IMAGES, SEEN))
+    return Reading(images, image_masks, condition[TEXT], condition[TEXT_MASK])

@@ -66,13 +66,15 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
 
     Copies are created on the CPU and moved one after the other. Raises CheckpointError when their file is damaged.
     """
-    needed, bits = weights_bytes(folder), 8 * bytes_a_weight(folder)
-    for where, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
-        free = free_memory(where)
-        if free is not None and times * needed > free:
-            many = f"{in_bytes(needed)} of memory" if times == 1 else f"{times} times {in_bytes(needed)} of memory"
+    byte_count, bits = weights_bytes(folder), 8 * bytes_a_weight(folder)
+    for place, times in ((torch.device("cpu"), copies if device.type == "cpu" else 1), (device, copies)):
+        free = free_memory(place)
+        if free is not None and times * byte_count > free:
+            many = (
+                f"{in_bytes(byte_count)} of memory" if times == 1 else f"{times} times {in_bytes(byte_count)} of memory"
+            )
             raise ConfigError(
-                f"{folder} takes {many} on {where.type} in {bits} bits a weight, and {in_bytes(free)} are free: "
+                f"{folder} takes {many} on {place.type} in {bits} bits a weight, and {in_bytes(free)} are free: "
                 "end what else runs there, or choose a smaller checkpoint or a larger machine."
             )
 
@@ -103,10 +105,10 @@ class Undrawn(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, unless it initialises an existing tensor [...], which is returned unchanged."""
-        given = kwargs or {}
+        keywords = kwargs or {}
         if getattr(func, "__name__", "") in DRAWS:
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+            return args[0] if args else keywords["tensor"]
+        return func(*args, **keywords)
 
 
 def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "PreTrainedPolicy":
@@ -139,11 +141,11 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
 def _check_action_mode(policy: Any, folder: Path) -> None:
     """Raise CheckpointError if an X-VLA's action mode produces a different number of elements than its action."""
     space, size = policy.model.action_space, policy.config.action_feature.shape[0]
-    made = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
-    if made != size:
+    count = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
+    if count != size:
         raise CheckpointError(
-            f"{folder} makes actions of {made} elements (action_mode={policy.config.action_mode}), and its config.json "
-            f"says {size} (output_features): LeRobot's action_mode=auto takes any number."
+            f"{folder} makes actions of {count} elements (action_mode={policy.config.action_mode}), and its "
+            f"config.json says {size} (output_features): LeRobot's action_mode=auto takes any number."
         )
 
 
@@ -155,13 +157,13 @@ def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
     inner: Any = policy
     tensors = RENAMED[inner.config.type](inner, load_tensors(path))
     require_dtypes(path, {name: each.dtype for name, each in tensors.items()}, inner, rounded=True)
-    missing, unknown = inner.load_state_dict(tensors, strict=False)
+    missing_keys, unexpected_keys = inner.load_state_dict(tensors, strict=False)
     state = inner.state_dict()
     # A tied weight is missing under its second name: it lies in the same memory as one that was loaded.
-    there = {state[name].data_ptr() for name in tensors if name in state}
-    absent = [name for name in missing if state[name].data_ptr() not in there]
-    if absent or unknown:
-        raise CheckpointError(f"{path} lacks {absent[:3]} or has {unknown[:3]}, which the policy has not.")
+    loaded_pointers = {state[name].data_ptr() for name in tensors if name in state}
+    unloaded = [name for name in missing_keys if state[name].data_ptr() not in loaded_pointers]
+    if unloaded or unexpected_keys:
+        raise CheckpointError(f"{path} lacks {unloaded[:3]} or has {unexpected_keys[:3]}, which the policy has not.")
 
 
 def _from_openpi(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -208,10 +210,10 @@ def read_processors(
     before, after = make_pre_post_processors(config, str(folder), preprocessor_overrides=overrides)
     for step in before.steps:
         _check_words(folder, policy, getattr(step, "input_tokenizer", None))
-        given: Any = step
+        any_step: Any = step
         if hasattr(step, "action_tokenizer_input_object"):  # saved again it is what it was
-            given.action_tokenizer_input_object = None
-            given.trust_remote_code = steps[ACTION_TOKENIZER].get("trust_remote_code", True)
+            any_step.action_tokenizer_input_object = None
+            any_step.trust_remote_code = steps[ACTION_TOKENIZER].get("trust_remote_code", True)
     return before, after
 
 
@@ -261,17 +263,17 @@ def _needed_models(folder: Path, error: Exception) -> str:
         for key, value in part.items()
         if key.endswith(("coder_name", "tokenizer_name", "vlm_model_name")) and value
     }
-    absent = {key: name for key, name in names.items() if not Path(name).is_dir()}
-    if not absent:
+    remote_names = {key: name for key, name in names.items() if not Path(name).is_dir()}
+    if not remote_names:
         return ""
-    needed = ", ".join(f"{key}={name}" for key, name in absent.items())
-    online = [name for name in absent.values() if not Path(name).is_absolute() and name.count("/") < 2]
+    listing = ", ".join(f"{key}={name}" for key, name in remote_names.items())
+    online = [name for name in remote_names.values() if not Path(name).is_absolute() and name.count("/") < 2]
     fetch = (
         f"hf download {online[0]} (of a gated one, after its licence is accepted on its page)"
         if online
         else f"copy the folder there, or write where it lies now into config.json and {PROCESSORS[0]}"
     )
-    return f" It needs {needed} on this machine: nothing is downloaded. Fetch what is missing: {fetch}."
+    return f" It needs {listing} on this machine: nothing is downloaded. Fetch what is missing: {fetch}."
 
 
 def first_line(error: BaseException) -> str:
@@ -305,8 +307,8 @@ class FastTokenizer:
         del options
         path: Any = cached_file(name, FAST_FILE)
         with reading(Path(path), failure=CheckpointError):
-            known = read_object(Path(path))
-            scale, least = float(known["scale"]), int(known["min_token"])
+            settings = read_object(Path(path))
+            scale, least = float(settings["scale"]), int(settings["min_token"])
         return cls(PreTrainedTokenizerFast.from_pretrained(name), scale, least)
 
     def __call__(self, actions: Any) -> list[Sequence[int]]:

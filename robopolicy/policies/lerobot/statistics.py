@@ -39,8 +39,8 @@ def require_statistics(policy: LeRobotReader) -> None:
     """
     _require_sizes(policy)
     _require_types(policy)
-    if missing := lacking(policy):
-        raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
+    if missing_names := lacking(policy):
+        raise ConfigError(f"{_said(policy, missing_names)} {REMEDY}")
 
 
 def check_acting(policy: LeRobotReader) -> None:
@@ -51,13 +51,13 @@ def check_acting(policy: LeRobotReader) -> None:
     """
     _require_sizes(policy)
     _require_types(policy)
-    if not (missing := lacking(policy)):
+    if not (missing_names := lacking(policy)):
         return
-    if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing):
-        raise ConfigError(f"{_said(policy, missing)} {REMEDY}")
+    if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing_names):
+        raise ConfigError(f"{_said(policy, missing_names)} {REMEDY}")
     warnings.warn(
-        f"{_said(policy, missing)} LeRobot leaves such values as they are, and so it acts, most likely not as it was "
-        f"trained. {REMEDY}",
+        f"{_said(policy, missing_names)} LeRobot leaves such values as they are, and so it acts, most likely not as it "
+        f"was trained. {REMEDY}",
         RobopolicyWarning,
         stacklevel=2,
     )
@@ -95,16 +95,18 @@ def _require_sizes(policy: LeRobotReader) -> None:
     sizes = {name: int(each.shape[0]) for name, each in features.items() if len(each.shape) == 1}
     for step in _normalisers(policy):
         for name, size in sizes.items():
-            known = (step.stats or {}).get(name) or {}
+            statistics = (step.stats or {}).get(name) or {}
             for each in _asked(step, name):
-                shape = tuple(torch.as_tensor(known[each]).shape) if each in known else (size,)
+                shape = tuple(torch.as_tensor(statistics[each]).shape) if each in statistics else (size,)
                 if shape != (size,) and not math.prod(shape) == size == 1:
                     raise CheckpointError(
                         f"The processors beside this checkpoint normalise '{name}' by statistics of shape "
                         f"{list(shape)} ({each}), and its config.json says {[size]}: they are of another robot or data "
                         f"set. {_TAKE}"
                     )
-            _require_sense(name, {each: torch.as_tensor(known[each]) for each in _asked(step, name) if each in known})
+            _require_sense(
+                name, {each: torch.as_tensor(statistics[each]) for each in _asked(step, name) if each in statistics}
+            )
 
 
 _TAKE = "Take the processors that were saved with these weights."
@@ -114,19 +116,19 @@ def _require_sense(name: str, asked: dict[str, Tensor]) -> None:
     """Raise CheckpointError if statistics [N] of one feature, by name, are impossible for any data."""
     values = list(asked.values())
     spread = values[1] if "std" in asked else values[1] - values[0] if len(values) == 2 else torch.zeros(())
-    wrong = "NaN or infinite" if not all(bool(each.isfinite().all()) for each in values) else ""
-    if wrong or bool((spread < 0).any()):
+    problem = "NaN or infinite" if not all(bool(each.isfinite().all()) for each in values) else ""
+    if problem or bool((spread < 0).any()):
         raise CheckpointError(
             f"The processors beside this checkpoint normalise '{name}' by statistics that no data has: "
-            f"{' or '.join(asked)} {wrong or 'spread by less than 0'}. {_TAKE}"
+            f"{' or '.join(asked)} {problem or 'spread by less than 0'}. {_TAKE}"
         )
 
 
 def _said(policy: LeRobotReader, missing: tuple[str, ...]) -> str:
-    needed = sorted({each for step in _normalisers(policy) for name in missing for each in _asked(step, name)})
+    statistic_names = sorted({each for step in _normalisers(policy) for name in missing for each in _asked(step, name)})
     return (
         f"The processors beside this checkpoint have no statistics of {', '.join(missing)} that they normalise by "
-        f"({', '.join(needed)})."
+        f"({', '.join(statistic_names)})."
     )
 
 
@@ -135,15 +137,15 @@ def fill_in(policy: LeRobotReader, episodes: Episodes) -> None:
 
     Raises ConfigError when the episodes lack such a field.
     """
-    missing = lacking(policy)
-    if not missing:
+    missing_names = lacking(policy)
+    if not missing_names:
         return
-    found = {name: _statistics(_values(policy, episodes, name)) for name in missing}
+    statistics = {name: _statistics(_values(policy, episodes, name)) for name in missing_names}
     for step in _normalisers(policy):
-        step.stats = {**(step.stats or {}), **{name: found[name] for name in _lacking_in(step)}}
+        step.stats = {**(step.stats or {}), **{name: statistics[name] for name in _lacking_in(step)}}
         step.to(device=policy.device)
     warnings.warn(
-        f"The checkpoint's processors lacked statistics of {', '.join(missing)}: they are those of the data now.",
+        f"The checkpoint's processors lacked statistics of {', '.join(missing_names)}: they are those of the data now.",
         RobopolicyWarning,
         stacklevel=2,
     )
@@ -158,8 +160,8 @@ def _normalisers(policy: LeRobotReader) -> Iterator[Any]:
 
 
 def _lacking_in(step: Any) -> list[str]:
-    known = step.stats or {}
-    return [name for name in step.features if not {*_asked(step, name)} <= {*(known.get(name) or ())}]
+    statistics = step.stats or {}
+    return [name for name in step.features if not {*_asked(step, name)} <= {*(statistics.get(name) or ())}]
 
 
 def _asked(step: Any, name: str) -> tuple[str, ...]:
@@ -176,10 +178,10 @@ def _values(policy: LeRobotReader, episodes: Episodes, name: str) -> Tensor:
     key = policy.key_of(name)
     if key not in episodes.observation:
         raise ConfigError(f"The processors need statistics of '{name}', and the data has no '{key}'.")
-    found = episodes.observation[key]
+    values = episodes.observation[key]
     if not key.startswith(IMAGE_PREFIX):
-        return found
-    some = found[:: max(1, len(found) // FRAMES)]
+        return values
+    some = values[:: max(1, len(values) // FRAMES)]
     return some.movedim(-1, 0).flatten(1).T.float() / 255  # a value a pixel, a column a channel
 
 

@@ -77,9 +77,9 @@ def trainable_lerobot(policy: LeRobotReader, levels_per_sample: int = 1) -> Trai
     if reason:
         raise ConfigError(f"LeRobot's '{inner.config.type}' acts but cannot be trained here: {reason}")
     require_statistics(policy)
-    whole = {"act": GaussianACT, "pi0_fast": FastTokens}.get(inner.config.type)
-    if whole is not None:
-        learner = whole(policy).to(policy.device)
+    policy_class = {"act": GaussianACT, "pi0_fast": FastTokens}.get(inner.config.type)
+    if policy_class is not None:
+        learner = policy_class(policy).to(policy.device)
         remember_origin(learner, origin_of(policy))
         remember_renaming(learner, renaming_of(policy))
         return learner.eval()
@@ -95,18 +95,18 @@ def trainable_lerobot(policy: LeRobotReader, levels_per_sample: int = 1) -> Trai
         }
     )
     spec = policy.spec
-    made = DenoisingPolicy(
+    denoising_policy = DenoisingPolicy(
         config, spec.observation, spec.action, fps=spec.fps, instructions=spec.instructions, network=network
     ).to(policy.device)
-    remember_origin(made, origin_of(policy))
-    remember_renaming(made, renaming_of(policy))
+    remember_origin(denoising_policy, origin_of(policy))
+    remember_renaming(denoising_policy, renaming_of(policy))
     base = policy.settings.base
     if base is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RobopolicyWarning)  # who made the checkpoint has seen it
-            made.prepare_finetuning(base["steps"], train_encoder=base["train_encoder"])
-        _read_base(made, policy.folder)
-    return made.eval()
+            denoising_policy.prepare_finetuning(base["steps"], train_encoder=base["train_encoder"])
+        _read_base(denoising_policy, policy.folder)
+    return denoising_policy.eval()
 
 
 def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
@@ -115,8 +115,8 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
     if why_not_trainable(inner):
         return  # which is what has to be said
     kind = inner.config.type
-    usual, known = LeRobotTuning(), policy.settings
-    if kind == "act" and known.log_std is not None and tuning.std not in (usual.std, known.tuning.std):
+    usual, settings = LeRobotTuning(), policy.settings
+    if kind == "act" and settings.log_std is not None and tuning.std not in (usual.std, settings.tuning.std):
         raise ConfigError(
             f"lerobot.std={tuning.std:g} is what an act begins to explore with, and this one has learned its standard "
             "deviations: leave it out, or remove log_std from its robopolicy.json."
@@ -124,7 +124,7 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
     of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(usual)["kind"].value
     for name, readers in READ_BY.items():
         if of not in readers and getattr(tuning, name) != getattr(usual, name):
-            its = ", ".join(each for each, others in READ_BY.items() if of in others)
+            its = ", ".join(each for each, kinds in READ_BY.items() if of in kinds)
             raise ConfigError(
                 f"'{kind}' does not read lerobot.{name}, which is of {' and '.join(readers)} policies; it explores by "
                 f"{its}."
@@ -159,8 +159,8 @@ class LeRobotNetwork(LeRobotModule):
         self.dropping = tuple(inner.noise_predictor.modules()) if drops else ()
         flow = self.family.chain(self.tuning)["kind"] is PolicyKind.FLOW
         quiet = flow and self.tuning.flow_noise is FlowNoise.ODE
-        raised = "flow_noise_level" if flow else "eta or least_noise"
-        self.how_to_explore = "choose a flow_noise other than ode" if quiet else f"raise {raised}"
+        setting = "flow_noise_level" if flow else "eta or least_noise"
+        self.how_to_explore = "choose a flow_noise other than ode" if quiet else f"raise {setting}"
 
     @property
     def denoises_actions(self) -> bool:
@@ -251,12 +251,12 @@ class LeRobotNetwork(LeRobotModule):
         """
         if reason := self.why_always_as_many():
             raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
-        made = copied(self)
-        inner: Any = made.policy
-        setattr(inner.config, made.family.steps_setting, steps)
-        made.tuning = replace(made.tuning, noisy_steps=None)  # it may be more than there are now
-        made.reader = made.reader.tuned_by(made.tuning)
-        return made
+        network = copied(self)
+        inner: Any = network.policy
+        setattr(inner.config, network.family.steps_setting, steps)
+        network.tuning = replace(network.tuning, noisy_steps=None)  # it may be more than there are now
+        network.reader = network.reader.tuned_by(network.tuning)
+        return network
 
     def frozen_twin(self) -> "FrozenTwin":
         """Return a frozen copy of this network's current function; see `MakesBase`. Raises ConfigError with
@@ -352,8 +352,10 @@ class Recomputed:
         rows, count = x.shape[:2]
         times = (self.every.times if chosen is None else self.every.times[chosen]).expand(rows, count)
         network, condition = self.every.network, self.every.condition
-        found: list[Any] = [recomputed(network.denoise, x[:, step], times[:, step], condition) for step in range(count)]
-        return torch.stack(found, 1)
+        predictions: list[Any] = [
+            recomputed(network.denoise, x[:, step], times[:, step], condition) for step in range(count)
+        ]
+        return torch.stack(predictions, 1)
 
 
 def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
@@ -363,9 +365,11 @@ def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
         return
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist: the policy's first denoising steps are in there.")
-    found, own = load_tensors(path), dict(network.named_parameters())
-    if "weight_0" in found and len(found) == len(policy.base.names):  # numbered, as they were written at first
-        found = {name: found[f"weight_{index}"] for index, name in enumerate(policy.base.names)}
-    if not all(name in own and own[name].shape == value.shape for name, value in found.items()):
+    base_weights, parameters = load_tensors(path), dict(network.named_parameters())
+    if "weight_0" in base_weights and len(base_weights) == len(
+        policy.base.names
+    ):  # numbered, as they were written at first
+        base_weights = {name: base_weights[f"weight_{index}"] for index, name in enumerate(policy.base.names)}
+    if not all(name in parameters and parameters[name].shape == value.shape for name, value in base_weights.items()):
         raise CheckpointError(f"{path} does not fit the policy beside it: restore both from a copy.")
-    policy.base = FrozenTwin(network, {name: value.to(own[name].device) for name, value in found.items()})
+    policy.base = FrozenTwin(network, {name: value.to(parameters[name].device) for name, value in base_weights.items()})

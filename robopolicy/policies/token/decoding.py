@@ -125,8 +125,10 @@ class CausalDecoding(nn.Module):
     def _teacher_forced(self, language: ActionLanguage, prompt: Prompt, tokens: Tensor) -> Tensor:
         """Return the hidden states [N, K, width] that predict the tokens [N, K]."""
         # The state before a token says it: the last of the observation the first token, token k - 1 token k.
-        said = language.embedding(tokens[:, :-1])
-        return language.model.extend(prompt.reading, torch.cat([prompt.observation, said], 1))[:, -self.length :]
+        token_embeddings = language.embedding(tokens[:, :-1])
+        return language.model.extend(prompt.reading, torch.cat([prompt.observation, token_embeddings], 1))[
+            :, -self.length :
+        ]
 
 
 class ParallelDecoding(nn.Module):
@@ -225,16 +227,18 @@ class MaskedDecoding(nn.Module):
         # `steps`, a pass that never comes, stands for not said yet.
         order = torch.full(shape, steps, device=device)
         for step, count in enumerate(self.schedule):
-            said = order < step
-            every = language.log_probabilities(language.model.attend(reading, self._embed(language, tokens, said)))
+            committed_mask = order < step
+            every = language.log_probabilities(
+                language.model.attend(reading, self._embed(language, tokens, committed_mask))
+            )
             check_finite("log-probabilities of action tokens", every)
-            drawn = every.argmax(-1) if deterministic else _draw(every, draws[:, step])
-            drawn_logp = _of_tokens(every, drawn)
-            confidence = drawn_logp.masked_fill(said, -torch.inf)
+            proposal = every.argmax(-1) if deterministic else _draw(every, draws[:, step])
+            drawn_logp = _of_tokens(every, proposal)
+            confidence = drawn_logp.masked_fill(committed_mask, -torch.inf)
             committed = confidence.sort(dim=-1, descending=True, stable=True).indices[:, :count]
             order.scatter_(1, committed, step)
             now = order == step
-            tokens, logp = torch.where(now, drawn, tokens), torch.where(now, drawn_logp, logp)
+            tokens, logp = torch.where(now, proposal, tokens), torch.where(now, drawn_logp, logp)
         return {"tokens": tokens, "order": order}, logp
 
     def told(self, tokens: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -261,12 +265,12 @@ class MaskedDecoding(nn.Module):
         reading = _read(language, prompt)
         # The prefix is the same for all S states of a row: its keys and values are read once and repeated.
         reading.repeat(steps)
-        said = order[:, None] < torch.arange(steps, device=order.device)[:, None]
-        states = self._embed(language, tokens[:, None].expand_as(said), said)
+        committed_mask = order[:, None] < torch.arange(steps, device=order.device)[:, None]
+        states = self._embed(language, tokens[:, None].expand_as(committed_mask), committed_mask)
         hidden = language.model.attend(reading, rearrange(states, "n s k d -> (n s) k d"))
         hidden = rearrange(hidden, "(n s) k d -> n s k d", s=steps)
-        chosen = order[:, None, :, None].expand(-1, -1, -1, hidden.shape[-1])
-        return language.log_probabilities(hidden.gather(1, chosen).squeeze(1))
+        indices = order[:, None, :, None].expand(-1, -1, -1, hidden.shape[-1])
+        return language.log_probabilities(hidden.gather(1, indices).squeeze(1))
 
     def loss(
         self, language: ActionLanguage, prompt: Prompt, tokens: Tensor, valid: Tensor, generator: torch.Generator

@@ -187,7 +187,7 @@ class TokenPolicy(nn.Module):
         """
         if isinstance(self.decoding, MaskedDecoding):
             raise ConfigError("Masked decoding has no first tokens to go on from: set branch_sampling_step to null.")
-        found, logp = self.decoding.sample(
+        new_latents, logp = self.decoding.sample(
             self._action_language,
             self._prompt(observation),
             generator,
@@ -195,14 +195,14 @@ class TokenPolicy(nn.Module):
             kept=(latents["tokens"], count),
         )
         # Kept tokens were choices of another decision.
-        return self._decision(found, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
+        return self._decision(new_latents, logp, torch.arange(logp.shape[1], device=logp.device) >= count[:, None])
 
     def _decision(self, latents: dict[str, Tensor], logp: Tensor, mask: Tensor) -> Decision:
         """Decode tokens [B, K] to actions [B, C, A] within the world's bounds; logp [B, K] of tokens that were not
         sampled is 0.
         """
-        chosen = latents["tokens"]
-        actions = self.action_normalizer.inverse(self.action_tokens.decode(chosen))
+        tokens = latents["tokens"]
+        actions = self.action_normalizer.inverse(self.action_tokens.decode(tokens))
         actions = in_range(actions, self.action_low, self.action_high)
         return Decision(actions, latents, torch.where(mask, logp, 0.0), mask)
 
@@ -225,12 +225,12 @@ class TokenPolicy(nn.Module):
         logp = every.gather(-1, tokens[..., None]).squeeze(-1)
         entropy = -(every.exp() * every).sum(-1)
         if "executed" in latents and self.action_tokens.steps_per_action:
-            counted = latents["executed"].repeat_interleave(self.action_tokens.steps_per_action, dim=1)
-            logp, entropy = logp * counted, entropy * counted
+            token_mask = latents["executed"].repeat_interleave(self.action_tokens.steps_per_action, dim=1)
+            logp, entropy = logp * token_mask, entropy * token_mask
         if "chosen" in latents:
-            chosen = latents["chosen"]
-            logp, entropy = logp.gather(1, chosen), entropy.gather(1, chosen)
-            every = every.gather(1, chosen[..., None].expand(-1, -1, every.shape[-1]))
+            indices = latents["chosen"]
+            logp, entropy = logp.gather(1, indices), entropy.gather(1, indices)
+            every = every.gather(1, indices[..., None].expand(-1, -1, every.shape[-1]))
         return Scores(logp, entropy, {"log_probabilities": every})
 
     def steps_of(self, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
@@ -264,11 +264,11 @@ class TokenPolicy(nn.Module):
         """
         actions, valid = check_chunks(batch, self.config.chunk, self.action.size)
         tokens = self.action_tokens.encode(self.action_normalizer(actions.float()))
-        counted = torch.ones_like(tokens, dtype=torch.bool)
+        token_mask = torch.ones_like(tokens, dtype=torch.bool)
         if self.action_tokens.steps_per_action:
-            counted = valid.repeat_interleave(self.action_tokens.steps_per_action, dim=1)
+            token_mask = valid.repeat_interleave(self.action_tokens.steps_per_action, dim=1)
         prompt = self._prompt(batch["observation"], generator)
-        return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, counted, generator)}
+        return {"tokens": self.decoding.loss(self._action_language, prompt, tokens, token_mask, generator)}
 
     def normalizers(self) -> dict[str, Normalizer]:
         """Return the normalisers by observation key, and the action normaliser under "action"."""
@@ -362,12 +362,12 @@ class TokenPolicy(nn.Module):
         """Load what `save` wrote; raises CheckpointError when the files are inconsistent."""
         require_format(folder, description)
         with restoring(folder, "a policy"):
-            observation, action, known = saved_fields(description)
+            observation, action, metadata = saved_fields(description)
             config = from_plain(TokenPolicyConfig, description["config"], "config")
-            reader = _saved_reader(folder, description, config.token, known["instructions"])
+            reader = _saved_reader(folder, description, config.token, metadata["instructions"])
             with torch.random.fork_rng(devices=[]):
                 backbone = described_backbone(description["backbone"])
-            policy = cls(config, observation, action, language=(backbone, reader), **known)
+            policy = cls(config, observation, action, language=(backbone, reader), **metadata)
             if description["adapters"] is not None:
                 policy.add_lora(description["adapters"]["rank"], description["adapters"]["alpha"])
             if description["finetuning"] is not None:
@@ -384,8 +384,8 @@ class TokenPolicy(nn.Module):
         """
         embedded, texts = self.embed(observation, generator), self.texts(observation)
         if self.processor is not None:
-            seen = self.observation_tokens.cameras(observation, generator)
-            inputs = self.processor(texts, images_of_rows(seen, len(texts)))
+            frames = self.observation_tokens.cameras(observation, generator)
+            inputs = self.processor(texts, images_of_rows(frames, len(texts)))
             return Prompt(self.language.see({key: each.to(embedded.device) for key, each in inputs.items()}), embedded)
         # Rows of one instruction share what was read of it.
         distinct = sorted(set(texts))
@@ -412,8 +412,8 @@ class TokenPolicy(nn.Module):
         return self.language.read(tokens.to(rows.device), text.to(rows.device), rows)
 
     def _describe(self, processor: VisionLanguageProcessor) -> str:
-        said = self.action_tokens.length + len(self.fields) + 1
-        return describe_prompt(self.language, processor, self.fields, self.config.history, self.instructions, said)
+        count = self.action_tokens.length + len(self.fields) + 1
+        return describe_prompt(self.language, processor, self.fields, self.config.history, self.instructions, count)
 
 
 def _language(
@@ -422,8 +422,8 @@ def _language(
     token = config.token
     if token.model:
         images = any(key.startswith(IMAGE_PREFIX) for key in fields)
-        wanted = token.vision is TokenVision.CHECKPOINT
-        if images and (wanted or (token.vision is TokenVision.AUTO and sees(pretrained_config(token.model)))):
+        from_checkpoint = token.vision is TokenVision.CHECKPOINT
+        if images and (from_checkpoint or (token.vision is TokenVision.AUTO and sees(pretrained_config(token.model)))):
             return pretrained_vision_language(token.model, token.prompt, split_images=token.split_images)
         return pretrained_backbone(token.model)
     words = WordTokenizer(instructions)
