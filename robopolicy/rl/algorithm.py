@@ -62,8 +62,8 @@ class Algorithm:
         # Before the advantage: baselines are made of what is kept.
         for choice in self.selection:
             rollouts = rollouts.take(choice(rollouts, context).nonzero().squeeze(-1))
-        found = self.advantage(rollouts, context)
-        advantage, keep = found if isinstance(found, tuple) else (found, None)
+        result = self.advantage(rollouts, context)
+        advantage, keep = result if isinstance(result, tuple) else (result, None)
         advantage = tree.shared_credit(rollouts, advantage)
         # Every step of a decision has the decision's advantage, until credit says otherwise.
         if advantage.dim() == 2:
@@ -73,10 +73,10 @@ class Algorithm:
         # A pruned step leaves the mask, so it counts in no ratio and in no average of the loss.
         if keep is not None and keep.dim() == 3:
             rollouts, keep = replace(rollouts, mask=rollouts.mask & keep).with_extras(pruned=~keep), None
-        scored = rollouts.mask & rollouts.alive[..., None]
+        scored_mask = rollouts.mask & rollouts.alive[..., None]
         rollouts = rollouts.with_extras(
-            advantage=torch.where(scored, advantage, 0.0),
-            episode_steps=scored.sum((1, 2))[:, None].expand(rollouts.shape),
+            advantage=torch.where(scored_mask, advantage, 0.0),
+            episode_steps=scored_mask.sum((1, 2))[:, None].expand(rollouts.shape),
         )
         # Rows leave last: their returns have counted in the baselines.
         return rollouts if keep is None else rollouts.take(keep.nonzero().squeeze(-1))

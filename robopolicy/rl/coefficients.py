@@ -105,9 +105,9 @@ def clip_cov(scored: Scored, *, share: float = 0.0002, limit: float = 5.0) -> Co
     product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
     covariance = torch.where(mask, product, -torch.inf)
     count = int(share * int(mask.sum()))
-    taken = torch.zeros_like(mask).flatten().scatter(0, covariance.flatten().topk(count).indices, True)
-    taken = taken.reshape(mask.shape) & (covariance > 0)
-    return torch.where(taken, 0.0, c), {**stats, "covariance": covariance[mask].mean()}
+    top_mask = torch.zeros_like(mask).flatten().scatter(0, covariance.flatten().topk(count).indices, True)
+    top_mask = top_mask.reshape(mask.shape) & (covariance > 0)
+    return torch.where(top_mask, 0.0, c), {**stats, "covariance": covariance[mask].mean()}
 
 
 @mechanism(Slot.COEFFICIENT, "bapo", source="BAPO, arXiv:2510.18927")
@@ -212,8 +212,8 @@ def sides(advantage: Tensor, counted: Tensor, group: Tensor) -> Tensor:
     # In double precision: equal advantages must have equal means, or rounding would make pairs of ties.
     mean = torch.where(counted, advantage, 0.0).double().sum((1, 2)) / size.clamp(min=1)
     groups = Segments.of(group)
-    apart = mean - groups.mean(mean, size > 0)[groups.index]
-    return torch.where((apart.abs() > 1e-6) & (size > 0), apart.sign(), 0.0)
+    deviation = mean - groups.mean(mean, size > 0)[groups.index]
+    return torch.where((deviation.abs() > 1e-6) & (size > 0), deviation.sign(), 0.0)
 
 
 def pair_mean(pairs: Tensor) -> Tensor:
@@ -246,12 +246,12 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
     if reduction not in ("sum", "mean"):
         raise unknown_option("tpo.reduction", reduction, ("sum", "mean"))
     reference = scored.rollouts.extras["reference_logp"].gather(-1, scored.chosen)
-    counted = scored.mask & (scored.advantage != 0)
-    change = torch.where(counted, scored.logp - reference, 0.0).double().sum((1, 2))
-    share = 1 / counted.sum((1, 2)).clamp(min=1) if reduction == "mean" else torch.ones_like(change)
+    counted_mask = scored.mask & (scored.advantage != 0)
+    change = torch.where(counted_mask, scored.logp - reference, 0.0).double().sum((1, 2))
+    share = 1 / counted_mask.sum((1, 2)).clamp(min=1) if reduction == "mean" else torch.ones_like(change)
     change = change * share
     group = scored.rollouts.group
-    side = sides(scored.advantage, counted, group)
+    side = sides(scored.advantage, counted_mask, group)
     pairs = (group[:, None] == group[None]) & (side[:, None] > 0) & (side[None] < 0)
     margin = beta * (change[:, None] - change[None])
     pull = torch.where(pairs, beta * torch.sigmoid(-margin), 0.0) * pair_mean(pairs)
@@ -265,5 +265,5 @@ def tpo(scored: Scored, *, beta: float = 0.1, reduction: str = "sum") -> Coeffic
             "chosen_log_ratio": change[side > 0].mean(),
             "rejected_log_ratio": change[side < 0].mean(),
         }
-    steps = torch.where(counted, per_episode[:, None, None], 0.0)
+    steps = torch.where(counted_mask, per_episode[:, None, None], 0.0)
     return steps, {name: value.float() for name, value in stats.items()}

@@ -76,21 +76,21 @@ def play(
     player = Player(world, actor, streams.observation)
     columns: list[dict[str, Any]] = []
     frames = store_for(images)
-    for played in islice(player, decisions):
-        found = column(played, world.spec.instructions, generator.device, version)
+    for step in islice(player, decisions):
+        new_column = column(step, world.spec.instructions, generator.device, version)
         # Before ended rows are reset, so that an episode's last decision holds its whole return.
-        streams.returns = streams.returns + played.step.reward.sum(-1)
-        found["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
+        streams.returns = streams.returns + step.step.reward.sum(-1)
+        new_column["extras"]["episode_return"] = torch.tensor(streams.returns, dtype=torch.float32).to(generator.device)
         # nothing follows the last column either
-        store_images(found, frames, played.ended | (len(columns) + 1 == decisions))
-        columns.append(found)
-        _restart(player, streams, np.flatnonzero(played.ended))
+        store_images(new_column, frames, step.ended | (len(columns) + 1 == decisions))
+        columns.append(new_column)
+        _restart(player, streams, np.flatnonzero(step.ended))
         streams.observation = player.observation
     rows = torch.arange(world.batch_size, device=generator.device)
     alone = torch.full_like(rows, -1)
     stacked = _stack(columns)
-    shown = stored_images(stacked, frames)
-    return Rollouts(**stacked, episode=rows, group=rows, parent=alone, branch_decision=alone, images=shown)
+    stored = stored_images(stacked, frames)
+    return Rollouts(**stacked, episode=rows, group=rows, parent=alone, branch_decision=alone, images=stored)
 
 
 def _restart(player: Player[Decided], streams: Streams, rows: Array) -> None:

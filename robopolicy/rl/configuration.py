@@ -147,32 +147,32 @@ class AlgorithmConfig:
 
         def part(slot: Slot, name: str) -> Part:
             entry = find(slot, name)
-            chosen = {**options.get(entry.name, {}), **self.options.get(entry.name, {})}
-            entry.require_options(chosen)
-            return Part(entry, chosen)
+            all_options = {**options.get(entry.name, {}), **self.options.get(entry.name, {})}
+            entry.require_options(all_options)
+            return Part(entry, all_options)
 
         slots: dict[Slot, tuple[Part, ...]] = {}
         for slot in ORDER:
-            given = self.of(slot.value, () if slot in SEVERAL else DEFAULTS.get(slot))
-            names = given if slot in SEVERAL else () if given is None else (given,)
+            setting = self.of(slot.value, () if slot in SEVERAL else DEFAULTS.get(slot))
+            names = setting if slot in SEVERAL else () if setting is None else (setting,)
             slots[slot] = tuple(part(slot, name) for name in names)
         level = self.of("ratio_level", RatioLevel.STEP)
         resolved = Resolved(self.algorithm, slots, level, frozenset(preset.get("needs", ())))
-        used = {entry.name for entry in resolved.entries}
+        mechanism_names = {entry.name for entry in resolved.entries}
         for name in self.options:
-            if name not in used:
+            if name not in mechanism_names:
                 raise ConfigError(
-                    f"options.{name}: '{name}' is not part of this algorithm.{did_you_mean(name, used)} "
-                    f"It uses {', '.join(sorted(used))}."
+                    f"options.{name}: '{name}' is not part of this algorithm.{did_you_mean(name, mechanism_names)} "
+                    f"It uses {', '.join(sorted(mechanism_names))}."
                 )
         return resolved
 
 
 def _no_preset(name: str) -> str:
     """Return the reason why a name is not a preset: it is a mechanism, which belongs in its slot, or unknown."""
-    found = declared_at(name) if is_dotted(name) else [entry for entry in mechanisms() if entry.name == name]
-    if found:
-        settings = " or ".join(written(entry.slot, name) for entry in found)
+    candidates = declared_at(name) if is_dotted(name) else [entry for entry in mechanisms() if entry.name == name]
+    if candidates:
+        settings = " or ".join(written(entry.slot, name) for entry in candidates)
         return f"no preset but a mechanism, which goes into its slot: write {settings} beside the name of a preset."
     if is_dotted(name):
         return f"no preset: a function of yours goes into a slot, such as {written(Slot.ADVANTAGE, name)}."

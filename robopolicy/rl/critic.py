@@ -129,13 +129,13 @@ class ReturnScale(nn.Module):
         """
         # A discounted sum of the past instead of the future: about the same spread, and it waits for no episode's end.
         running = torch.zeros(rewards.shape[0], dtype=torch.float64, device=rewards.device)
-        collected: list[Tensor] = []
+        discounted: list[Tensor] = []
         for column in range(rewards.shape[1]):
             running = rewards[:, column].double() + running
-            collected.append(running)
+            discounted.append(running)
             running = torch.where(ended[:, column], 0.0, discount[:, column].double() * running)
         # Chan's update joins the moments of two samples exactly; fp64, because the counts grow for the whole run.
-        values = torch.stack(collected)
+        values = torch.stack(discounted)
         count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
         total = self.count + count
         shift = values.mean() - self.mean

@@ -90,10 +90,10 @@ def groups_of(seeds: Sequence[int] | Array, sizes: int | Sequence[int], tasks: S
     ValueError if their numbers differ.
     """
     counts = [sizes] * len(seeds) if isinstance(sizes, int) else list(sizes)
-    chosen = list(tasks) or [-1] * len(seeds)
+    task_list = list(tasks) or [-1] * len(seeds)
     return [
         Request(int(seed), group, task)
-        for group, (seed, count, task) in enumerate(zip(seeds, counts, chosen, strict=True))
+        for group, (seed, count, task) in enumerate(zip(seeds, counts, task_list, strict=True))
         for _ in range(count)
     ]
 
@@ -125,13 +125,13 @@ def shared_in_groups(groups: Sequence[int], surprises: Sequence[float], each: in
     """Return the number of branches of each of n episodes, [n]: each group distributes `each` times its number of
     episodes.
     """
-    found = [each] * len(groups)
+    branches = [each] * len(groups)
     for group in set(groups):
         some = [place for place, other in enumerate(groups) if other == group]
         counts = shared_out([surprises[place] for place in some], each * len(some))
         for place, count in zip(some, counts, strict=True):
-            found[place] = count
-    return found
+            branches[place] = count
+    return branches
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e-3) -> Array:
@@ -141,14 +141,14 @@ def moved(before: Mapping[str, Any], after: Mapping[str, Any], still: float = 1e
     before, after: key -> [B, H, ...], of which the newest frames are compared; images are ignored. A stuck robot that
     repeats its actions corresponds to repeated text of a language model.
     """
-    found: list[Tensor] = []
-    for key, seen in before.items():
+    changes: list[Tensor] = []
+    for key, old in before.items():
         now = after.get(key)
-        if isinstance(seen, Tensor) and isinstance(now, Tensor) and seen.dtype.is_floating_point:
-            then, newest = seen[:, -1].flatten(1), now[:, -1].flatten(1)
+        if isinstance(old, Tensor) and isinstance(now, Tensor) and old.dtype.is_floating_point:
+            then, newest = old[:, -1].flatten(1), now[:, -1].flatten(1)
             spread = then.std(0, unbiased=False).clamp(min=1e-6)
-            found.append(((newest - then).abs() / spread > still).any(-1))
-    return np.asarray(torch.stack(found).any(0).cpu(), dtype=np.bool_)
+            changes.append(((newest - then).abs() / spread > still).any(-1))
+    return np.asarray(torch.stack(changes).any(0).cpu(), dtype=np.bool_)
 
 
 @dataclass
@@ -289,13 +289,13 @@ class EpisodePlayer:
                 self._fill()
                 self._branch()
                 actor.kept = self._shared_latents(generator.device)
-                played = next(steps_played)
-                self.returns += played.step.reward.sum(-1)
-                found = column(played, self.world.spec.instructions, generator.device, version)
-                ended = played.ended | self._stopped(found) if self.stop_still else played.ended
-                store_images(found, self.frames, ended)
-                done = np.flatnonzero(ended)
-                self._keep(found, generator.device)
+                step = next(steps_played)
+                self.returns += step.step.reward.sum(-1)
+                new_column = column(step, self.world.spec.instructions, generator.device, version)
+                ended_rows = step.ended | self._stopped(new_column) if self.stop_still else step.ended
+                store_images(new_column, self.frames, ended_rows)
+                done = np.flatnonzero(ended_rows)
+                self._keep(new_column, generator.device)
                 for index in map(int, done):
                     running = self.rows[index]
                     assert running is not None
@@ -328,7 +328,7 @@ class EpisodePlayer:
             "parts": _join(self.parts) if self.parts else {},
             "finished": [list(pair) for pair in self.finished.items()],
             "lineage": [[number, *self.lineage[number]] for number in self.lineage],
-            "shared": {str(place): found for place, found in enumerate(self.shared.values())},
+            "shared": {str(place): latents for place, latents in enumerate(self.shared.values())},
             "shared_at": [list(key) for key in self.shared],
             "frames": {} if self.frames is None else self.frames.tree(),
             "count": self.count,
@@ -357,35 +357,37 @@ class EpisodePlayer:
         columns = _tree(lambda tensor: tensor[:, None], {key: value for key, value in flat.items() if key != "place"})
         number = torch.arange(len(flat["place"]), device=flat["place"].device)
         alone = torch.full_like(number, -1)
-        shown = stored_images(columns, self.frames)
-        decisions = Rollouts(**columns, episode=number, group=number, parent=alone, branch_decision=alone, images=shown)
+        images = stored_images(columns, self.frames)
+        decisions = Rollouts(
+            **columns, episode=number, group=number, parent=alone, branch_decision=alone, images=images
+        )
         self.parts = [{**flat, "logp_behaviour": score(decisions)[:, 0]}]
 
     def _fill(self) -> None:
         """Assign waiting episodes to free rows: new initial states and branches."""
         free = [index for index, row in enumerate(self.rows) if row is None]
-        taken = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
-        for index, running in taken:
+        assignments = [(index, self.waiting.popleft()) for index in free[: len(self.waiting)]]
+        for index, running in assignments:
             # Numbered when they begin and not when they are queued: results come in the order of beginning.
             if running.number < 0:
                 running.number, self.count = self.count, self.count + 1
                 self.lineage[running.number] = running.origin
             self.rows[index], self.returns[index] = running, running.returned
-        starts = [(index, running.request) for index, running in taken if running.snapshot is None]
-        played = len(starts)
-        if not self.player.started and played < self.world.batch_size:
+        starts = [(index, running.request) for index, running in assignments if running.snapshot is None]
+        start_count = len(starts)
+        if not self.player.started and start_count < self.world.batch_size:
             # every row has to start once; those beyond the requests play along and are not recorded
             idle = sorted(set(range(self.world.batch_size)) - {index for index, _ in starts})
-            starts += [(index, taken[-1][1].request) for index in idle]
+            starts += [(index, assignments[-1][1].request) for index in idle]
         if starts:
             rows = np.array([index for index, _ in starts])
             tasks = np.array([request.task for _, request in starts])
             options = {"task": tasks} if (tasks >= 0).any() else None
-            self.player.start([request.seed for _, request in starts], rows, options, count=played)
-        kept = [(index, running.snapshot) for index, running in taken if running.snapshot is not None]
-        if kept and isinstance(self.world, Snapshots):
-            rows = np.array([index for index, _ in kept])
-            self.player.restore(self.world, _joined([snapshot for _, snapshot in kept]), rows)
+            self.player.start([request.seed for _, request in starts], rows, options, count=start_count)
+        snapshots = [(index, running.snapshot) for index, running in assignments if running.snapshot is not None]
+        if snapshots and isinstance(self.world, Snapshots):
+            rows = np.array([index for index, _ in snapshots])
+            self.player.restore(self.world, _joined([snapshot for _, snapshot in snapshots]), rows)
 
     def _splits(self, running: _Running) -> tuple[int, ...]:
         """Return the step counts after which an episode splits in the next chunk; if it branched off in this chunk,
@@ -393,8 +395,8 @@ class EpisodePlayer:
         """
         if running.steps not in self.branching.at:
             return ()
-        begun = running.branch_step if running.branch_decision == running.steps else None
-        return tuple(step for step in self.branching.steps if begun is None or step > begun)
+        first_step = running.branch_step if running.branch_decision == running.steps else None
+        return tuple(step for step in self.branching.steps if first_step is None or step > first_step)
 
     def _branch(self) -> None:
         """At branch points, save the state and queue children that continue from it, before all other waiting
@@ -446,11 +448,11 @@ class EpisodePlayer:
         some = next(iter(due.values()))
         latents = {name: value.new_zeros((len(self.rows), *value.shape)) for name, value in some.items()}
         count = torch.full((len(self.rows),), -1, device=device)
-        for index, found in due.items():
+        for index, latents_of_parent in due.items():
             running = self.rows[index]
             assert running is not None
             count[index] = running.branch_step
-            for name, value in found.items():
+            for name, value in latents_of_parent.items():
                 latents[name][index] = value
         return latents, count
 
@@ -465,14 +467,14 @@ class EpisodePlayer:
                     running.surprise = float(surprises[index])
                 # Children that share steps of this decision find its latents by the parent's number and decision.
                 if max(self._splits(running), default=-1) >= 0:
-                    kept = {name: value[index].clone() for name, value in column["latents"].items()}
-                    self.shared[running.number, running.steps] = kept
+                    latents = {name: value[index].clone() for name, value in column["latents"].items()}
+                    self.shared[running.number, running.steps] = latents
                 place.append((running.number, running.request.group, running.steps))
                 rows.append(index)
                 running.steps += 1
         column["extras"]["episode_return"] = torch.tensor(self.returns, dtype=torch.float32).to(device)
-        chosen = torch.tensor(rows, device=device)
-        part = _tree(lambda tensor: tensor[chosen], column)
+        indices = torch.tensor(rows, device=device)
+        part = _tree(lambda tensor: tensor[indices], column)
         part["place"] = torch.tensor(place, device=device)
         self.parts.append(part)
 
@@ -484,8 +486,8 @@ class EpisodePlayer:
         """Gather the chunks of `groups`, including those shared with ancestors, as [B, T, ...]; keep the rest."""
         flat = _join(self.parts)
         self.parts, device = [flat], flat["place"].device
-        mine = torch.isin(flat["place"][:, 1], torch.tensor(groups, device=device))
-        flat = dict(flat) if bool(mine.all()) else _tree(lambda tensor: tensor[mine], flat)
+        in_groups = torch.isin(flat["place"][:, 1], torch.tensor(groups, device=device))
+        flat = dict(flat) if bool(in_groups.all()) else _tree(lambda tensor: tensor[in_groups], flat)
         place = flat.pop("place")
         numbers = sorted(number for number, group in self.finished.items() if group in set(groups))
         order = {number: row for row, number in enumerate(numbers)}
@@ -493,7 +495,7 @@ class EpisodePlayer:
         # Where each decision of a row lies among the flat ones; -1 is padding, or a prefix that is filled in below.
         position = torch.full((len(numbers), int(place[:, 2].max()) + 1), -1, dtype=torch.int64, device=device)
         position[row, place[:, 2]] = torch.arange(len(place), device=device)
-        own = position >= 0
+        own_mask = position >= 0
         lineage = [self.lineage[number] for number in numbers]
         parents = [order.get(parent, -1) for parent, *_ in lineage]
         steps = [step if parent in order else -1 for parent, step, _ in lineage]
@@ -501,18 +503,20 @@ class EpisodePlayer:
         for child, (parent, step) in enumerate(zip(parents, steps, strict=True)):  # parents come before their children
             if parent >= 0:
                 position[child, :step] = position[parent, :step]
-        there = position >= 0
+        filled = position >= 0
 
         def gather(tensor: Tensor) -> Tensor:
-            found = tensor[position.clamp(min=0)]
-            return torch.where(there.reshape(*there.shape, *[1] * (tensor.dim() - 1)), found, torch.zeros_like(found))
+            gathered = tensor[position.clamp(min=0)]
+            return torch.where(
+                filled.reshape(*filled.shape, *[1] * (tensor.dim() - 1)), gathered, torch.zeros_like(gathered)
+            )
 
         padded = _tree(gather, flat)
         # A copied prefix is scored once, in the row that played it.
-        padded["mask"] = padded["mask"] & own[..., None]
+        padded["mask"] = padded["mask"] & own_mask[..., None]
         group = [self.finished[number] for number in numbers]
         if "after" in padded:  # a value after padding counts nowhere, but is asked for
-            padded["after"][:, -1] = padded["after"][torch.arange(len(numbers)), there.sum(1) - 1]
+            padded["after"][:, -1] = padded["after"][torch.arange(len(numbers)), filled.sum(1) - 1]
         images = stored_images(padded, self.frames)
         self._drop(torch.tensor(groups), 1)
         return Rollouts(
@@ -529,25 +533,25 @@ class EpisodePlayer:
     def _drop(self, which: Tensor, by: int) -> None:
         """Drop episodes with these numbers (by 0) or groups (by 1), and their chunks."""
         flat = _join(self.parts)
-        gone = torch.isin(flat["place"][:, by], which.to(flat["place"].device))
-        dropped = set(flat["place"][gone, 0].unique().tolist())
-        self.parts = [] if bool(gone.all()) else [_tree(lambda tensor: tensor[~gone], flat)]
+        to_drop = torch.isin(flat["place"][:, by], which.to(flat["place"].device))
+        dropped = set(flat["place"][to_drop, 0].unique().tolist())
+        self.parts = [] if bool(to_drop.all()) else [_tree(lambda tensor: tensor[~to_drop], flat)]
         self._forget_frames()
         self.finished = {number: group for number, group in self.finished.items() if number not in dropped}
         self.lineage = {number: origin for number, origin in self.lineage.items() if number not in dropped}
-        self.shared = {key: found for key, found in self.shared.items() if key[0] not in dropped}
+        self.shared = {key: latents for key, latents in self.shared.items() if key[0] not in dropped}
         # Nothing held refers to a number any more, so they may begin anew.
         if not self.lineage:
             self.count = 0
 
     def _forget_frames(self) -> None:
         """Keep only the frames that stored chunks refer to."""
-        held = dict(self.parts[0]) if self.parts else {}
-        left = stored_images(held, self.frames)
+        stored = dict(self.parts[0]) if self.parts else {}
+        images = stored_images(stored, self.frames)
         self.frames = store_for(self.images)
-        if left is not None and self.frames is not None:
-            self.parts = [{**held, "seen": left.seen, "after": left.after}]
-            self.frames = FrameStore(left.frames, packed=self.frames.packed)
+        if images is not None and self.frames is not None:
+            self.parts = [{**stored, "seen": images.seen, "after": images.after}]
+            self.frames = FrameStore(images.frames, packed=self.frames.packed)
 
 
 def _nothing(steps: int = 1, note: str = "") -> None:

@@ -71,8 +71,8 @@ def policy_loss(
     The value itself is not meaningful (its gradient is the surrogate's); auxiliaries are scalars, already scaled.
     """
     # Masked entries go through where on both factors: 0 * inf would be NaN, and its gradient too.
-    used = weight > 0
-    terms = torch.where(used, weight * coefficient, 0.0).detach() * torch.where(used, logp, 0.0)
+    in_use = weight > 0
+    terms = torch.where(in_use, weight * coefficient, 0.0).detach() * torch.where(in_use, logp, 0.0)
     loss = -terms.sum()
     for auxiliary in (auxiliaries or {}).values():
         loss = loss + auxiliary
@@ -120,5 +120,5 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
     NaN if all returns are equal, since there is no variance to explain.
     """
     variance = returns.var(unbiased=False)
-    explained = 1 - (returns - values).var(unbiased=False) / variance.clamp(min=1e-12)
-    return torch.where(variance > 1e-12, explained, torch.nan)
+    fraction = 1 - (returns - values).var(unbiased=False) / variance.clamp(min=1e-12)
+    return torch.where(variance > 1e-12, fraction, torch.nan)

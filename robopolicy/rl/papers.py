@@ -116,6 +116,6 @@ def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
 
 def counted(*kinds: Kind) -> str:
     """Count the papers of these kinds that work, are partly implemented, and are absent."""
-    chosen = [paper.status for paper in papers() if paper.kind in kinds]
-    parts = ", ".join(f"{chosen.count(status)} {status}" for status in ("works", "part", "absent"))
-    return f"{len(chosen)} papers: {parts}"
+    statuses = [paper.status for paper in papers() if paper.kind in kinds]
+    parts = ", ".join(f"{statuses.count(status)} {status}" for status in ("works", "part", "absent"))
+    return f"{len(statuses)} papers: {parts}"

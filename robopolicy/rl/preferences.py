@@ -51,10 +51,12 @@ class Pairs:
 
         Raises DataError if one of their instructions is missing.
         """
-        asked = [self.instructions[index] for index in sorted(set(integers(self.rollouts.task[:, 0])))]
-        missing = [text for text in asked if text not in instructions]
-        if missing:
-            raise DataError(f"Stored pairs follow instructions that the world does not have: {', '.join(missing[:3])}.")
+        texts = [self.instructions[index] for index in sorted(set(integers(self.rollouts.task[:, 0])))]
+        missing_texts = [text for text in texts if text not in instructions]
+        if missing_texts:
+            raise DataError(
+                f"Stored pairs follow instructions that the world does not have: {', '.join(missing_texts[:3])}."
+            )
         places = [instructions.index(text) if text in instructions else -1 for text in self.instructions]
         task = torch.tensor(places, device=self.rollouts.task.device)[self.rollouts.task]
         return replace(_unread(self.rollouts), task=task)
@@ -125,21 +127,21 @@ class Preferences(Buffer):
             self.kept, self.given = [(-1, replace(older, policy_version=version)), *self.kept], None
             self._bound()
         past = [part for _, part in self.kept]
-        judged = _judged(rollouts.fresh)
-        if len(judged.group):
-            self.kept = [*self.kept, (context.iteration, judged)]
+        labelled = _judged(rollouts.fresh)
+        if len(labelled.group):
+            self.kept = [*self.kept, (context.iteration, labelled)]
             self._bound()
-        drawn = _drawn(past, round(self.share * len(rollouts.group)), context)
-        if not drawn:
+        sampled_parts = _drawn(past, round(self.share * len(rollouts.group)), context)
+        if not sampled_parts:
             return rollouts
-        older = [_as_rows_of(part, rollouts) for part in drawn]
-        read = [context.conditions(part) for part in older]
-        own = {name for name in rollouts.latents if is_condition(name)}
+        older = [_as_rows_of(part, rollouts) for part in sampled_parts]
+        conditions = [context.conditions(part) for part in older]
+        condition_names = {name for name in rollouts.latents if is_condition(name)}
         if any(
-            set(each) != own for each in read
+            set(each) != condition_names for each in conditions
         ):  # a policy that cannot be asked: all rows are read as they are scored
             return joined(_unread(rollouts), older)
-        older = [replace(part, latents={**part.latents, **each}) for part, each in zip(older, read, strict=True)]
+        older = [replace(part, latents={**part.latents, **each}) for part, each in zip(older, conditions, strict=True)]
         return joined(rollouts, older)
 
     def store(self, folder: Path, instructions: tuple[str, ...]) -> None:
@@ -175,8 +177,8 @@ def _judged(rollouts: Rollouts) -> Rollouts:
     advantage, groups = rollouts.extras["advantage"], Segments.of(rollouts.group)
     side = sides(advantage, rollouts.mask & (advantage != 0), rollouts.group)
     both = (groups.maximum(side) > 0) & (groups.minimum(side) < 0)
-    judged = rollouts.with_extras(preferred=side.long()[:, None].expand(rollouts.shape).contiguous())
-    return _bare(judged.take((both[groups.index] & (side != 0)).nonzero().squeeze(1)).compact())
+    labelled = rollouts.with_extras(preferred=side.long()[:, None].expand(rollouts.shape).contiguous())
+    return _bare(labelled.take((both[groups.index] & (side != 0)).nonzero().squeeze(1)).compact())
 
 
 def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollouts]:
@@ -187,8 +189,8 @@ def _drawn(parts: list[Rollouts], wanted: int, context: Context) -> list[Rollout
     groups, draws = Segments.of(every.group), context.generator
     order = torch.randperm(groups.count, generator=draws, device=draws.device)
     # At least one group, even where the first alone has more episodes than are wanted.
-    chosen = order[: max(1, int((groups.size()[order].cumsum(0) <= wanted).sum()))]
-    return [every.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))]
+    group_indices = order[: max(1, int((groups.size()[order].cumsum(0) <= wanted).sum()))]
+    return [every.take(torch.isin(groups.index, group_indices).nonzero().squeeze(1))]
 
 
 def _bare(rollouts: Rollouts) -> Rollouts:
@@ -222,16 +224,16 @@ def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
     """
     _require_same(part, rollouts)
     extras = {name: value.new_zeros((*part.shape, *value.shape[2:])) for name, value in rollouts.extras.items()}
-    scored = part.mask & part.alive[..., None]
-    extras["advantage"] = torch.where(scored, part.extras["preferred"][..., None].float(), 0.0)
-    extras["episode_steps"] = scored.sum((1, 2))[:, None].expand(part.shape)
+    scored_mask = part.mask & part.alive[..., None]
+    extras["advantage"] = torch.where(scored_mask, part.extras["preferred"][..., None].float(), 0.0)
+    extras["episode_steps"] = scored_mask.sum((1, 2))[:, None].expand(part.shape)
     if "preferred" in rollouts.extras:
         extras["preferred"] = part.extras["preferred"]
-    first, *others = rollouts.rewards
-    nothing = torch.zeros_like(part.rewards["reward"])
+    first, *other_names = rollouts.rewards
+    zeros = torch.zeros_like(part.rewards["reward"])
     return replace(
         part,
-        rewards={first: part.rewards["reward"], **dict.fromkeys(others, nothing)},
+        rewards={first: part.rewards["reward"], **dict.fromkeys(other_names, zeros)},
         extras=Extras.of(extras),
         observation={key: part.observation[key] for key in rollouts.observation},
         images=None if rollouts.images is None or part.images is None else part.images.only(rollouts.images.frames),
@@ -242,16 +244,17 @@ def _as_rows_of(part: Rollouts, rollouts: Rollouts) -> Rollouts:
 
 def _require_same(part: Rollouts, rollouts: Rollouts) -> None:
     """Raise DataError if stored episodes lack a field of the current ones, or have it in another shape, naming it."""
-    for name, stored, played in (
+    for name, stored_shapes, current_shapes in (
         ("observation", part.shown, rollouts.shown),
         ("latents", _shapes(part.latents), _shapes(rollouts.latents)),
     ):
-        for key in sorted(key for key in played if key != "executed" and not is_condition(key)):
-            own = list(stored[key]) if key in stored else None
-            if own != list(played[key]):
+        for key in sorted(key for key in current_shapes if key != "executed" and not is_condition(key)):
+            stored_shape = list(stored_shapes[key]) if key in stored_shapes else None
+            if stored_shape != list(current_shapes[key]):
                 raise DataError(
-                    f"Stored pairs do not fit this policy and world: their {name} '{key}' is {own or 'missing'}, here "
-                    f"it is {list(played[key])}. Pairs are of one policy's decisions: store them anew."
+                    f"Stored pairs do not fit this policy and world: their {name} '{key}' is "
+                    f"{stored_shape or 'missing'}, here it is {list(current_shapes[key])}. Pairs are of one policy's "
+                    f"decisions: store them anew."
                 )
     if part.mask.shape[2] != rollouts.mask.shape[2]:
         raise DataError(f"Stored decisions have {part.mask.shape[2]} scored steps, here {rollouts.mask.shape[2]}.")
@@ -266,9 +269,9 @@ def _require_verdicts(rollouts: Rollouts, where: str) -> None:
     if "preferred" not in rollouts.extras or not len(rollouts.group):
         raise DataError(f"{where} holds no pairs: episodes need the extra 'preferred', 1 or -1.")
     groups, verdict = Segments.of(rollouts.group), rollouts.extras["preferred"][:, 0]
-    lacking = (groups.sum(verdict == 1) == 0) | (groups.sum(verdict == -1) == 0)
-    if bool(lacking.any()):
-        raise DataError(f"{where}: {int(lacking.sum())} groups have no preferred episode, or none below it.")
+    incomplete = (groups.sum(verdict == 1) == 0) | (groups.sum(verdict == -1) == 0)
+    if bool(incomplete.any()):
+        raise DataError(f"{where}: {int(incomplete.sum())} groups have no preferred episode, or none below it.")
 
 
 def _bytes(rollouts: Rollouts) -> int:

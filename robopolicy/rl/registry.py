@@ -52,24 +52,24 @@ class Declared:
 @cache
 def declared() -> tuple[Declared, ...]:
     """Return all functions and classes decorated with `@mechanism(Slot.X, "name", ...)` below this package."""
-    found: list[Declared] = []
+    declarations: list[Declared] = []
     for file in sorted(ROOT.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         if f"@{DECORATOR}(" in text:
             module = ".".join(("robopolicy.rl", *file.relative_to(ROOT).with_suffix("").parts))
-            found += _of_module(ast.parse(text), module.removesuffix(".__init__"))
-    return tuple(found)
+            declarations += _of_module(ast.parse(text), module.removesuffix(".__init__"))
+    return tuple(declarations)
 
 
 def declared_in(module: str) -> tuple[Declared, ...]:
     """Return the declarations in another package's module, () if its source has no decorator or cannot be found."""
     try:
-        found = importlib.util.find_spec(module)
+        module_spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
-        found = None
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        module_spec = None
+    if module_spec is None or module_spec.origin is None or not module_spec.origin.endswith(".py"):
         return ()
-    return tuple(_of_module(ast.parse(Path(found.origin).read_text(encoding="utf-8")), module))
+    return tuple(_of_module(ast.parse(Path(module_spec.origin).read_text(encoding="utf-8")), module))
 
 
 def _of_module(tree: ast.Module, module: str) -> Iterator[Declared]:
@@ -120,17 +120,17 @@ def _call_of(node: ast.FunctionDef | ast.ClassDef, classes: dict[str, ast.ClassD
         if isinstance(item, ast.FunctionDef) and item.name == "__init__":
             return item
     bases = (classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes)
-    return next((found for base in bases if (found := _call_of(base, classes)) is not None), None)
+    return next((inherited for base in bases if (inherited := _call_of(base, classes)) is not None), None)
 
 
 def _options(function: ast.FunctionDef | None, constants: dict[str, ast.expr]) -> dict[str, Any]:
     if function is None:
         return {}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         value = constants.get(default.id, default) if isinstance(default, ast.Name) else default
-        found[argument.arg] = inspect.Parameter.empty if value is None else ast.literal_eval(value)
-    return found
+        options[argument.arg] = inspect.Parameter.empty if value is None else ast.literal_eval(value)
+    return options
 
 
 class Slot(Enum):
@@ -223,8 +223,8 @@ class Mechanism:
     @property
     def function(self) -> Callable[..., Any]:
         """The function or class itself; its module is imported on access."""
-        found = _functions.get(self.path)
-        return load_dotted(self.path, "Mechanism") if found is None else found
+        target = _functions.get(self.path)
+        return load_dotted(self.path, "Mechanism") if target is None else target
 
     def require_options(self, options: Iterable[str]) -> None:
         """Raise ConfigError, with the closest name, if it has no such option."""
@@ -256,9 +256,9 @@ def mechanism[F: Callable[..., Any]](
 
     def register(function: F) -> F:
         entry = _described(slot, name, function, _path_of(function), source, frozenset(needs), frozenset(gives))
-        known = _ours().get((slot, name), _registered.get((slot, name)))
-        if known is not None and known.path != entry.path:
-            raise ValueError(f"Two mechanisms are called {slot.value} '{name}': {known.path} and {entry.path}.")
+        existing = _ours().get((slot, name), _registered.get((slot, name)))
+        if existing is not None and existing.path != entry.path:
+            raise ValueError(f"Two mechanisms are called {slot.value} '{name}': {existing.path} and {entry.path}.")
         _registered[slot, name], _functions[entry.path] = entry, function
         return function
 
@@ -267,29 +267,29 @@ def mechanism[F: Callable[..., Any]](
 
 def mechanisms(slot: Slot | None = None) -> list[Mechanism]:
     """Return all mechanisms, or those of one slot, by slot and name."""
-    order, known = list(Slot), {**_installed(), **_registered, **_ours()}
-    chosen = [entry for entry in known.values() if slot in (None, entry.slot)]
-    return sorted(chosen, key=lambda entry: (order.index(entry.slot), entry.name))
+    order, entries = list(Slot), {**_installed(), **_registered, **_ours()}
+    selection = [entry for entry in entries.values() if slot in (None, entry.slot)]
+    return sorted(selection, key=lambda entry: (order.index(entry.slot), entry.name))
 
 
 def find(slot: Slot, name: str) -> Mechanism:
     """Return the mechanism with this name or import path; raises ConfigError with the closest name if there is none."""
     if is_dotted(name):
         return _at(slot, name)
-    known = {entry.name: entry for entry in mechanisms(slot)}
-    if name not in known:
+    entries = {entry.name: entry for entry in mechanisms(slot)}
+    if name not in entries:
         raise ConfigError(
-            f"{slot.value}: there is no mechanism '{name}'.{did_you_mean(name, known)} "
+            f"{slot.value}: there is no mechanism '{name}'.{did_you_mean(name, entries)} "
             "'robopolicy algorithms' lists them; your own is named by its dotted path, package.module:name."
         )
-    return known[name]
+    return entries[name]
 
 
 def declared_at(path: str) -> list[Mechanism]:
     """Return the mechanism declarations at an import path, [] if there are none; raises ConfigError as `find`."""
     function = load_dotted(path, "Mechanism")
-    known = {**_installed(), **_registered, **_ours()}.values()
-    return [entry for entry in known if callable(function) and entry.path == _path_of(function)]
+    entries = {**_installed(), **_registered, **_ours()}.values()
+    return [entry for entry in entries if callable(function) and entry.path == _path_of(function)]
 
 
 def written(slot: Slot, name: str) -> str:
@@ -328,13 +328,13 @@ def _path_of(function: Callable[..., Any]) -> str:
 @cache
 def _ours() -> dict[tuple[Slot, str], Mechanism]:
     """Return the declarations in robopolicy's source files; raises ValueError for a duplicate name in a slot."""
-    found: dict[tuple[Slot, str], Mechanism] = {}
+    entries: dict[tuple[Slot, str], Mechanism] = {}
     for item in declared():
         entry = _entry(item)
-        if (entry.slot, entry.name) in found:
+        if (entry.slot, entry.name) in entries:
             raise ValueError(f"Two mechanisms are called {entry.slot.value} '{entry.name}'.")
-        found[entry.slot, entry.name] = entry
-    return found
+        entries[entry.slot, entry.name] = entry
+    return entries
 
 
 @cache
@@ -343,7 +343,7 @@ def _installed() -> dict[tuple[Slot, str], Mechanism]:
 
     Modules that cannot be read cause a warning and are skipped, since this run may not need them.
     """
-    found: dict[tuple[Slot, str], Mechanism] = {}
+    by_slot: dict[tuple[Slot, str], Mechanism] = {}
     for point in importlib.metadata.entry_points(group=GROUP):
         try:
             entries = [_entry(item) for item in declared_in(point.module)]
@@ -359,8 +359,8 @@ def _installed() -> dict[tuple[Slot, str], Mechanism]:
                 stacklevel=2,
             )
         else:
-            found.update({(entry.slot, entry.name): entry for entry in entries})
-    return found
+            by_slot.update({(entry.slot, entry.name): entry for entry in entries})
+    return by_slot
 
 
 def _entry(item: Declared) -> Mechanism:

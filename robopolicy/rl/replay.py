@@ -130,9 +130,9 @@ class Spear(Buffer):
         return self.weight * 0.5 * (1 - float(torch.cos(torch.tensor(torch.pi * done))))
 
     def _keep(self, rollouts: Rollouts, today: int) -> None:
-        played = rollouts.mask.any(-1) & rollouts.alive
+        is_own = rollouts.mask.any(-1) & rollouts.alive
         # Over own decisions only: a copied prefix belongs to its parent.
-        total = torch.where(played, rollouts.extras["advantage"].mean(-1), 0.0).sum(1)
+        total = torch.where(is_own, rollouts.extras["advantage"].mean(-1), 0.0).sum(1)
         good = (total > 0).nonzero().squeeze(-1)
         self.kept = [(iteration, part) for iteration, part in self.kept if today - iteration < self.age]
         self.kept.append((today, rollouts.take(good).compact()))
@@ -147,8 +147,8 @@ class Spear(Buffer):
 
 def with_advantage(rollouts: Rollouts, per_row: Tensor) -> Rollouts:
     """Set the advantage of every scored step of a row to [B]."""
-    scored = rollouts.mask & rollouts.alive[..., None]
-    return rollouts.with_extras(advantage=torch.where(scored, per_row[:, None, None].float(), 0.0))
+    scored_mask = rollouts.mask & rollouts.alive[..., None]
+    return rollouts.with_extras(advantage=torch.where(scored_mask, per_row[:, None, None].float(), 0.0))
 
 
 def _median(values: tuple[float, ...]) -> float:

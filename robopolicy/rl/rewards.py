@@ -39,8 +39,8 @@ def success_only(rollouts: Rollouts, context: Context, *, keep: tuple[str, ...] 
     # At the last executed step of the decision, where the world itself would pay it.
     last = (rollouts.valid.sum(-1) - 1).clamp(min=0)
     reward = reward.scatter(-1, last[..., None], first[..., None].float())
-    kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
-    return replace(rollouts, rewards={"success": reward, **kept})
+    other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
+    return replace(rollouts, rewards={"success": reward, **other_rewards})
 
 
 @mechanism(Slot.REWARD, "effort", source="control cost of robot learning")
@@ -84,20 +84,20 @@ def guided_cost(
     last = (rollouts.duration - 1).clamp(min=0)[..., None]
 
     def paid(per_decision: Tensor) -> Tensor:
-        nothing = torch.zeros(rollouts.valid.shape, device=alive.device)
-        return nothing.scatter(-1, last, per_decision[..., None].float())
+        zeros = torch.zeros(rollouts.valid.shape, device=alive.device)
+        return zeros.scatter(-1, last, per_decision[..., None].float())
 
     final = torch.zeros_like(alive).scatter(1, (alive.sum(1, keepdim=True) - 1).clamp(min=0), True) & alive
-    chosen = rollouts.mask & alive[..., None]  # a step without noise was no choice, whatever its density is
-    likelihood = torch.where(chosen, rollouts.logp_behaviour, 0.0).sum(-1)
+    sampled_mask = rollouts.mask & alive[..., None]  # a step without noise was no choice, whatever its density is
+    likelihood = torch.where(sampled_mask, rollouts.logp_behaviour, 0.0).sum(-1)
     score = torch.zeros(len(alive), 1, device=alive.device)
     if external:
         costs = _stage_costs(rollouts, context, stages, (parts, weight, threshold), ("success", *keep))
         score = (-costs.sum(1)).exp()[:, None]
     won = rollouts.row_success.float()[:, None]
     terms = {"own": own * likelihood, "external": external * score * final, "success": success * won * final}
-    kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
-    return replace(rollouts, rewards={**{name: paid(value) for name, value in terms.items()}, **kept})
+    other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
+    return replace(rollouts, rewards={**{name: paid(value) for name, value in terms.items()}, **other_rewards})
 
 
 def _stage_costs(
@@ -111,19 +111,19 @@ def _stage_costs(
                 "options.gcpg.stages=progress: this world pays for nothing but success. Name stages by a dotted path, "
                 "or set options.gcpg.external=0."
             )
-        gained = torch.where(rollouts.valid, torch.stack(dense).sum(0), 0.0).sum((1, 2))
+        progress = torch.where(rollouts.valid, torch.stack(dense).sum(0), 0.0).sum((1, 2))
         parts, weight, threshold = way
-        return weight * (undone_costs(gained, rollouts.group, parts) - threshold).clamp(min=0)
+        return weight * (undone_costs(progress, rollouts.group, parts) - threshold).clamp(min=0)
     if stages == "task":
-        chosen = context.stages
-        if not chosen:
+        task_stages = context.stages
+        if not task_stages:
             raise ConfigError("options.gcpg.stages=task: this world's task names no stages (Task.stages).")
     elif is_dotted(stages):
-        chosen = named_stages(stages)
+        task_stages = named_stages(stages)
     else:
         raise unknown_option("gcpg.stages", stages, ("progress", "task", "package.module:name"))
     return torch.as_tensor(
-        stage_costs(chosen, *frames_of(rollouts, context.instructions)), device=rollouts.group.device
+        stage_costs(task_stages, *frames_of(rollouts, context.instructions)), device=rollouts.group.device
     )
 
 
@@ -131,13 +131,13 @@ def named_stages(path: str) -> tuple[Stage, ...]:
     """Load the stages at "package.module:name", or those returned by a function there; raises ConfigError for anything
     else.
     """
-    found = load_dotted(path, "Stages")
-    found = found() if callable(found) else found
-    if not is_sequence(found) or not found or not all(isinstance(item, Stage) for item in found):
+    target = load_dotted(path, "Stages")
+    target = target() if callable(target) else target
+    if not is_sequence(target) or not target or not all(isinstance(item, Stage) for item in target):
         raise ConfigError(
             f"'{path}' is no tuple of stages, nor a function that returns one (robopolicy.core.stages.Stage)."
         )
-    return tuple(found)
+    return tuple(target)
 
 
 def frames_of(rollouts: Rollouts, instructions: Sequence[str]) -> tuple[dict[str, Array], Array]:
@@ -219,7 +219,7 @@ def undone_costs(gained: Tensor, group: Tensor, parts: int) -> Tensor:
     groups = Segments.of(group)
     best = groups.maximum(gained)[groups.index]
     width = (best / parts).clamp(min=0)
-    left = best - gained
+    distance = best - gained
     # From the goal backwards a part costs what of it is undone; the first one also what was lost since the start.
-    undone = [torch.minimum((left - place * width).clamp(min=0), width) for place in range(parts - 1)]
-    return torch.stack([*undone, (left - (parts - 1) * width).clamp(min=0)][::-1], 1)
+    parts_undone = [torch.minimum((distance - place * width).clamp(min=0), width) for place in range(parts - 1)]
+    return torch.stack([*parts_undone, (distance - (parts - 1) * width).clamp(min=0)][::-1], 1)

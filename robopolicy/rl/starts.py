@@ -77,11 +77,11 @@ class Beliefs:
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Add successes and failures, each [n]; earlier counts decay towards the prior by `decay`."""
-        for number, won, played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
+        for number, won, episodes_played in zip(index.tolist(), successes.tolist(), episodes.tolist(), strict=True):
             a, b = self.counts.get(number, (self.prior, self.prior))
             # Faded before the new counts are added: the latest visit counts fully.
-            kept = [self.decay * value + (1 - self.decay) * self.prior for value in (a, b)]
-            self.counts[number] = (kept[0] + won, kept[1] + played - won)
+            faded = [self.decay * value + (1 - self.decay) * self.prior for value in (a, b)]
+            self.counts[number] = (faded[0] + won, faded[1] + episodes_played - won)
 
     def predict(self, index: Array) -> Array:
         """Return the means a / (a + b), [n]."""
@@ -124,8 +124,8 @@ class MoppsSampler(Beliefs):
         """Return the `count` initial states [n] whose sampled rate is nearest to the target."""
         a, b = self.beta(np.arange(pool))
         # A draw and not the mean: starts that are hardly known are tried now and then.
-        drawn = generator.beta(a, b)
-        return np.argsort(np.abs(drawn - self.target), kind="stable")[:count]
+        rates = generator.beta(a, b)
+        return np.argsort(np.abs(rates - self.target), kind="stable")[:count]
 
 
 class Allocator(Protocol):
@@ -194,11 +194,11 @@ def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
             options[extra, extra:] = best[: spare + 1 - extra] + value[start, extra]
         choice[start] = options.argmax(0)
         best = options.max(0)
-    result, left = np.zeros(count, dtype=np.int64), spare
+    result, budget_left = np.zeros(count, dtype=np.int64), spare
     # Back through the choices from where all of `spare` is spent.
     for start in reversed(range(count)):
-        result[start] = low + choice[start, left]
-        left -= choice[start, left]
+        result[start] = low + choice[start, budget_left]
+        budget_left -= choice[start, budget_left]
     return result
 
 

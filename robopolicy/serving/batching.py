@@ -63,8 +63,8 @@ class Waiting:
         """Whether both requests can be answered in one batch."""
         if self.generator is not None or other.generator is not None:
             return self is other
-        mine, theirs = self.left, other.left
-        return mine is theirs if mine is None or theirs is None else mine.shape == theirs.shape
+        own_plan, other_plan = self.left, other.left
+        return own_plan is other_plan if own_plan is None or other_plan is None else own_plan.shape == other_plan.shape
 
 
 class Turns:
@@ -84,19 +84,19 @@ class Turns:
         address, asker = self._next(rows)
         first = rows[address][asker][0]
         rows = _rows([request for request in waiting if request.goes_with(first)])
-        chosen: list[Waiting] = []
-        while rows and len(chosen) < most:
+        batch: list[Waiting] = []
+        while rows and len(batch) < most:
             address, asker = self._next(rows)
             self._served[address] = self._served[asker] = next(self._count)
-            chosen.append(rows[address][asker].popleft())
+            batch.append(rows[address][asker].popleft())
             if not rows[address][asker]:
                 del rows[address][asker]
             if not rows[address]:
                 del rows[address]
         if len(self._served) > REMEMBERED_TURNS:  # who is forgotten was served longest ago, and stays the next
             newest = sorted(self._served, key=self._served.__getitem__)[-REMEMBERED_TURNS // 2 :]
-            self._served = {who: self._served[who] for who in newest}
-        return chosen
+            self._served = {client: self._served[client] for client in newest}
+        return batch
 
     def _next(self, rows: Mapping[str, Mapping[Asker, deque[Waiting]]]) -> tuple[str, Asker]:
         address = min(rows, key=lambda each: self._served.get(each, 0))
@@ -119,12 +119,12 @@ def gives_way(waiting: Sequence[Waiting], asker: Asker) -> Waiting | None:
     """
     rows = _rows(waiting)
     count = {address: sum(map(len, askers.values())) for address, askers in rows.items()}
-    address, own = max(count, key=count.__getitem__), asker[0]
-    if count[address] <= count.get(own, 0) + 1:
-        address = own
+    address, own_address = max(count, key=count.__getitem__), asker[0]
+    if count[address] <= count.get(own_address, 0) + 1:
+        address = own_address
     askers = rows.get(address, {})
     heaviest = max(reversed(askers.values()), key=len, default=deque())  # of equal ones the one that came last
-    return heaviest[-1] if address != own or len(heaviest) > len(askers.get(asker, ())) + 1 else None
+    return heaviest[-1] if address != own_address or len(heaviest) > len(askers.get(asker, ())) + 1 else None
 
 
 class InferenceQueue:
@@ -263,10 +263,10 @@ class InferenceQueue:
         self._waiting = [request for request in self._waiting if not request.answer.done()]
         if not self._waiting:
             return []
-        chosen = self._turns.take(self._waiting, self.maximum_batch)
-        taken = set(chosen)
-        self._waiting = [request for request in self._waiting if request not in taken]
-        return chosen
+        batch = self._turns.take(self._waiting, self.maximum_batch)
+        batch_set = set(batch)
+        self._waiting = [request for request in self._waiting if request not in batch_set]
+        return batch
 
     def _answer(self, batch: list[Waiting]) -> list[Answer | Exception]:
         """Answer a batch; if it fails, answer one by one, so that only the faulty request fails."""
@@ -278,7 +278,7 @@ class InferenceQueue:
             return [self._answer([request])[0] for request in batch]
 
     def _act(self, batch: list[Waiting]) -> list[Answer]:
-        started = time.perf_counter()
+        start = time.perf_counter()
         observations, generator = [request.observation for request in batch], batch[0].generator or self.generator
         joined = {key: np.concatenate([item[key] for item in observations]) for key in observations[0]}
         joined[TASK] = np.array([str(item[TASK][0]) for item in observations])
@@ -295,7 +295,7 @@ class InferenceQueue:
         if not all_finite(actions):
             raise NonFiniteError("The policy answered with NaN or infinity; no action was sent.")
         values = actions.float().cpu().numpy()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         return [Answer(row, seconds) for row in values]
 
     def _decided(

@@ -75,10 +75,10 @@ def whole_address(host: str, port: int | None, encrypted: bool) -> str:
     is ws:// although encryption is required.
     """
     name = f"[{host}]" if host.count(":") > 1 and "://" not in host and "[" not in host else host  # IPv6
-    whole = host if "://" in host else f"{'wss' if encrypted else 'ws'}://{name}"
+    url = host if "://" in host else f"{'wss' if encrypted else 'ws'}://{name}"
     try:
-        parts = urlsplit(whole)
-        own = parts.port
+        parts = urlsplit(url)
+        url_port = parts.port
     except ValueError as error:
         raise ConfigError(f"{host} is no address of a server: {error}.") from error
     if any(each.isspace() or not each.isprintable() for each in host):
@@ -89,10 +89,10 @@ def whole_address(host: str, port: int | None, encrypted: bool) -> str:
         raise ConfigError(f"A certificate is what a wss:// address is checked against, and {host} is none.")
     if port is not None and not 0 < port < 65536:
         raise ConfigError(f"port is {port}: a server listens at one of 1 to 65535.")
-    if own is not None and port not in (None, own):
-        raise ConfigError(f"{host} says port {own}, and port is {port}: say one of them.")
-    if own is not None or (port is None and "://" in host):
-        return whole
+    if url_port is not None and port not in (None, url_port):
+        raise ConfigError(f"{host} says port {url_port}, and port is {port}: say one of them.")
+    if url_port is not None or (port is None and "://" in host):
+        return url
     return parts._replace(netloc=f"{parts.netloc}:{PORT if port is None else port}").geturl()
 
 
@@ -164,27 +164,27 @@ def proxy_for(address: str) -> Proxy | None:
 
 def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingError:
     """Return a ServingError that explains why connecting to `address` through `proxy` raised `error`, and a remedy."""
-    said = str(error).rstrip(".") or type(error).__name__
+    reason = str(error).rstrip(".") or type(error).__name__
     if isinstance(error, ConnectionClosed):  # within the handshake, when the end comes before the answer is looked at
-        said = "did not receive a valid HTTP response"
+        reason = "did not receive a valid HTTP response"
     if proxy is None:
         if isinstance(error, ConnectionRefusedError | ConnectionResetError):
             return ServingError(f"Nobody listens at {address}. Start the server first: robopolicy serve CHECKPOINT")
-        return ServingError(f"Cannot connect to {address}: {said}.{way_out(address, error)}")
+        return ServingError(f"Cannot connect to {address}: {reason}.{way_out(address, error)}")
     if isinstance(error, ImportError):
         text = f"{address} is reached through {proxy}, and that takes a package: pip install python-socks."
         return ServingError(text + proxy.around)
     if isinstance(error, InvalidProxy):
-        text = f"{proxy.setting} names no proxy ({said}): write {proxy.setting}=http://HOST:PORT."
+        text = f"{proxy.setting} names no proxy ({reason}): write {proxy.setting}=http://HOST:PORT."
         return ServingError(f"Cannot connect to {address}: {text}{proxy.around}")
     if isinstance(error, InvalidProxyStatus):
         status = error.response.status_code
         login = " It wants a login: http://USER:PASSWORD@HOST:PORT." if status == 407 else ""
-        refused = f"{address} cannot be reached: {proxy} does not let the connection through (HTTP {status})."
-        return ServingError(refused + login + proxy.around)
+        prefix = f"{address} cannot be reached: {proxy} does not let the connection through (HTTP {status})."
+        return ServingError(prefix + login + proxy.around)
     if isinstance(error, ConnectionRefusedError):
         return ServingError(f"Cannot connect to {address}: nobody listens at {proxy}.{proxy.around}")
-    return ServingError(f"Cannot connect to {address} through {proxy}: {said}.{proxy.around}")
+    return ServingError(f"Cannot connect to {address} through {proxy}: {reason}.{proxy.around}")
 
 
 def way_out(address: str, error: Exception) -> str:
@@ -286,38 +286,41 @@ class PolicyClient:
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         if self.session is not None:
             message[SESSION] = self.session
-        asked = time.monotonic()
+        start = time.monotonic()
         connection, data = self._sent(message)
         answer = self._received(connection, "an answer", message)
         if not self._sealed:
             answer = self._not_the_last(connection, answer)
-        self._took = time.monotonic() - asked
-        found = self._decoded(answer)
-        if self._sealed and found.pop(REQUEST, None) != fingerprint(data):
+        self._took = time.monotonic() - start
+        content = self._decoded(answer)
+        if self._sealed and content.pop(REQUEST, None) != fingerprint(data):
             self.close()
             raise ServingError(f"{self.address} answered another request than the one it was sent; it is not used.")
-        return found
+        return content
 
     def _sent(self, message: dict[str, Any]) -> tuple[ClientConnection, bytes]:
         """Send a message, over a new connection if the old one was lost; return the connection and the bytes sent."""
-        lost: ConnectionClosed | None = None
+        connection_error: ConnectionClosed | None = None
         for _ in range(2):
             connection = self._connection if self._connection is not None else self._open()
-            fitted = _fitted(message, self._cameras)
-            data = pack(fitted | {REQUEST: next(self._numbers)} if self._sealed else fitted)
+            smaller_message = _fitted(message, self._cameras)
+            data = pack(smaller_message | {REQUEST: next(self._numbers)} if self._sealed else smaller_message)
             most = self.metadata.get("message_bytes")
             if self._sealed and isinstance(most, int) and len(data) > most:
                 raise RefusedError(
-                    f"The message has {len(data)} bytes, and {self.address} reads {most} at most.{_largest(fitted)}"
+                    f"The message has {len(data)} bytes, and {self.address} reads {most} at "
+                    f"most.{_largest(smaller_message)}"
                 )
             try:
                 self._throw_away(connection)
                 connection.send(data)
                 return connection, data
             except ConnectionClosed as error:
-                lost = error
+                connection_error = error
                 self.close()
-        raise ServingError(f"{self.address} closes every connection before it is asked ({lost}).") from lost
+        raise ServingError(
+            f"{self.address} closes every connection before it is asked ({connection_error})."
+        ) from connection_error
 
     def _throw_away(self, connection: ClientConnection) -> None:
         """Discard messages received before a request is sent: they are unsolicited and would shift all later answers by
@@ -386,12 +389,12 @@ class PolicyClient:
         """Decode a server message; robopolicy servers add a checksum to all messages, starting with the metadata."""
         if self._sealed:
             return unsealed(message)
-        found = unpack(message)
-        if not isinstance(found, dict):
+        content = unpack(message)
+        if not isinstance(content, dict):
             raise SpecError("it is no mapping.")
-        if CHECK in found or found.get("server") == "robopolicy":
-            found, self._sealed = unsealed(message), True
-        return found
+        if CHECK in content or content.get("server") == "robopolicy":
+            content, self._sealed = unsealed(message), True
+        return content
 
     @staticmethod
     def _close_code(connection: ClientConnection) -> int | None:
@@ -407,17 +410,19 @@ class PolicyClient:
         self.close()
         self._sealed, self._last = False, b""
         self._connection = connection = self._connected()
-        said = self._decoded(self._received(connection, "its metadata", {}))
-        changed = [key for key in DESCRIBED if pack({key: said.get(key)}) != pack({key: self.metadata.get(key)})]
-        if self._known and changed:
+        metadata = self._decoded(self._received(connection, "its metadata", {}))
+        changed_keys = [
+            key for key in DESCRIBED if pack({key: metadata.get(key)}) != pack({key: self.metadata.get(key)})
+        ]
+        if self._known and changed_keys:
             self.close()
-            changes = ", ".join(_change(key, self.metadata.get(key), said.get(key)) for key in changed)
+            changes = ", ".join(_change(key, self.metadata.get(key), metadata.get(key)) for key in changed_keys)
             raise RefusedError(
                 f"{self.address} serves another policy since the connection was lost (other {changes}): it is not "
                 "obeyed. Connect anew to be driven by that one."
             )
-        self.metadata, self._known = said, True
-        self._cameras = camera_shapes(said) if self._sealed else {}
+        self.metadata, self._known = metadata, True
+        self._cameras = camera_shapes(metadata) if self._sealed else {}
         return connection
 
     def _connected(self) -> ClientConnection:
@@ -476,15 +481,15 @@ def _fitted(message: Mapping[Any, Any], cameras: Mapping[str, tuple[int, ...]], 
     """Return a message with images resized to at most the policy's input; cameras: name in the message -> shape of the
     policy's input.
     """
-    fitted = {}
+    result = {}
     for key, value in message.items():
         name = prefix + str(key).replace(".", "/")
         if isinstance(value, Mapping):
-            fitted[key] = _fitted(value, cameras, name + "/")
+            result[key] = _fitted(value, cameras, name + "/")
         else:
-            known = name in cameras and isinstance(value, np.ndarray)
-            fitted[key] = smaller(value, cameras[name]) if known else value
-    return fitted
+            is_camera = name in cameras and isinstance(value, np.ndarray)
+            result[key] = smaller(value, cameras[name]) if is_camera else value
+    return result
 
 
 def _largest(message: Mapping[Any, Any]) -> str:

@@ -17,16 +17,16 @@ LONGEST_KEY = 4096
 def require_key(key: str) -> None:
     """Raise ConfigError, without printing the key, when an API key cannot be sent in a header; "" is allowed."""
     if not key.isprintable():
-        wrong = "holds a line break or the like"
+        problem = "holds a line break or the like"
     elif key != key.strip():
-        wrong = "begins or ends with a space"
+        problem = "begins or ends with a space"
     elif any(ord(each) > 255 for each in key):
-        wrong = "holds characters beyond Latin's"
+        problem = "holds characters beyond Latin's"
     elif len(key) > LONGEST_KEY:
-        wrong = f"has {len(key)} characters, more than {LONGEST_KEY}"
+        problem = f"has {len(key)} characters, more than {LONGEST_KEY}"
     else:
         return
-    raise ConfigError(f"The API key {wrong}: no header could carry it. Make one with: openssl rand -hex 16")
+    raise ConfigError(f"The API key {problem}: no header could carry it. Make one with: openssl rand -hex 16")
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,9 @@ class DescribedPolicy:
         field is missing, SpecError when a frame is not a numeric array or its shape differs from the field or the
         previous frames, NonFiniteError on NaN or infinity.
         """
-        missing = [key for key in self.fields if key not in shown]
-        if missing:
-            raise ServingError(f"The policy reads {', '.join(missing)}, and the robot does not show it.")
+        missing_fields = [key for key in self.fields if key not in shown]
+        if missing_fields:
+            raise ServingError(f"The policy reads {', '.join(missing_fields)}, and the robot does not show it.")
         return {key: self._frame(key, shown[key], before.get(key)) for key in self.fields}
 
     def _frame(self, key: str, shown: Any, before: np.ndarray | None) -> np.ndarray:
@@ -98,10 +98,10 @@ class DescribedPolicy:
             raise SpecError(f"What the robot shows as '{key}' is no array ({error}).") from error
         if frame.dtype.kind not in "biuf":
             raise SpecError(f"What the robot shows as '{key}' has dtype {frame.dtype}: frames are arrays of numbers.")
-        wanted = None if key.startswith(IMAGE_PREFIX) else self.fields[key]
-        if wanted is not None and frame.shape != wanted:
+        expected_shape = None if key.startswith(IMAGE_PREFIX) else self.fields[key]
+        if expected_shape is not None and frame.shape != expected_shape:
             raise SpecError(
-                f"The robot shows '{key}' as {list(frame.shape)}, and the policy reads it as {list(wanted)}."
+                f"The robot shows '{key}' as {list(frame.shape)}, and the policy reads it as {list(expected_shape)}."
             )
         if frame.dtype.kind == "f" and not np.isfinite(frame).all():
             raise NonFiniteError(f"The robot shows NaN or infinity as '{key}': no action was asked for.")
@@ -119,17 +119,19 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     Raises ServingError when it is invalid: missing or wrongly typed entries, bounds that exclude nothing or everything,
     or implausible sizes (metadata is untrusted, and nothing of that size is allocated here).
     """
-    missing = {"observation", "history", "chunk", "action"} - set(metadata)
-    if missing:
-        raise ServingError(f"The server does not describe its policy ({', '.join(sorted(missing))}): not one of ours?")
+    missing_keys = {"observation", "history", "chunk", "action"} - set(metadata)
+    if missing_keys:
+        raise ServingError(
+            f"The server does not describe its policy ({', '.join(sorted(missing_keys))}): not one of ours?"
+        )
     try:
         history = _whole(metadata["history"])
         chunk = _whole(metadata["chunk"])
         fps = _rate(metadata.get("fps", 10.0))
         overlap = _whole(metadata["prediction"]) - chunk if metadata.get("chunking") else 0
         shape, low, high = _field("action", metadata["action"])
-        fields = {key: _field(key, read)[0] for key, read in _mapping(metadata["observation"]).items()}
-        known = {key: _range(key, said, fields) for key, said in _mapping(metadata.get("known") or {}).items()}
+        fields = {key: _field(key, entry)[0] for key, entry in _mapping(metadata["observation"]).items()}
+        ranges = {key: _range(key, bounds, fields) for key, bounds in _mapping(metadata.get("known") or {}).items()}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
     queue = math.prod(fields.pop(QUEUE, (0,)))
@@ -145,10 +147,10 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
             f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second, "
             f"{len(fields)} fields, {queue} numbers in its queue."
         )
-    ahead, unit = queue // math.prod(shape), metadata["action"].get("unit") or ""
-    names, elements = _names(metadata["action"]), {key: _names(read) for key, read in metadata["observation"].items()}
-    policy = DescribedPolicy(fields, ahead, history, chunk, overlap, fps, shape, low, high, names, unit, elements)
-    return replace(policy, known=known).with_turns({}, ())
+    latency, unit = queue // math.prod(shape), metadata["action"].get("unit") or ""
+    names, elements = _names(metadata["action"]), {key: _names(entry) for key, entry in metadata["observation"].items()}
+    policy = DescribedPolicy(fields, latency, history, chunk, overlap, fps, shape, low, high, names, unit, elements)
+    return replace(policy, known=ranges).with_turns({}, ())
 
 
 def _whole(value: Any) -> int:
@@ -201,8 +203,8 @@ def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.nd
         np.asarray(default if described.get(name) is None else described[name], np.float64)
         for name, default in (("low", -np.inf), ("high", np.inf))
     )
-    nothing = (image and low.size * high.size != 1) or not (low <= high).all()  # nothing is as large as NaN
-    if nothing or (low == np.inf).any() or (high == -np.inf).any():
+    is_empty = (image and low.size * high.size != 1) or not (low <= high).all()  # nothing is as large as NaN
+    if is_empty or (low == np.inf).any() or (high == -np.inf).any():
         raise ValueError(f"{key!r:.40} lies between {described.get('low')!r:.80} and {described.get('high')!r:.80}")
     low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
     return shape, low, high
@@ -222,12 +224,12 @@ def camera_shapes(metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     fields, rename = metadata.get("observation"), metadata.get("rename")
     try:
-        read = {key: _field(key, each)[0] for key, each in _mapping(fields).items()}
-        names = accepted_names(read, _mapping(rename or {}))
+        shape_of_key = {key: _field(key, each)[0] for key, each in _mapping(fields).items()}
+        names = accepted_names(shape_of_key, _mapping(rename or {}))
     except (ServingError, SpecError, TypeError, ValueError, KeyError, AttributeError, OverflowError):
         return {}  # `described_policy` says what is wrong with it
     shapes: dict[str, set[tuple[int, ...]]] = {}
-    for key, shape in read.items():
+    for key, shape in shape_of_key.items():
         if key.startswith(IMAGE_PREFIX) and len(shape) == 3 and shape[-1] == 3:
             for name in names[key]:
                 shapes.setdefault(name, set()).add(shape)
@@ -254,18 +256,18 @@ class ActionLimits:
         """Raise ConfigError for invalid bounds (NaN, infinite, another shape, low above high) and for a negative
         change, which would drive a robot away.
         """
-        said = f"low is {self.low}, high {self.high} and change {self.change}"
+        prefix = f"low is {self.low}, high {self.high} and change {self.change}"
         try:
-            given = [np.asarray(each, np.float64) for each in (self.low, self.high, self.change) if each is not None]
-            np.broadcast_shapes(*(each.shape for each in given))
+            arrays = [np.asarray(each, np.float64) for each in (self.low, self.high, self.change) if each is not None]
+            np.broadcast_shapes(*(each.shape for each in arrays))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{said}: each is a number, or an array of an action's shape.") from error
-        if any(np.isnan(each).any() for each in given):
-            raise ConfigError(f"{said}: none may be NaN.")
+            raise ConfigError(f"{prefix}: each is a number, or an array of an action's shape.") from error
+        if any(np.isnan(each).any() for each in arrays):
+            raise ConfigError(f"{prefix}: none may be NaN.")
         if any(isinstance(each, bool) for each in (self.low, self.high, self.change)):
-            raise ConfigError(f"{said}: each is a number, not true or false.")
-        if not self.unbounded and any(np.isinf(each).any() for each in given):
-            raise ConfigError(f"{said}: infinity bounds nothing. Leave it out, or say unbounded=True.")
+            raise ConfigError(f"{prefix}: each is a number, not true or false.")
+        if not self.unbounded and any(np.isinf(each).any() for each in arrays):
+            raise ConfigError(f"{prefix}: infinity bounds nothing. Leave it out, or say unbounded=True.")
         if self.change is not None and np.min(self.change) < 0:
             raise ConfigError(f"change is {self.change}: an action may differ from the last by 0 or more.")
         if self.low is not None and self.high is not None and np.greater(self.low, self.high).any():
@@ -307,9 +309,11 @@ class ActionLimits:
             action = np.clip(action, low, high)
         change = np.asarray(0.0 if self.change is None else self.change, dtype=np.float64)
         if self.change is not None and last is not None:
-            known = np.isfinite(last)
-            ahead = policy.turns.shortest(action - np.where(known, last, action))
-            action = np.where(known & (np.abs(ahead) > self.change), last + np.clip(ahead, -change, change), action)
+            is_finite = np.isfinite(last)
+            difference = policy.turns.shortest(action - np.where(is_finite, last, action))
+            action = np.where(
+                is_finite & (np.abs(difference) > self.change), last + np.clip(difference, -change, change), action
+            )
             action = policy.turns.within(action)
         if self.workspace is not None:
             action = np.asarray(self.workspace(action), dtype=np.float64)
@@ -351,8 +355,8 @@ def limits_of(
     for name, (least, most) in settings.bounds.items():
         place = next((list(each).index(name) for each in (names, policy.names) if name in each), None)
         if place is None:
-            known = did_you_mean(name, names) or " Its elements have no names, so none can be named here."
-            raise ConfigError(f"bounds names '{name}', which is no element of the action.{known}")
+            hint = did_you_mean(name, names) or " Its elements have no names, so none can be named here."
+            raise ConfigError(f"bounds names '{name}', which is no element of the action.{hint}")
         if least > high.flat[place] or most < low.flat[place]:
             raise ConfigError(
                 f"bounds of '{name}' are {least:g} to {most:g}, and the policy's {low.flat[place]:g} to "

@@ -47,7 +47,7 @@ def drive(
     clock = Clock(rate)
     robots = _Robots(world, client, as_served(robot, client.metadata), clock, notices or Notices())
     successes = steps = 0
-    started = time.perf_counter()
+    start = time.perf_counter()
     try:
         with progress("driving", len(seeds)) as advance:
             for first in range(0, len(seeds), world.batch_size):
@@ -63,7 +63,7 @@ def drive(
         "successes": successes,
         "steps": steps,
         "requests": len(robots.requests.latencies),
-        "wall_seconds": time.perf_counter() - started,
+        "wall_seconds": time.perf_counter() - start,
         "rate": rate,
         "prefetch": robots.drivers[0].prefetch,
         "latency_steps": robot.latency_steps,
@@ -122,9 +122,9 @@ class _Robots:
         steps = 0
         self.player.start_wave(seeds)
         self.clock.start()
-        for played in self.player:
-            successes += int(played.step.success[played.ended].sum())
-            steps += int(played.step.valid[:count].sum())
+        for part in self.player:
+            successes += int(part.step.success[part.ended].sum())
+            steps += int(part.step.valid[:count].sum())
         return successes, steps
 
     def reset(self, rows: Rows = None) -> None:
@@ -153,17 +153,17 @@ class _Robots:
 def _check(world: World, metadata: Mapping[str, Any]) -> None:
     """Raise an error unless the world provides the fields that the served policy reads."""
     policy = described_policy(metadata)
-    observation = {key: read for key, read in metadata["observation"].items() if key != QUEUE}  # the driver's own
-    for key, read in observation.items():
+    observation = {key: field for key, field in metadata["observation"].items() if key != QUEUE}  # the driver's own
+    for key, entry in observation.items():
         if key not in world.spec.observation:
             raise SpecError(
                 f"The served policy needs '{key}', which '{world.spec.name}' does not show."
                 f"{did_you_mean(key, world.spec.observation)} Add the camera or field to the world.{_home(metadata)}"
             )
         shape = world.spec.observation[key].shape
-        if tuple(read["shape"]) != tuple(shape):
+        if tuple(entry["shape"]) != tuple(shape):
             raise SpecError(
-                f"The served policy needs '{key}' as {list(read['shape'])}, '{world.spec.name}' shows {list(shape)}: "
+                f"The served policy needs '{key}' as {list(entry['shape'])}, '{world.spec.name}' shows {list(shape)}: "
                 f"it was trained for another world.{_home(metadata)}"
             )
     if policy.shape != tuple(world.spec.action.shape):
@@ -171,16 +171,16 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
             f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
             f"{list(world.spec.action.shape)}: it was trained for another world.{_home(metadata)}"
         )
-    fields = {key: _declared(read) for key, read in observation.items()}
+    fields = {key: _declared(field) for key, field in observation.items()}
     require_fields(fields, _declared(metadata["action"]), world.spec, policy.fps)
 
 
 def _home(metadata: Mapping[str, Any]) -> str:
     """Return advice on which world to drive in: the one that the served policy was trained in."""
-    said = metadata.get("world")
-    if not is_mapping(said) or not said.get("name"):
+    world_entry = metadata.get("world")
+    if not is_mapping(world_entry) or not world_entry.get("name"):
         return " Name the one that it was trained for: world=NAME."
-    return f" It comes from '{said['name']}', which is driven where you name no world."
+    return f" It comes from '{world_entry['name']}', which is driven where you name no world."
 
 
 def _declared(described: Mapping[str, Any]) -> Field:

@@ -74,9 +74,9 @@ class Requests:
         return self._thread.submit(self._ask, message)
 
     def _ask(self, message: Mapping[str, Any]) -> np.ndarray:
-        started = time.perf_counter()
+        start = time.perf_counter()
         answer = self.client.infer(message)
-        self.latencies.append(time.perf_counter() - started)
+        self.latencies.append(time.perf_counter() - start)
         actions = np.asarray(answer.get("actions"))
         if actions.dtype.kind not in "fiu" or actions.ndim < 2 or not len(actions):
             raise ServingError(f"The server answered no chunk of actions but {str(answer.get('actions'))[:80]!r}.")
@@ -241,8 +241,8 @@ class Driver:
         """Seconds since the oldest unanswered request, whether the server fails or does not respond; 0 if there is
         none.
         """
-        answered = self.error is None and self._request is not None and self._request.done()  # but held back
-        return 0.0 if self._unanswered is None or answered else self._clock() - self._unanswered
+        is_answered = self.error is None and self._request is not None and self._request.done()  # but held back
+        return 0.0 if self._unanswered is None or is_answered else self._clock() - self._unanswered
 
     def step(self, frames: Mapping[str, Any]) -> np.ndarray:
         """Take the robot's present observation and return its action [A]: `look`, then `act`."""
@@ -256,14 +256,14 @@ class Driver:
         SpecError when a frame's shape differs from the policy's field or from earlier frames, or the instruction is not
         text, NonFiniteError on NaN or infinity.
         """
-        shown = self.policy.frames(frames, self._frames)
+        observation = self.policy.frames(frames, self._frames)
         if self.policy.ahead:
-            shown[QUEUE] = self._queue()
-        for key, frame in shown.items():
-            newest, seen = frame[None, None], self._frames.get(key)
-            self._frames[key] = begin(newest, self.policy.history) if seen is None else move(seen, newest)
+            observation[QUEUE] = self._queue()
+        for key, frame in observation.items():
+            newest, history = frame[None, None], self._frames.get(key)
+            self._frames[key] = begin(newest, self.policy.history) if history is None else move(history, newest)
         self._task = None if frames.get(TASK) is None else _instruction(frames[TASK])
-        if far := far_from_known(self.policy, shown):
+        if far := far_from_known(self.policy, observation):
             self.counts["outside"] += 1
             self._notices.say(
                 "outside",
@@ -283,15 +283,15 @@ class Driver:
         if action is None:
             action = self._waited(self.patience if self.wait or self._first else self.grace)
         self.counts["steps"] += 1
-        held = action is None
+        on_hold = action is None
         if action is None:
             self.counts["held"] += 1
             self._held += not self._foreseen
             if self.away > LONG:
-                why = str(self.error or self._requests.trouble or "it is silent")
-                self._notices.say("away", f"No answer for {self.away:.1f} s, the robot stands still: {why}")
+                reason = str(self.error or self._requests.trouble or "it is silent")
+                self._notices.say("away", f"No answer for {self.away:.1f} s, the robot stands still: {reason}")
             action = self._still(self._last)
-        action = self._limited(np.asarray(action, dtype=np.float64), held)
+        action = self._limited(np.asarray(action, dtype=np.float64), on_hold)
         self._step, self._first = self._step + 1, False
         self._last = action
         return action
@@ -309,12 +309,12 @@ class Driver:
         """Return the action queue [d * A]: decided but not yet executed actions, as in `DelayedWorld`; initially hold
         actions.
         """
-        policy, ahead = self.policy, self._chunk[max(self._step - self._begins, 0) :][: self.policy.ahead]
+        policy, queue = self.policy, self._chunk[max(self._step - self._begins, 0) :][: self.policy.ahead]
         at_first = np.clip(np.zeros(policy.shape), policy.low, policy.high)
         still = at_first if self._last is None else self._still(self._last)
-        self._shown = len(ahead)
-        missing = np.broadcast_to(still, (policy.ahead - len(ahead), *policy.shape))
-        return np.concatenate([ahead, missing]).astype(np.float32).reshape(-1)
+        self._shown = len(queue)
+        filler = np.broadcast_to(still, (policy.ahead - len(queue), *policy.shape))
+        return np.concatenate([queue, filler]).astype(np.float32).reshape(-1)
 
     @property
     def _foreseen(self) -> bool:
@@ -343,9 +343,9 @@ class Driver:
             if self._task is not None:
                 message[TASK] = self._task
             if self.policy.overlap:
-                left = self._chunk[max(self._step - self._begins, 0) :]
-                left = left[:0] if self._too_old(self._seen) else left
-                message |= {PLAN: left.astype(np.float32), DELAY: min(max(self._delays), len(left))}
+                remaining = self._chunk[max(self._step - self._begins, 0) :]
+                remaining = remaining[:0] if self._too_old(self._seen) else remaining
+                message |= {PLAN: remaining.astype(np.float32), DELAY: min(max(self._delays), len(remaining))}
             self._request = self._requests.ask(message)
             self._unanswered = self._clock() if self._unanswered is None else self._unanswered
             self._asked = _Asked(self._step, self._clock(), self._held, self._shown)
@@ -359,18 +359,18 @@ class Driver:
         if not self._request.done():
             trouble = self._requests.trouble
             if (self.error is None or trouble) and self.away > self.patience:
-                why = trouble or (
+                reason = trouble or (
                     "does it hang, or is its machine overloaded, or the network to it cut? Have more patience with a "
                     "policy that is this slow."
                 )
                 self.error = ServingError(
-                    f"The server has not answered for more than {self.patience:g} s (patience): {why}"
+                    f"The server has not answered for more than {self.patience:g} s (patience): {reason}"
                 )
             return
         request, self._request = self._request, None
-        asked = self._asked
-        late = self._held - asked.held
-        begins, seen = asked.step + late + self.policy.ahead, asked.seen
+        request_state = self._asked
+        late = self._held - request_state.held
+        begins, observed_at = request_state.step + late + self.policy.ahead, request_state.seen
         try:
             chunk = request.result()
             if chunk.shape[1:] != self.policy.shape:
@@ -383,9 +383,9 @@ class Driver:
             self._later()
             return
         self.error, self._unanswered = None, None
-        self._delays.append(self._step - asked.step)
-        took = self._clock() - seen
-        if begins + len(chunk) <= self._step or self._too_old(seen):
+        self._delays.append(self._step - request_state.step)
+        took = self._clock() - observed_at
+        if begins + len(chunk) <= self._step or self._too_old(observed_at):
             self.counts["stale"] += 1
             self._notices.say(
                 "late",
@@ -410,7 +410,7 @@ class Driver:
             chunk, begins = self._after_queue(chunk, begins)
         self._chunk = chunk
         self._begins = begins
-        self._seen = seen
+        self._seen = observed_at
         self.late = late
 
     def _later(self) -> None:
@@ -444,8 +444,8 @@ class Driver:
 
     def _waited(self, seconds: float) -> np.ndarray | None:
         """Return this step's action [A] once it is available; None after `seconds`, or after a fatal error."""
-        asked = self._asked.seen if self._request is not None and self.wait else self._clock()  # `look` waits too
-        until = asked + seconds
+        start = self._asked.seen if self._request is not None and self.wait else self._clock()  # `look` waits too
+        until = start + seconds
         while (action := self._planned()) is None and self._clock() < until and not self.hopeless:
             self._ask()
             if self._comes_later():

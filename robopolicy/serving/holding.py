@@ -24,8 +24,8 @@ def as_served(settings: RobotSettings, metadata: Mapping[str, Any]) -> RobotSett
     """Return the settings with `hold` taken from the served policy's world, if they leave it open and the world defines
     it.
     """
-    said = metadata.get("world")
-    options = said.get("options") if is_mapping(said) else None
+    world_entry = metadata.get("world")
+    options = world_entry.get("options") if is_mapping(world_entry) else None
     hold = options.get(HOLD) if is_mapping(options) else None
     return replace(settings, hold=hold) if settings.hold == "auto" and hold in ("zero", "last") else settings
 
@@ -34,9 +34,9 @@ def unsaid(names: Sequence[str]) -> str:
     """Return the error message for elements whose behaviour while the robot holds still follows from neither name nor
     unit.
     """
-    listed, first = ", ".join(names), names[0]
+    listing, first = ", ".join(names), names[0]
     return (
-        f"Neither name nor unit says how {listed} {'stands' if len(names) == 1 else 'stand'} still. Say it, once: "
+        f"Neither name nor unit says how {listing} {'stands' if len(names) == 1 else 'stand'} still. Say it, once: "
         f"drive.positions=[{first}] if it stays at its place, drive.neutral={{{first}: 0}} if it stops at 0 (a "
         "velocity, a force, a difference); or of all of them: drive.hold=last (positions), drive.hold=zero (others)."
     )
@@ -58,13 +58,17 @@ def holding(
     """
     kinds = kinds_of(names, unit) if names else [kind_of("", unit)] * size
     standing = standstill(kinds, names, hold=settings.hold, positions=settings.positions, neutral=settings.neutral)
-    kept, neutral = np.array(standing.keeps, dtype=bool), np.array(standing.neutral)
-    seen = {name: (field, place) for field, each in (shown or {}).items() for place, name in enumerate(each)}
-    places = [(index, *seen[name]) for index, name in enumerate(names) if name in seen and kept[index]]
+    keeps_mask, neutral = np.array(standing.keeps, dtype=bool), np.array(standing.neutral)
+    source_of_name = {name: (field, place) for field, each in (shown or {}).items() for place, name in enumerate(each)}
+    places = [
+        (index, *source_of_name[name])
+        for index, name in enumerate(names)
+        if name in source_of_name and keeps_mask[index]
+    ]
 
     def hold(frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
         if last is not None:
-            return np.where(kept, last, neutral)
+            return np.where(keeps_mask, last, neutral)
         action = neutral.copy()
         for index, field, place in places:
             action[index] = frames[field].reshape(-1)[place] if field in frames else neutral[index]
@@ -85,17 +89,20 @@ class Stillness:
         self._policy, self._warned = policy, hold is None
         self._kinds = np.array(policy.kinds, dtype=object).reshape(policy.shape)
         if hold is None:
-            unknown = self._kinds == Kind.UNKNOWN
-            if unknown.any():
+            unknown_mask = self._kinds == Kind.UNKNOWN
+            if unknown_mask.any():
                 raise ConfigError(
-                    f"Neither name nor unit says how {policy.called(unknown)} stands still: say hold, the action that "
-                    "keeps the robot still: zeros where actions are velocities or differences, lambda frames, last: "
+                    f"Neither name nor unit says how {policy.called(unknown_mask)} stands still: say hold, the action "
+                    f"that keeps the robot still: zeros where actions are velocities or differences, lambda frames, "
+                    f"last: "
                     'frames["observation.state"] where they are positions.'
                 )
-            seen = {name for each in policy.elements.values() for name in each}
+            element_names = {name for each in policy.elements.values() for name in each}
             kinds = zip(policy.names, policy.kinds, strict=True) if policy.names else ()
             hidden = [
-                name for name, kind in kinds if kind is Kind.POSITION and not is_gripper(name) and name not in seen
+                name
+                for name, kind in kinds
+                if kind is Kind.POSITION and not is_gripper(name) and name not in element_names
             ]
             if hidden:
                 raise ConfigError(

@@ -66,16 +66,18 @@ class Session:
         unchanged.
         """
         names = flat(message, self.limits)
-        if unknown := [name for name in names if name.startswith("robopolicy/")]:
+        if unknown_keys := [name for name in names if name.startswith("robopolicy/")]:
             raise SpecError(
-                f"'{unknown[0].replace('/', '.')}' is nothing that a request can say.{did_you_mean(unknown[0], OURS)} "
-                "Such names stand at the top of a message, in one piece."
+                f"'{unknown_keys[0].replace('/', '.')}' is nothing that a request can "
+                f"say.{did_you_mean(unknown_keys[0], OURS)} Such names stand at the top of a message, in one piece."
             )
         arrays = {key: self._read(key, field, names) for key, field in self.spec.observation.items()}
         observation: Observation = {}
         for key, frames in arrays.items():
-            known = self._frames.get(key) if len(frames) == 1 else None
-            observation[key] = begin(frames[None], self.spec.history) if known is None else move(known, frames[None])
+            history = self._frames.get(key) if len(frames) == 1 else None
+            observation[key] = (
+                begin(frames[None], self.spec.history) if history is None else move(history, frames[None])
+            )
         validate_observation(observation, self.spec.observation, 1, self.spec.history)
         task = _task(names, self.spec)
         # Arrays may be views of the message: a copy keeps H frames alive, not the whole message.
@@ -85,10 +87,10 @@ class Session:
 
     def _read(self, key: str, field: Field, names: Mapping[str, Any]) -> np.ndarray:
         """Return the frames [n <= H, *shape] that the message contains for `key`."""
-        found = [name for name in dict.fromkeys(self._accepted[key]) if name in names]
-        if found:
-            _require_same(key, found, names)
-            return self._shaped(key, found[0], _array(found[0], names[found[0]]), field)
+        matches = [name for name in dict.fromkeys(self._accepted[key]) if name in names]
+        if matches:
+            _require_same(key, matches, names)
+            return self._shaped(key, matches[0], _array(matches[0], names[matches[0]]), field)
         if key == STATE and all(name in names for name in _PROPRIOCEPTION):
             parts = [_array(name, names[name]) for name in _PROPRIOCEPTION]
             if parts[0].ndim != parts[1].ndim or parts[0].shape[:-1] != parts[1].shape[:-1] or not parts[0].ndim:
@@ -100,8 +102,8 @@ class Session:
         """Return the error message for a message without a field named like `key`."""
         image, accepted = key.startswith(IMAGE_PREFIX), self._accepted[key]
         kind = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if image else f"field '{key}'"
-        used = {next((name for name in each if name in names), "") for each in self._accepted.values()}
-        rest = {name: value for name, value in names.items() if name not in used and not isinstance(value, str)}
+        used_names = {next((name for name in each if name in names), "") for each in self._accepted.values()}
+        rest = {name: value for name, value in names.items() if name not in used_names and not isinstance(value, str)}
         unused = [name for name, value in rest.items() if (getattr(value, "ndim", 1) >= 3) == image]
         text = f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message holds: "
         text += f"{', '.join(sorted(names)) or 'nothing'}."
@@ -127,27 +129,27 @@ class Session:
         """Return images [n, h, w, 3] or [n, 3, h, w] as [n, height, width, 3] of `field`, if possible."""
         if frames.dtype == np.uint8 and frames.shape[1:] == field.shape:
             return frames
-        found = pixels(frames)
-        if found is None and frames.dtype != np.uint8:
+        images = pixels(frames)
+        if images is None and frames.dtype != np.uint8:
             most = f" up to {np.max(frames):g}" if frames.dtype.kind == "f" and frames.size else ""
             raise SpecError(
                 f"'{name}' has dtype {frames.dtype}{most}; '{key}' needs uint8 (or floats from 0 to 1), RGB."
             )
-        if found is None or found.ndim != 4 or not found.size:
+        if images is None or images.ndim != 4 or not images.size:
             return frames
-        height, width = found.shape[1:3]
-        if found[0].size > self.limits.image:
+        height, width = images.shape[1:3]
+        if images[0].size > self.limits.image:
             most = "1280 x 720" if self.limits.image == IMAGE_BYTES else str(self.limits.image // 3)
             raise SpecError(
                 f"'{name}' is {width} x {height}; at most {most} pixels are read: make it smaller before sending."
             )
-        return np.stack([resized(frame, field.shape[:2]) for frame in found])
+        return np.stack([resized(frame, field.shape[:2]) for frame in images])
 
 
 def _require_same(key: str, found: Sequence[str], names: Mapping[str, Any]) -> None:
     """Raise SpecError when the names `found`, which all stand for `key`, have different values in a message."""
-    first, *others = (names[name] for name in found)
-    for name, other in zip(found[1:], others, strict=True):
+    first, *other_values = (names[name] for name in found)
+    for name, other in zip(found[1:], other_values, strict=True):
         if not np.array_equal(_array(found[0], first), _array(name, other)):
             raise SpecError(f"'{found[0]}' and '{name}' both stand for '{key}', and they differ: send one of them.")
 
@@ -164,8 +166,10 @@ def _array(name: str, value: Any) -> np.ndarray:
         )
     try:
         array = np.asarray(value)
-        whole = array.ndim >= 3 and array.dtype == np.int64 and array.size and 0 <= array.min() <= array.max() <= 255
-        return array.astype(np.uint8) if whole else array  # lists say no dtype, and pixels in them are certain
+        are_pixels = (
+            array.ndim >= 3 and array.dtype == np.int64 and array.size and 0 <= array.min() <= array.max() <= 255
+        )
+        return array.astype(np.uint8) if are_pixels else array  # lists say no dtype, and pixels in them are certain
     except (ValueError, OverflowError, TypeError) as error:
         raise SpecError(f"'{name}' is no array ({str(error)[:100]}).") from error
 
@@ -221,8 +225,10 @@ def _names(key: str, cameras: Sequence[str]) -> list[str]:
     if not key.startswith(IMAGE_PREFIX):
         return [key.replace(".", "/")]
     camera = key.removeprefix(IMAGE_PREFIX)
-    taken = [name for other in cameras if other != camera for name in (*_own_names(other), *_alike(other, cameras))]
-    return [*_own_names(camera), *(name for name in _alike(camera, cameras) if name not in taken)]
+    other_names = [
+        name for other in cameras if other != camera for name in (*_own_names(other), *_alike(other, cameras))
+    ]
+    return [*_own_names(camera), *(name for name in _alike(camera, cameras) if name not in other_names)]
 
 
 def _own_names(camera: str) -> list[str]:
@@ -241,12 +247,12 @@ def _alike(camera: str, cameras: Sequence[str]) -> list[str]:
 
 
 def _task(names: Mapping[str, Any], spec: PolicySpec) -> str:
-    given = {name: names[name] for name in (TASK, "prompt") if name in names}
-    for name, text in given.items():
+    texts = {name: names[name] for name in (TASK, "prompt") if name in names}
+    for name, text in texts.items():
         if not isinstance(text, str):
             raise SpecError(f"'{name}' is text, not {type(text).__name__}.")
-    if len(set(given.values())) > 1:
+    if len(set(texts.values())) > 1:
         raise SpecError("'task' and 'prompt' say different things: send one of them.")
-    if given:
-        return next(iter(given.values()))
+    if texts:
+        return next(iter(texts.values()))
     return spec.instructions[0] if len(spec.instructions) == 1 else ""

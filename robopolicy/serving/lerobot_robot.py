@@ -70,11 +70,11 @@ def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
         kind = load_dotted(name, "Robot")
     else:
         failed = _import_robots()
-        known = RobotConfig.get_known_choices()
-        if name not in known:
-            lacking = "".join(f" {module} could not be imported: {error}." for module, error in failed.items())
-            raise ConfigError(f"LeRobot has no robot '{name}'.{did_you_mean(name, known)}{lacking}")
-        kind = known[name]
+        robot_types = RobotConfig.get_known_choices()
+        if name not in robot_types:
+            import_errors = "".join(f" {module} could not be imported: {error}." for module, error in failed.items())
+            raise ConfigError(f"LeRobot has no robot '{name}'.{did_you_mean(name, robot_types)}{import_errors}")
+        kind = robot_types[name]
     if not (isinstance(kind, type) and issubclass(kind, RobotConfig)):
         raise ConfigError(f"'{name}' is no RobotConfig of LeRobot's: name the class of the robot's configuration.")
     try:
@@ -90,10 +90,10 @@ def _import_robots() -> dict[str, str]:
     import lerobot.robots
 
     names = [
-        f"{package.__name__}.{found.name}"
+        f"{package.__name__}.{module.name}"
         for package in (lerobot.robots, lerobot.cameras)
-        for found in pkgutil.iter_modules(package.__path__)
-        if found.ispkg
+        for module in pkgutil.iter_modules(package.__path__)
+        if module.ispkg
     ]
     distributions = {str(each.metadata.get("Name")) for each in importlib.metadata.distributions()}
     names += sorted(name for name in distributions if name.startswith(PACKAGES))
@@ -109,8 +109,10 @@ def _import_robots() -> dict[str, str]:
 def blue_first(robot: "Robot") -> tuple[str, ...]:
     """Return the cameras of a robot that are configured as BGR; policies read RGB."""
     configured = dict(getattr(getattr(robot, "config", None), "cameras", None) or {})
-    made = {name: getattr(camera, "config", camera) for name, camera in (getattr(robot, "cameras", None) or {}).items()}
-    modes = {name: getattr(config, "color_mode", None) for name, config in {**configured, **made}.items()}
+    camera_configs = {
+        name: getattr(camera, "config", camera) for name, camera in (getattr(robot, "cameras", None) or {}).items()
+    }
+    modes = {name: getattr(config, "color_mode", None) for name, config in {**configured, **camera_configs}.items()}
     return tuple(name for name, mode in modes.items() if str(getattr(mode, "value", mode)).lower() == "bgr")
 
 
@@ -164,11 +166,15 @@ class AttachedLeRobot:
 
     def observe(self) -> dict[str, np.ndarray]:
         """Return the robot's present observation: the policy's fields -> frames [*shape], images RGB."""
-        shown = self._call("show what it sees", self.robot.get_observation, self.answers_within)
-        if not is_mapping(shown):
-            raise SpecError(f"{self.robot} shows {in_one_line(shown, 80)}, and no values by name.")
-        turned = {name: np.ascontiguousarray(np.asarray(shown[name])[..., ::-1]) for name in self._bgr if name in shown}
-        self._shown = {**shown, **turned}
+        observation = self._call("show what it sees", self.robot.get_observation, self.answers_within)
+        if not is_mapping(observation):
+            raise SpecError(f"{self.robot} shows {in_one_line(observation, 80)}, and no values by name.")
+        rgb_images = {
+            name: np.ascontiguousarray(np.asarray(observation[name])[..., ::-1])
+            for name in self._bgr
+            if name in observation
+        }
+        self._shown = {**observation, **rgb_images}
         frames = self.wiring.frames(self._shown)
         self._require_fresh(frames)
         return frames
@@ -244,8 +250,8 @@ class AttachedLeRobot:
         try:
             return future.result(seconds)
         except (TimeoutError, NoAnswer) as error:
-            said = _said(error) if future.done() else f"no answer within {seconds:g} s"  # or a camera's own timeout
-            raise ServingError(f"{self.robot} did not {what}: {said}. It was stopped.") from error
+            reason = _said(error) if future.done() else f"no answer within {seconds:g} s"  # or a camera's own timeout
+            raise ServingError(f"{self.robot} did not {what}: {reason}. It was stopped.") from error
         except Exception as error:
             raise ServingError(f"{self.robot} did not {what}: {_said(error)}. It was stopped.") from error
 
@@ -341,7 +347,7 @@ def drive_robot(
     error once it is fatal or has lasted longer than patience; stopping the robot is left to the caller.
     """
     requests = Requests(client)
-    renamed = robot.wiring.renamed
+    new_names = robot.wiring.renamed
     driver = Driver(
         client,
         hold=lambda frames, last: robot.still(),
@@ -350,8 +356,8 @@ def drive_robot(
         prefetch=settings.prefetch,
         latency_steps=settings.latency_steps,
         blend=settings.blend,
-        turns={renamed.get(name, name): turn for name, turn in settings.turns.items()},
-        switches=[renamed.get(name, name) for name in settings.switches],
+        turns={new_names.get(name, name): turn for name, turn in settings.turns.items()},
+        switches=[new_names.get(name, name) for name in settings.switches],
         max_age=settings.max_age,
         patience=settings.patience,
         requests=requests,
@@ -361,7 +367,7 @@ def drive_robot(
     steps = round(attached.seconds * rate)
     if rate < 0 or steps < 1:
         raise ConfigError(f"A robot runs by the clock: rate={rate:g} and seconds={attached.seconds:g} make no episode.")
-    clock, started = Clock(rate), time.perf_counter()
+    clock, start = Clock(rate), time.perf_counter()
     task = {TASK: attached.task} if attached.task else {}
     try:
         with progress("driving", episodes * steps) as advance:
@@ -383,7 +389,7 @@ def drive_robot(
         "episodes": episodes,
         "steps": driver.counts["steps"],
         "requests": len(requests.latencies),
-        "wall_seconds": time.perf_counter() - started,
+        "wall_seconds": time.perf_counter() - start,
         "rate": rate,
         **{name: getattr(settings, name) for name in ("prefetch", "latency_steps")},
         **{name: driver.counts[name] for name in ("held", "clipped", "stale", "outside", "failures")},

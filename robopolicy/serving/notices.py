@@ -48,7 +48,7 @@ def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) ->
     """Return the elements of a robot's frames, field -> [*shape], that lie far outside of the policy's training data,
     or "".
     """
-    found: list[tuple[float, str]] = []
+    elements: list[tuple[float, str]] = []
     for key, (low, high) in policy.known.items():
         if key not in frames:
             continue
@@ -58,8 +58,8 @@ def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) ->
         allowed = FAR * np.where(width > 0, width, np.maximum(np.abs(low), 1e-3))
         names = policy.elements.get(key) or tuple(f"{key}[{place}]" for place in range(values.size))
         for place in np.flatnonzero(beyond > allowed):
-            said = f"{names[place]} is {values[place]:.4g} (known: {low[place]:.4g} to {high[place]:.4g})"
-            found.append((float(beyond[place] / allowed[place]), said))
-    found.sort(reverse=True)
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(text for _, text in found[:3]) + more
+            description = f"{names[place]} is {values[place]:.4g} (known: {low[place]:.4g} to {high[place]:.4g})"
+            elements.append((float(beyond[place] / allowed[place]), description))
+    elements.sort(reverse=True)
+    more = f" and {len(elements) - 3} more" if len(elements) > 3 else ""
+    return ", ".join(text for _, text in elements[:3]) + more

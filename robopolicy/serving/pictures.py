@@ -56,8 +56,8 @@ def resized(image: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     else:
         scaled = np.asarray(fromarray(image).resize((inner[1], inner[0]), Resampling.BILINEAR))
     result = np.zeros((height, width, 3), np.uint8)
-    top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
-    result[top : top + inner[0], left : left + inner[1]] = scaled
+    top, left_edge = (height - inner[0]) // 2, (width - inner[1]) // 2
+    result[top : top + inner[0], left_edge : left_edge + inner[1]] = scaled
     return result
 
 
@@ -77,12 +77,12 @@ def _scaled(image: np.ndarray, count: int, axis: int) -> np.ndarray:
     after = np.minimum((centre + support + 0.5).astype(np.int64), before)
     place = first[:, None] + np.arange((after - first).max())
     weight = np.maximum(1 - np.abs((place - centre[:, None] + 0.5) / support), 0.0) * (place < after[:, None])
-    whole = (weight / weight.sum(1, keepdims=True) * 2**_BITS + 0.5).astype(np.int32)
+    weights = (weight / weight.sum(1, keepdims=True) * 2**_BITS + 0.5).astype(np.int32)
     shape = [1, 1, 1]
     shape[axis] = count
     total = np.full_like(image, 0, np.int32, shape=(*image.shape[:axis], count, *image.shape[axis + 1 :]))
     total += 1 << (_BITS - 1)
     for term in range(place.shape[1]):
-        read = np.minimum(place[:, term], before - 1)
-        total += np.take(image, read, axis).astype(np.int32) * whole[:, term].reshape(shape)
+        index = np.minimum(place[:, term], before - 1)
+        total += np.take(image, index, axis).astype(np.int32) * weights[:, term].reshape(shape)
     return (total >> _BITS).astype(np.uint8)

@@ -194,7 +194,7 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
         raise
     except (ValueError, TypeError, KeyError, OverflowError, msgpack.exceptions.UnpackException) as error:
         text = str(error)[:200]
-        way_out = next((said for mark, said in _WAYS_OUT.items() if mark in text), "")
+        way_out = next((advice for mark, advice in _WAYS_OUT.items() if mark in text), "")
         raise SpecError(
             f"The message is not msgpack in openpi's form ({type(error).__name__}: {text}).{way_out}"
         ) from error
@@ -217,29 +217,29 @@ def _decode(value: dict[Any, Any]) -> Any:
     """Return the array or number that a mapping encodes; other mappings unchanged. Raises SpecError."""
     if b"data" not in value and "data" not in value:
         return value
-    said = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
-    kind = said.get("dtype", said.get("type"))
-    marked = not said.keys().isdisjoint(("__ndarray__", "__npgeneric__", "nd"))
-    if kind is None or not (marked or "shape" in said):
+    entries = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: item for key, item in value.items()}
+    kind = entries.get("dtype", entries.get("type"))
+    marked = not entries.keys().isdisjoint(("__ndarray__", "__npgeneric__", "nd"))
+    if kind is None or not (marked or "shape" in entries):
         return value
-    if said.get("kind", b"") not in (b"", "") or not said.keys() <= _OF_ARRAYS:
+    if entries.get("kind", b"") not in (b"", "") or not entries.keys() <= _OF_ARRAYS:
         raise SpecError(
-            f"An array with the keys {', '.join(map(str, said))[:100]} is read in no form: {_ARRAYS}. Objects and "
+            f"An array with the keys {', '.join(map(str, entries))[:100]} is read in no form: {_ARRAYS}. Objects and "
             "structures are never unpacked."
         )
-    dtype, data = _dtype(kind), said["data"]
-    if "__npgeneric__" in said and not isinstance(data, bytes):
+    dtype, data = _dtype(kind), entries["data"]
+    if "__npgeneric__" in entries and not isinstance(data, bytes):
         return dtype.type(data)
-    shape = said.get("shape", ())
+    shape = entries.get("shape", ())
     if not isinstance(data, bytes) or not isinstance(shape, list | tuple):
         raise SpecError(
             f"An array's data are bytes and its shape is a list, not {type(data).__name__} and {shape!r:.40}."
         )
-    whole = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
-    if not whole or math.prod(shape) * dtype.itemsize != len(data):
+    is_shape = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
+    if not is_shape or math.prod(shape) * dtype.itemsize != len(data):
         raise SpecError(f"An array of shape {shape[:8]} and dtype {dtype} does not fit its {len(data)} bytes.")
     array = np.frombuffer(data, dtype).reshape(shape)
-    return array if "shape" in said else array[()]
+    return array if "shape" in entries else array[()]
 
 
 def _dtype(text: Any) -> np.dtype:

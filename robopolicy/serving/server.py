@@ -214,10 +214,10 @@ class PolicyServer:
         even if others at its address (behind one router, on one machine) have tried wrong ones.
         """
         address = address_of(connection.transport)
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape").strip()
-        if hmac.compare_digest(given, f"Api-Key {self.settings.api_key}".encode()):
+        header = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape").strip()
+        if hmac.compare_digest(header, f"Api-Key {self.settings.api_key}".encode()):
             return None
-        if given not in (b"", b"Api-Key"):
+        if header not in (b"", b"Api-Key"):
             if self.door.locked_out(address):
                 seconds = self.door.lockout_left(address)
                 refusal = connection.respond(HTTPStatus.TOO_MANY_REQUESTS, f"Too many wrong keys: wait {seconds} s.\n")
@@ -369,21 +369,21 @@ class _Conversation:
             self.large |= large
             request = await asyncio.to_thread(self._unpacked, message) if large else self._unpacked(message)
             session = self.server.sessions.take(self.asker[1], request, self.asker[0])
-            asked = request.pop(REQUEST, None)
+            request_id = request.pop(REQUEST, None)
             if SEED in request:
                 session.seed(request.pop(SEED), self.server.device)
             if _said(request.pop(RESET, False)):
                 session.reset()
                 if not request:
-                    return _settled(_packed({RESET: True}, asked))
-            left = session.take_left(request, self.server.plans is not None)
+                    return _settled(_packed({RESET: True}, request_id))
+            remaining = session.take_left(request, self.server.plans is not None)
             observation = await asyncio.to_thread(session.observe, request) if large else session.observe(request)
         except RobopolicyError as error:  # its trace and its cause hold the message until the collector comes by
             error.__cause__ = error.__context__ = None
             return _settled(error.with_traceback(None))
         except Exception as error:
             return _settled(error)
-        return asyncio.create_task(self._answer(observation, left, session.generator, arrived, asked))
+        return asyncio.create_task(self._answer(observation, remaining, session.generator, arrived, request_id))
 
     def _unpacked(self, message: bytes) -> dict[Any, Any]:
         request = unpack(message, self.server.limits)
@@ -402,19 +402,19 @@ class _Conversation:
         arrived: float,
         request: int | None,
     ) -> bytes:
-        asked = time.perf_counter()
+        start = time.perf_counter()
         answer: Answer = await self.server.queue.infer(observation, generator, left, self.asker)
-        timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - asked)}
+        timing: dict[str, float] = {"infer_ms": 1e3 * (time.perf_counter() - start)}
         if self._previous is not None:
             timing["prev_total_ms"] = 1e3 * self._previous
         self._previous = time.perf_counter() - arrived
         self.server.metrics.latency.observe(self._previous)
-        found = {
+        reply = {
             "actions": answer.actions,
             "policy_timing": {"infer_ms": 1e3 * answer.seconds},
             "server_timing": timing,
         }
-        return _packed(found, request)
+        return _packed(reply, request)
 
 
 def _said(value: Any) -> bool:
@@ -446,8 +446,8 @@ def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(settings.certificate, settings.certificate_key)
     except (OSError, ssl.SSLError) as error:
-        named = f"{settings.certificate} (key {settings.certificate_key})"
-        raise ServingError(f"The certificate {named} cannot be used: {error}") from error
+        label = f"{settings.certificate} (key {settings.certificate_key})"
+        raise ServingError(f"The certificate {label} cannot be used: {error}") from error
     return context
 
 
@@ -482,18 +482,18 @@ async def warmed_up(queue: InferenceQueue, log: Log, stop: asyncio.Event) -> boo
 
 async def _decide(queue: InferenceQueue, log: Log) -> None:
     policy = queue.policy
-    seen, deciding = blank_observation(policy), innermost(policy)
+    observation, deciding = blank_observation(policy), innermost(policy)
     if isinstance(deciding, CompilesForRows):
         # Who asks several times for each row asks so for more of these sizes, which are powers of one number: all of
         # them have been asked for once each of the first has.
         for rows in deciding.sizes(queue.maximum_batch):
             log("compiling", rows=rows)
-            await queue.first(seen, rows)
+            await queue.first(observation, rows)
     if queue.plans is not None:  # guided plans load code that nothing else does, for ten seconds on a busy machine
         spec = policy.spec
         for steps in (0, spec.prediction - spec.chunk):
-            await queue.first(seen, 1, Left(np.zeros((steps, *spec.action.shape), np.float32), 0, 1))
-    await queue.infer(seen)
+            await queue.first(observation, 1, Left(np.zeros((steps, *spec.action.shape), np.float32), 0, 1))
+    await queue.infer(observation)
 
 
 def blank_observation(policy: Policy) -> Observation:

@@ -49,10 +49,10 @@ def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -
     actions, delay = request.pop(PLAN), request.pop(DELAY, 0)
     kind = isinstance(actions, np.ndarray) and actions.dtype.kind in "fiu"
     if not kind or actions.shape[1:] != spec.action.shape or len(actions) > spec.prediction:
-        shown = list(actions.shape) if isinstance(actions, np.ndarray) else type(actions).__name__
+        label = list(actions.shape) if isinstance(actions, np.ndarray) else type(actions).__name__
         raise SpecError(
             f"'{PLAN}' holds the actions that are left, [n, {str(list(spec.action.shape))[1:-1]}] numbers with at most "
-            f"{spec.prediction} steps, not {shown}."
+            f"{spec.prediction} steps, not {label}."
         )
     if not np.isfinite(actions).all():
         raise NonFiniteError(f"'{PLAN}' holds NaN or infinity.")
@@ -89,16 +89,16 @@ class RobotSession(Session):
 
         offered: whether this server continues remaining actions. Raises SpecError if it does not, and as `taken`.
         """
-        left = taken(request, self.spec, self.plans)
-        if left is None:
+        remaining = taken(request, self.spec, self.plans)
+        if remaining is None:
             return None
         if not offered:
             raise SpecError(
                 f"'{PLAN}' is for servers that offer a chunking, and this one does not: start it with "
                 "serve.chunking=rtc, or send observations alone."
             )
-        self.plans = left.decisions + 1
-        return left
+        self.plans = remaining.decisions + 1
+        return remaining
 
     def seed(self, value: Any, device: torch.device) -> None:
         """Use a separate noise generator with this seed from now on. Raises SpecError unless `value` is an integer."""

@@ -48,21 +48,21 @@ class Wiring:
         Raises ConfigError when names, units and settings leave an element undefined, and on settings that name an
         unknown one.
         """
-        own, units = self._own(self.action), dict[str, str]()
+        policy_names, units = self._own(self.action), dict[str, str]()
         for key, names in [*self.vectors.items(), ("action", self.action)]:
             units |= {name: unit for name, unit in unit_of(self.units.get(key, ""), self._own(names)).items() if unit}
-        shown = {*self.shows, *sum(self.vectors.values(), ())}
+        known_names = {*self.shows, *sum(self.vectors.values(), ())}
         kinds = [
-            kind_of((name, theirs), units.get(theirs, ""), shown=name in shown)
-            for name, theirs in zip(self.action, own, strict=True)
+            kind_of((name, policy_name), units.get(policy_name, ""), shown=name in known_names)
+            for name, policy_name in zip(self.action, policy_names, strict=True)
         ]
-        said, back = self.settings, {theirs: name for name, theirs in self.renamed.items()}
-        positions = said.positions
+        settings, back = self.settings, {policy_name: name for name, policy_name in self.renamed.items()}
+        positions = settings.positions
         if positions != POSITIONS:
             positions = tuple(back.get(name, name) for name in positions)
-        neutral = {back.get(name, name): value for name, value in said.neutral.items()}
-        standing = standstill(kinds, self.action, hold=said.hold, positions=positions, neutral=neutral)
-        if said.hold == "auto" and standing.unknown:
+        neutral = {back.get(name, name): value for name, value in settings.neutral.items()}
+        standing = standstill(kinds, self.action, hold=settings.hold, positions=positions, neutral=neutral)
+        if settings.hold == "auto" and standing.unknown:
             raise ConfigError(unsaid(standing.unknown))
         return standing
 
@@ -75,11 +75,11 @@ class Wiring:
 
         Raises SpecError when a name is missing or an image is invalid, NonFiniteError on NaN or infinity.
         """
-        missing = [
+        missing_names = [
             name for name in (*sum(self.vectors.values(), ()), *self.cameras.values()) if shown.get(name) is None
         ]
-        if missing:
-            raise SpecError(f"The robot has stopped showing {', '.join(missing)}; it shows {', '.join(shown)}.")
+        if missing_names:
+            raise SpecError(f"The robot has stopped showing {', '.join(missing_names)}; it shows {', '.join(shown)}.")
         frames = {field: self._vector(names, shown) for field, names in self.vectors.items()}
         for field, name in self.cameras.items():
             image = np.asarray(shown[name])
@@ -114,9 +114,9 @@ class Wiring:
         values = {
             name: float(value) / self.factors.get(name, 1.0) for name, value in zip(self.action, action, strict=True)
         }
-        wrong = [name for name, value in values.items() if not np.isfinite(value)]
-        if wrong:
-            raise NonFiniteError(f"The action for {', '.join(wrong)} is not finite: it was not sent.")
+        invalid = [name for name, value in values.items() if not np.isfinite(value)]
+        if invalid:
+            raise NonFiniteError(f"The action for {', '.join(invalid)} is not finite: it was not sent.")
         return values
 
     def text(self) -> str:
@@ -129,16 +129,16 @@ class Wiring:
         return "\n".join([*lines, "Held still or stopped:", self.standing.text(self.shows)])
 
     def _line(self, what: str, names: tuple[str, ...], unit: str) -> str:
-        shown = [f"{name} x {self.factors[name]:g}" if name in self.factors else name for name in names]
-        return f"{what} {', '.join(shown)} [{unit or 'unit not said'}]"
+        parts = [f"{name} x {self.factors[name]:g}" if name in self.factors else name for name in names]
+        return f"{what} {', '.join(parts)} [{unit or 'unit not said'}]"
 
     def _vector(self, names: tuple[str, ...], shown: Mapping[str, Any]) -> np.ndarray:
         numbers = [_number(shown[name]) * self.factors.get(name, 1.0) for name in names]
         with np.errstate(over="ignore"):  # infinite then, and refused
             values = np.array(numbers, dtype=np.float32)
         if not np.isfinite(values).all():
-            wrong = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
-            shows = ", ".join(f"{name} ({in_one_line(shown[name], 40)})" for name in wrong)
+            invalid = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
+            shows = ", ".join(f"{name} ({in_one_line(shown[name], 40)})" for name in invalid)
             raise NonFiniteError(f"The robot shows NaN, infinity or no number for {shows}.")
         return values
 
@@ -161,7 +161,7 @@ def wired(
             raise SpecError(f"The robot has no '{name}' to rename or scale.{did_you_mean(name, {**shows, **takes})}")
     if not all(np.isfinite(value) and value for value in scale.values()):
         raise SpecError(f"scale={dict(scale)}: factors are finite, and not 0.")
-    own = {policy: robot for robot, policy in rename.items()}
+    robot_names = {policy: robot for robot, policy in rename.items()}
     motors = {name: kind for name, kind in shows.items() if not isinstance(kind, tuple)}
     pictures = {name: kind for name, kind in shows.items() if isinstance(kind, tuple)}
     cameras: dict[str, str] = {}
@@ -172,13 +172,14 @@ def wired(
             continue
         units[field] = str(described.get("unit", ""))
         if field.startswith(IMAGE_PREFIX):
-            cameras[field] = _camera(field, own, pictures)
+            cameras[field] = _camera(field, robot_names, pictures)
         else:
-            vectors[field] = _elements(f"reads in '{field}'", described, own, motors)
-    action = _elements("gives", metadata["action"], own, takes)
-    if untold := [name for name in takes if name not in action]:
+            vectors[field] = _elements(f"reads in '{field}'", described, robot_names, motors)
+    action = _elements("gives", metadata["action"], robot_names, takes)
+    if missing_motors := [name for name in takes if name not in action]:
         raise SpecError(
-            f"The robot takes {', '.join(untold)}, which the policy does not give: it gives {', '.join(action)}."
+            f"The robot takes {', '.join(missing_motors)}, which the policy does not give: it gives "
+            f"{', '.join(action)}."
         )
     return Wiring(vectors, cameras, action, dict(scale), units, frozenset(motors), dict(rename))
 
@@ -213,14 +214,14 @@ def _elements(
             'which: write them, "names", into the checkpoint\'s config.json, in the order that it was trained with (of '
             'LeRobot\'s into robopolicy.json beside it: "names": {"action": ["shoulder_pan.pos", ...]}).'
         )
-    found = tuple(own.get(name, name) for name in names)
-    missing = [(name, mine) for name, mine in zip(names, found, strict=True) if mine not in known]
-    if missing:
+    elements = tuple(own.get(name, name) for name in names)
+    missing_pairs = [(name, element) for name, element in zip(names, elements, strict=True) if element not in known]
+    if missing_pairs:
         raise SpecError(
-            f"The robot has no {', '.join(repr(mine) for _, mine in missing)}, which the policy {what}; it has "
-            f"{', '.join(known) or 'nothing of that kind'}. Where only names differ, say so: "
-            f"rename={{ROBOT'S NAME: {missing[0][0]}}}."
+            f"The robot has no {', '.join(repr(element) for _, element in missing_pairs)}, which the policy {what}; it "
+            f"has {', '.join(known) or 'nothing of that kind'}. Where only names differ, say so: "
+            f"rename={{ROBOT'S NAME: {missing_pairs[0][0]}}}."
         )
-    if len(set(found)) != len(found):
-        raise SpecError(f"Two elements of what the policy {what} have one name of the robot's: {', '.join(found)}.")
-    return found
+    if len(set(elements)) != len(elements):
+        raise SpecError(f"Two elements of what the policy {what} have one name of the robot's: {', '.join(elements)}.")
+    return elements

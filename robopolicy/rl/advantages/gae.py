@@ -80,9 +80,9 @@ def standardise(advantages: Tensor, mask: Tensor | None = None) -> Tensor:
     if mask is None:
         mask = torch.ones_like(advantages, dtype=torch.bool)
     # Fixes the size of the policy's steps whatever the scale of rewards; 1e-8 only guards against equal advantages.
-    chosen = advantages[mask]
-    scale = chosen.std(unbiased=False) + 1e-8
-    return torch.where(mask, (advantages - chosen.mean()) / scale, 0.0)
+    masked = advantages[mask]
+    scale = masked.std(unbiased=False) + 1e-8
+    return torch.where(mask, (advantages - masked.mean()) / scale, 0.0)
 
 
 @mechanism(Slot.ADVANTAGE, "gae", source="Schulman et al. 2016, arXiv:1506.02438; as in DPPO", needs=(Need.CRITIC,))
@@ -117,14 +117,14 @@ def finished_returns(rollouts: Rollouts, rewards: Tensor, discount: Tensor) -> t
     rewards: [B, T] per chunk; discount: [B, T], gamma ** duration.
     """
     following = torch.zeros_like(rewards[:, 0])
-    known = torch.zeros_like(rollouts.ended[:, 0])
+    known_mask = torch.zeros_like(rollouts.ended[:, 0])
     returns: list[Tensor] = []
     finished: list[Tensor] = []
     for column in reversed(range(rewards.shape[1])):
         ended = rollouts.ended[:, column]
         # `ended` of this column: what lies in the next one is another episode.
         following = rewards[:, column] + discount[:, column] * following * ~ended
-        known = ended | known
+        known_mask = ended | known_mask
         returns.append(following)
-        finished.append(known)
+        finished.append(known_mask)
     return torch.stack(returns[::-1], 1), torch.stack(finished[::-1], 1)

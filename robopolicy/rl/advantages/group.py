@@ -67,8 +67,8 @@ def leave_one_out(values: Tensor, counts: Tensor, groups: Segments) -> Tensor:
     """Return each value minus the mean of the others of its group, [B]; 0 if there are no others."""
     # With itself in the baseline an episode would lower its own advantage by 1 / size, a bias of small groups.
     size = groups.size(counts)[groups.index]
-    others = (groups.sum(values, counts)[groups.index] - values) / (size - 1).clamp(min=1)
-    return torch.where(counts & (size > 1), values - others, 0.0)
+    baseline = (groups.sum(values, counts)[groups.index] - values) / (size - 1).clamp(min=1)
+    return torch.where(counts & (size > 1), values - baseline, 0.0)
 
 
 @mechanism(Slot.ADVANTAGE, "mc_grpo", source="MC-GRPO, arXiv:2601.22582", needs=(Need.GROUPS,))
@@ -106,8 +106,8 @@ def ngrpo(
     episode.
     """
     returns, counts, groups = outcomes(rollouts)
-    seen = float(returns[counts].max()) if bool(counts.any()) else 0.0
-    context.memory["ngrpo"] = max(seen, context.memory.get("ngrpo", seen))
+    best_return = float(returns[counts].max()) if bool(counts.any()) else 0.0
+    context.memory["ngrpo"] = max(best_return, context.memory.get("ngrpo", best_return))
     top = torch.as_tensor(context.memory["ngrpo"] if best is None else best, dtype=returns.dtype)
     # Virtual episodes enter mean and spread of the group, and nothing is learned from them.
     size = groups.size(counts) + virtual
@@ -156,9 +156,9 @@ def best_and_worst(rollouts: Rollouts, context: Context, *, pairs: int = 1) -> t
         for place in range(pairs):
             low, high = (counts & (order == place) for order in (from_below, from_above))
             gap = groups.sum(returns, high) - groups.sum(returns, low)
-            told = (gap > 1e-6)[groups.index]
+            is_clear = (gap > 1e-6)[groups.index]
             # Beyond the middle of a group the i-th best is below the i-th worst: there the gap is not positive.
-            verdict = torch.where(high & told, 1.0, torch.where(low & told, -1.0, verdict))
+            verdict = torch.where(high & is_clear, 1.0, torch.where(low & is_clear, -1.0, verdict))
     keep = verdict != 0
     return broadcast(verdict, rollouts), keep if bool(keep.any()) else torch.ones_like(keep)
 

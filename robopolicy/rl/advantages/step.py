@@ -111,15 +111,15 @@ def process_rloo(
     # Leave one out on means per step, not on sums: long episodes would otherwise seem to have more process reward.
     steps = (alive.sum(1) * reward.shape[-1]).clamp(min=1)
     mean = reward.sum((1, 2)) / steps
-    others = mean - leave_one_out(mean, every, groups)
-    centred = torch.where(alive[..., None], reward - others[:, None, None], 0.0).flatten(1)
+    baseline = mean - leave_one_out(mean, every, groups)
+    centred = torch.where(alive[..., None], reward - baseline[:, None, None], 0.0).flatten(1)
     following = (centred.flip(1).cumsum(1).flip(1) if to_go else centred).reshape(reward.shape)
     won = leave_one_out(rollouts.row_success.float(), every, groups)
     # Where all episodes of a start ended alike, process rewards can only restate noise: those groups get nothing.
     spread = groups.maximum(rollouts.row_return) - groups.minimum(rollouts.row_return)
     mixed = (spread > 1e-6)[groups.index]
     advantage = process * following + outcome * won[:, None, None]
-    counted = (alive & mixed[:, None])[..., None].expand(reward.shape)
-    if not bool(counted.any()):
+    counted_mask = (alive & mixed[:, None])[..., None].expand(reward.shape)
+    if not bool(counted_mask.any()):
         return torch.zeros_like(advantage)
-    return standardise(advantage, counted) if whiten else torch.where(counted, advantage, 0.0)
+    return standardise(advantage, counted_mask) if whiten else torch.where(counted_mask, advantage, 0.0)

@@ -81,12 +81,12 @@ def fused_values(rollouts: Rollouts, beta: float) -> Tensor:
     for split in sorted(set(integers(branch[parent >= 0])), reverse=True):
         values[:, split:end], end = value[:, None], split
         # Who branched off later is part of its parent's value by now.
-        here = (parent < 0) | (branch <= split)
-        forks = Segments.of(torch.where((parent >= 0) & (branch == split), parent, row)[here])
-        logit, leaf = edge[here, split].to(value.dtype), value[here]
+        in_tree = (parent < 0) | (branch <= split)
+        forks = Segments.of(torch.where((parent >= 0) & (branch == split), parent, row)[in_tree])
+        logit, leaf = edge[in_tree, split].to(value.dtype), value[in_tree]
         # Softmax among the branches that part here, shifted by their largest logit.
         weight = (logit - forks.maximum(logit)[forks.index]).exp()
-        value = value.masked_scatter(here, (forks.sum(weight * leaf) / forks.sum(weight))[forks.index])
+        value = value.masked_scatter(in_tree, (forks.sum(weight * leaf) / forks.sum(weight))[forks.index])
     values[:, :end] = value[:, None]
     return values.gather(0, owner)
 
@@ -140,12 +140,12 @@ def tree_po(rollouts: Rollouts, context: Context, *, by_size: bool = False) -> T
     # Near the root a leaf is compared with the whole group, near the end with its own siblings. Where it is alone it
     # is not compared at all; counting that as 0 would shrink the advantage of whoever branched off early.
     compared = torch.where(nodes_alive(rollouts, values) & (leaves > 1), leaves if by_size else 1, 0)
-    whole = groups.size(counts)[groups.index] if by_size else torch.ones_like(groups.index)
+    root_weight = groups.size(counts)[groups.index] if by_size else torch.ones_like(groups.index)
     root = returns - groups.mean(returns, counts)[groups.index]
-    total = whole * root + (compared * (returns[:, None] - values)).sum(1)
-    advantage = total / (whole + compared.sum(1)).clamp(min=1)
-    chosen = advantage[counts]
-    scaled = (advantage - chosen.mean()) / (chosen.std(unbiased=False) + 1e-8)
+    total = root_weight * root + (compared * (returns[:, None] - values)).sum(1)
+    advantage = total / (root_weight + compared.sum(1)).clamp(min=1)
+    counted_values = advantage[counts]
+    scaled = (advantage - counted_values.mean()) / (counted_values.std(unbiased=False) + 1e-8)
     return broadcast(torch.where(counts, scaled, 0.0), rollouts)
 
 
@@ -178,13 +178,13 @@ def branch_grpo(
     # node weighs the same however many leaves it has.
     order = torch.arange(len(flat), device=flat.device)
     leader = nodes.minimum(order.double(), alive, empty=-1.0)
-    counted = alive & (leader[nodes.index] == order)
+    is_leader = alive & (leader[nodes.index] == order)
     depths = _nodes(Segments.of(rollouts.group).index[:, None].expand(values.shape))
-    mean, std = depths.mean(flat, counted)[depths.index], depths.std(flat, counted)[depths.index]
-    size = depths.size(counted)[depths.index]
+    mean, std = depths.mean(flat, is_leader)[depths.index], depths.std(flat, is_leader)[depths.index]
+    size = depths.size(is_leader)[depths.index]
     scaled = (flat - mean) / (std + 1e-8)
-    found = torch.where(alive & (size > 1) & (std > 1e-6), scaled, 0.0)
-    advantage = as_steps(found.reshape(values.shape), rollouts)
+    normalised = torch.where(alive & (size > 1) & (std > 1e-6), scaled, 0.0)
+    advantage = as_steps(normalised.reshape(values.shape), rollouts)
     if width == "all" and not depth:
         return advantage
     return advantage, kept_leaves(rollouts, width, share) & kept_steps(rollouts, depth, context.iteration // slide)
@@ -207,22 +207,26 @@ def kept_leaves(rollouts: Rollouts, width: str, share: float = 0.5) -> Tensor:
     time = torch.arange(length, device=parent.device)
     nodes = _nodes(owner)
     alone = (nodes.size()[nodes.index] == 1).reshape(owner.shape)
-    parted = torch.where(alone, time, length).amin(1).clamp(max=length - 1)  # where it is a leaf from on
+    leaf_start = torch.where(alone, time, length).amin(1).clamp(max=length - 1)  # where it is a leaf from on
     root = row
     while bool((parent[root] >= 0).any()):
         root = torch.where(parent[root] >= 0, parent[root], root)
     trees = torch.bincount(root, minlength=len(row))[root] > 1
     if width == "branch":
-        before = owner.gather(1, (parted - 1).clamp(min=0)[:, None])[:, 0]
-        forks = Segments.of(torch.where(parted > 0, before, root), parted)
+        before = owner.gather(1, (leaf_start - 1).clamp(min=0)[:, None])[:, 0]
+        forks = Segments.of(torch.where(leaf_start > 0, before, root), leaf_start)
         best = forks.rank(-returns, trees) == 0
     else:
         forks = Segments.of(rollouts.group)
         rank, size = forks.rank(returns, trees), forks.size(trees)[forks.index]
         number = (share * size).long().clamp(min=2)
         best = (rank >= size - number // 2) | (rank < number - number // 2)
-    kept = (best | ~trees)[:, None] | (time <= parted[:, None])
-    return as_steps(kept, rollouts) if kept.shape != rollouts.shape else kept[..., None].expand(rollouts.mask.shape)
+    kept_mask = (best | ~trees)[:, None] | (time <= leaf_start[:, None])
+    return (
+        as_steps(kept_mask, rollouts)
+        if kept_mask.shape != rollouts.shape
+        else kept_mask[..., None].expand(rollouts.mask.shape)
+    )
 
 
 def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:

@@ -58,12 +58,12 @@ def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float,
     for name, (least, most) in ranges.items():
         if name not in rollouts.rewards:
             raise ConfigError(f"ranges: there is no reward '{name}'.{did_you_mean(name, rollouts.rewards)}")
-        found = sum_of_rewards({name: rollouts.rewards[name]}, rollouts.valid).sum(1).double()
-        value = (found - least) / (most - least)
+        totals = sum_of_rewards({name: rollouts.rewards[name]}, rollouts.valid).sum(1).double()
+        value = (totals - least) / (most - least)
         if not bool(((value > -1e-6) & (value < 1 + 1e-6)).all()):
             raise ConfigError(
-                f"ranges[{name!r}]=({least:g}, {most:g}): episodes sum to {float(found.min()):g} to "
-                f"{float(found.max()):g}."
+                f"ranges[{name!r}]=({least:g}, {most:g}): episodes sum to {float(totals.min()):g} to "
+                f"{float(totals.max()):g}."
             )
         total = total + _beta_normalised(value.clamp(0, 1), groups)
     return broadcast((total / len(ranges)).float(), rollouts)
@@ -117,14 +117,14 @@ def risk_po(
     place = groups.rank(torch.arange(len(returns), device=returns.device).double(), counts)
     part = groups.index // bundle
     bundles = Segments.of(part)
-    used = counts & (place < bundles.minimum(groups.size(counts)[groups.index].double())[bundles.index])
+    used_mask = counts & (place < bundles.minimum(groups.size(counts)[groups.index].double())[bundles.index])
     papers = Segments.of(part, place)
-    score = papers.sum(returns, used)[papers.index]
-    first = used & (papers.rank(groups.index.double(), used) == 0)  # one entry a sum
-    found = score[first]
-    remembered: list[float] = context.memory.get("risk_po", [])
-    q_low, q_high = remembered or [float(quantile(found, level)) for level in (low, high)]
-    below_low, below_high = (float((found < bound).float().mean()) for bound in (q_low, q_high))
+    score = papers.sum(returns, used_mask)[papers.index]
+    first = used_mask & (papers.rank(groups.index.double(), used_mask) == 0)  # one entry a sum
+    scores = score[first]
+    quantiles: list[float] = context.memory.get("risk_po", [])
+    q_low, q_high = quantiles or [float(quantile(scores, level)) for level in (low, high)]
+    below_low, below_high = (float((scores < bound).float().mean()) for bound in (q_low, q_high))
     # A quantile rises while fewer than its level lie below it.
     context.memory["risk_po"] = [q_low + rate * (low - below_low), q_high + rate * (high - below_high)]
     middle = (score - q_low).clamp(min=0) - (score - q_high).clamp(min=0) + q_low - q_high
@@ -133,7 +133,7 @@ def risk_po(
         spread = bundles.std(score, first, unbiased=True)
         several = bundles.size(first) > 1
         value = value / (torch.where(several, spread, 1.0)[bundles.index] + 1e-6)
-    return broadcast(torch.where(used, value, 0.0), rollouts)
+    return broadcast(torch.where(used_mask, value, 0.0), rollouts)
 
 
 @mechanism(Slot.ADVANTAGE, "sas", source="DCPO, arXiv:2509.02333", needs=(Need.GROUPS, Need.STARTS))
@@ -166,8 +166,8 @@ def sas(rollouts: Rollouts, context: Context, *, epsilon: float = 1e-6) -> Tenso
     def standardised(centre: Tensor, spread: Tensor) -> Tensor:
         return torch.where(spread > epsilon, (returns - centre) / spread.clamp(min=epsilon), 0.0)
 
-    new, whole = standardised(mean[groups.index], std[groups.index]), standardised(mean_all, std_all)
-    first, second = ((visit - 1) * new + whole) / visit, (new + (visit - 1) * whole) / visit
+    new, over_all = standardised(mean[groups.index], std[groups.index]), standardised(mean_all, std_all)
+    first, second = ((visit - 1) * new + over_all) / visit, (new + (visit - 1) * over_all) / visit
     smaller = torch.where(first.abs() < second.abs(), first, second)
     return broadcast(torch.where(counts, smaller, 0.0), rollouts)
 
@@ -225,8 +225,8 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
     place = torch.arange(valid.shape[1], device=valid.device).expand(valid.shape)
     row = rollouts.group[:, None].expand(valid.shape)
     keys = Segments.of(row.flatten(), place.flatten())
-    found, _ = group_baseline(to_go.flatten(), keys, valid.flatten(), scale=True)
-    return found.reshape(rollouts.valid.shape).repeat_interleave(steps // chunk, -1)
+    normalised, _ = group_baseline(to_go.flatten(), keys, valid.flatten(), scale=True)
+    return normalised.reshape(rollouts.valid.shape).repeat_interleave(steps // chunk, -1)
 
 
 @mechanism(Slot.ADVANTAGE, "salt", source="SALT, arXiv:2510.20022", needs=(Need.GROUPS,))
@@ -239,8 +239,8 @@ def salt(rollouts: Rollouts, context: Context, *, resolution: float = 0.25) -> T
     episode = broadcast(group_normalised(*outcomes(rollouts)), rollouts)
     actions = rollouts.actions.flatten(2)
     cells = (actions / (actions[rollouts.alive].std(0) + 1e-6) / resolution).round().long()
-    _, taken = distinct(cells.flatten(0, 1))
-    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), taken)
+    _, cell_index = distinct(cells.flatten(0, 1))
+    keys = Segments.of(per_decision(rollouts.group, rollouts), state_keys(rollouts, resolution).flatten(), cell_index)
     merged = keys.mean(episode.flatten(), rollouts.alive.flatten())[keys.index]
     return torch.where(rollouts.alive, merged.reshape(episode.shape), 0.0)
 

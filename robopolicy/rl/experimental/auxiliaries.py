@@ -64,19 +64,19 @@ def distill(
     policy = given(inputs.teacher, "teacher")
     assert isinstance(policy, ScoredPolicy)  # which Need.SAME_STEPS asks for
     with torch.no_grad():
-        theirs = scores_of(policy, inputs.observation, for_another_policy(inputs.latents)).extras
-    own = inputs.scores.extras
-    if "log_probabilities" in own and "log_probabilities" in theirs:
-        student, teacher = own["log_probabilities"], theirs["log_probabilities"]
+        teacher_extras = scores_of(policy, inputs.observation, for_another_policy(inputs.latents)).extras
+    student_extras = inputs.scores.extras
+    if "log_probabilities" in student_extras and "log_probabilities" in teacher_extras:
+        student, teacher = student_extras["log_probabilities"], teacher_extras["log_probabilities"]
         # Summed over the vocabulary and not sampled, so it has no variance of its own.
         divergence = (student.exp() * (student - teacher)).sum(-1)
         mask = inputs.mask
         if share < 1:
             mask = _informative(student.detach(), teacher, mask, share, alpha, gamma, inputs.context.generator)
         return weight * (step_mean(mask) * torch.where(mask, divergence, 0.0)).sum()
-    if "mean" in own and "mean" in theirs:
-        spread = own["std"].detach().square().clamp(min=1e-6)
-        divergence = ((own["mean"] - theirs["mean"]).square() / (2 * spread)).mean((-2, -1))
+    if "mean" in student_extras and "mean" in teacher_extras:
+        spread = student_extras["std"].detach().square().clamp(min=1e-6)
+        divergence = ((student_extras["mean"] - teacher_extras["mean"]).square() / (2 * spread)).mean((-2, -1))
         return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
     raise ConfigError("auxiliaries=[distill] needs a teacher of the student's kind; auxiliaries=[dagger] imitates any.")
 
@@ -167,9 +167,9 @@ def stay_between(inputs: AuxiliaryInputs, *, weight: float = 0.01, base: float =
     """
     with torch.no_grad():
         first = scores_of(given(inputs.base, "base"), inputs.observation, inputs.latents).logp
-    own = inputs.scores.logp
-    apart = [(own - other).clamp(-10, 10) for other in (first, given(inputs.proximal, "proximal"))]
-    penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), apart, strict=True))
+    logp = inputs.scores.logp
+    log_ratios = [(logp - other).clamp(-10, 10) for other in (first, given(inputs.proximal, "proximal"))]
+    penalty = sum(part * (torch.expm1(-x) + x) for part, x in zip((base, 1 - base), log_ratios, strict=True))
     return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, penalty, 0.0)).sum()
 
 
@@ -188,19 +188,19 @@ def best_of_n(
     model, policy = inputs.action_values, inputs.policy
     count = next(value for value in inputs.observation.values() if isinstance(value, Tensor)).shape[0]
     draws = inputs.context.generator
-    chosen = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
-    here = {key: _at(value, chosen) for key, value in inputs.observation.items()}
-    repeated = {key: _at(value, torch.arange(len(chosen)).repeat(candidates)) for key, value in here.items()}
+    indices = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
+    observation = {key: _at(value, indices) for key, value in inputs.observation.items()}
+    repeated = {key: _at(value, torch.arange(len(indices)).repeat(candidates)) for key, value in observation.items()}
     with torch.no_grad():
         decision = policy.act(repeated, draws)
         value = model.action_values(repeated, decision.actions).reshape(candidates, -1)
         best, winner = value.max(0)
-        better = best > model.values(here)
+        better = best > model.values(observation)
     # Rows are ordered by candidate first: candidate c of state i is row c * n + i.
-    rows = winner * len(chosen) + torch.arange(len(chosen), device=winner.device)
+    rows = winner * len(indices) + torch.arange(len(indices), device=winner.device)
     latents = {key: item[rows] for key, item in decision.latents.items()}
     mask = decision.mask[rows]
-    logp = scores_of(policy, here, latents).logp
+    logp = scores_of(policy, observation, latents).logp
     # the mean over all states, as in the authors' code: the fewer are improved on, the weaker the push
     return -weight * (step_mean(mask) * torch.where(mask & better[:, None], logp, 0.0)).sum()
 
@@ -250,34 +250,34 @@ def step_preferences(
     count, steps = inputs.mask.shape
     rows = torch.randperm(count, generator=draws, device=draws.device)[:decisions]
     step = torch.randint(steps, (len(rows),), generator=draws, device=draws.device)
-    here = {key: _at(value, rows) for key, value in inputs.observation.items()}
+    observation = {key: _at(value, rows) for key, value in inputs.observation.items()}
     chain = inputs.latents["chain"][rows]
     one = {"chain": chain, "chosen": step[:, None]}
-    normal = scores_of(policy, here, one)
+    normal = scores_of(policy, observation, one)
     mean, spread = score_extra(normal, "mean")[:, 0], score_extra(normal, "std").detach()
     std = spread.expand(len(rows), *spread.shape[-3:])[:, 0].expand_as(mean)
     with torch.no_grad():
-        reference = score_extra(scores_of(given(inputs.base, "base"), here, one), "mean")[:, 0]
+        reference = score_extra(scores_of(given(inputs.base, "base"), observation, one), "mean")[:, 0]
     noise = torch.randn((children, *mean.shape), generator=draws, device=draws.device)
     # Children are samples; gradients run through their log-densities alone.
     latents = mean.detach() + std * noise
-    repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in here.items()}
+    repeated = {key: _at(value, torch.arange(len(rows)).repeat(children)) for key, value in observation.items()}
     with torch.no_grad():
         actions = policy.finish_chain(repeated, latents.flatten(0, 1), (step + 1).repeat(children))
         value = model.action_values(repeated, actions).reshape(children, -1)
         best, worst = value.argmax(0), value.argmin(0)
         # The softmax of two values differs by tanh of half their distance.
         spread = (value - value.mean(0)).square().mean().sqrt() + 1e-6
-        kept = torch.tanh((value.amax(0) - value.amin(0)) / (2 * spread)) > gap
+        has_gap = torch.tanh((value.amax(0) - value.amin(0)) / (2 * spread)) > gap
     place = torch.arange(len(rows), device=mean.device)
 
     def log_ratio(child: Tensor) -> Tensor:
-        drawn, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
+        child_latents, variance = latents[child, place], 2 * std.square().clamp(min=1e-6)
         # log N(x; mean, std) - log N(x; reference, std): normalisers cancel, as the base has the policy's std.
-        return (((drawn - reference).square() - (drawn - mean).square()) / variance).mean((-2, -1))
+        return (((child_latents - reference).square() - (child_latents - mean).square()) / variance).mean((-2, -1))
 
     loss = step_preference_loss(log_ratio(best), log_ratio(worst), beta, clip)
-    return weight * torch.where(kept, loss, 0.0).sum() / kept.sum().clamp(min=1)
+    return weight * torch.where(has_gap, loss, 0.0).sum() / has_gap.sum().clamp(min=1)
 
 
 def _at(value: Any, index: Tensor) -> Any:

@@ -70,8 +70,8 @@ def rec(
     if region not in masks:
         raise unknown_option("rec.region", region, masks)
     weight = ratio if importance else torch.ones_like(ratio)
-    kept = masks[region] & ~scored.clamped
-    return torch.where(kept, weight * scored.advantage, 0.0), {"kept": masked_share(kept, scored.mask)}
+    trusted_mask = masks[region] & ~scored.clamped
+    return torch.where(trusted_mask, weight * scored.advantage, 0.0), {"kept": masked_share(trusted_mask, scored.mask)}
 
 
 @mechanism(Slot.COEFFICIENT, "opmd", source="OPMD, as in REC, arXiv:2509.24203; Kimi k1.5, arXiv:2501.12599")
@@ -222,8 +222,8 @@ def p3o(scored: Scored, *, clip: float = 0.2) -> Coefficients:
     gain = ((returns[:, None] - returns[None]) / 2 * same).sum(1) / same.sum(1).clamp(min=1)
     log_ratio = episode_log_ratio(scored)
     ratio = log_ratio.clamp(-3, 3).exp()
-    kept = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
-    return to_steps(torch.where(kept, ratio * gain, 0.0), scored), {"kept": kept.float().mean()}
+    trusted_mask = torch.where(gain >= 0, ratio <= 1 + clip, ratio >= 1 - clip)
+    return to_steps(torch.where(trusted_mask, ratio * gain, 0.0), scored), {"kept": trusted_mask.float().mean()}
 
 
 @mechanism(Slot.COEFFICIENT, "pacs", source="PACS, implicit actor critic, arXiv:2509.02522", needs=(Need.WHOLE_GROUPS,))
@@ -238,19 +238,21 @@ def pacs(scored: Scored, *, beta: float = 1.0) -> Coefficients:
     total = beta * episode_log_ratio(scored)
     group = rollouts.group
     same = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
-    others = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)
-    centred = total - others @ total
-    # centred = (I - others) total, so the cross-entropy's error goes back through the transpose: an episode also moves
+    weights = same.to(total.dtype) / same.sum(1, keepdim=True).clamp(min=1)
+    centred = total - weights @ total
+    # centred = (I - weights) total, so the cross-entropy's error goes back through the transpose: an episode also moves
     # for being in the others' baselines.
     label = rollouts.row_success.to(total.dtype)
     groups = Segments.of(group)
     size, won = groups.size()[groups.index], groups.sum(label)[groups.index]
-    alike = torch.where(label > 0, won, size - won)  # episodes of the group with the same outcome
-    balance = torch.where(alike < size, 0.5 * size / alike, 1.0)
+    peers = torch.where(label > 0, won, size - won)  # episodes of the group with the same outcome
+    balance = torch.where(peers < size, 0.5 * size / peers, 1.0)
     error = balance * (label - centred.sigmoid())
-    carried = error - others.T @ error
-    known = carried.abs() > 1e-6 * error.abs().max()  # Adam would make steps of what rounding leaves of equal outcomes
-    c = beta * torch.where(known, carried, 0.0)
+    gradient = error - weights.T @ error
+    is_significant = (
+        gradient.abs() > 1e-6 * error.abs().max()
+    )  # Adam would make steps of what rounding leaves of equal outcomes
+    c = beta * torch.where(is_significant, gradient, 0.0)
     return c[:, None, None].expand_as(scored.logp) * scored.mask, {"pacs_logit": centred.abs().mean()}
 
 

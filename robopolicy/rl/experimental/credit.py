@@ -21,8 +21,8 @@ def entropy_of(rollouts: Rollouts) -> Tensor:
 
 def _among(values: Tensor, mask: Tensor) -> Tensor:
     """Scale to [0, 1] between the minimum and the maximum of the masked entries."""
-    chosen = values[mask]
-    low, high = chosen.min(), chosen.max()
+    masked_values = values[mask]
+    low, high = masked_values.min(), masked_values.max()
     return (values - low) / (high - low).clamp(min=1e-8)
 
 
@@ -71,10 +71,10 @@ def empg(
     step = _among((entropy_of(rollouts) * rollouts.mask).sum(-1) / count, alive)
     gain = torch.exp(-damping * step)
     gain = gain / gain[alive].mean()
-    ahead = torch.cat([step[:, 1:], torch.ones_like(step[:, :1])], 1)
+    next_step = torch.cat([step[:, 1:], torch.ones_like(step[:, :1])], 1)
     # An episode's last decision leads to none, so it earns no bonus.
     follows = torch.cat([alive[:, 1:], torch.zeros_like(alive[:, :1])], 1)
-    shaped = advantage * gain[..., None] + bonus * (torch.exp(-clarity * ahead) * follows)[..., None]
+    shaped = advantage * gain[..., None] + bonus * (torch.exp(-clarity * next_step) * follows)[..., None]
     return torch.where(rollouts.mask, shaped - shaped[rollouts.mask].mean(), 0.0)
 
 
@@ -106,15 +106,17 @@ def gtpo(
     factor = torch.where(conflict & good[:, None, None], 2.0, torch.ones_like(advantage))
     factor = torch.where(conflict & bad[:, None, None], 0.0, factor)
     mean = (entropy_of(rollouts) * rollouts.mask).sum((1, 2)) / rollouts.mask.sum((1, 2)).clamp(min=1)
-    kept = mean <= entropy_limit
-    if not bool(kept.any()):
+    is_kept = mean <= entropy_limit
+    if not bool(is_kept.any()):
         warnings.warn(
             f"gtpo leaves out every episode: their mean entropies, from {float(mean.min()):.3g} nats, are above "
             f"entropy_limit={entropy_limit:g}, and nothing is learned. Give it a higher one.",
             RobopolicyWarning,
             stacklevel=2,
         )
-    return torch.where(kept[:, None, None] & rollouts.mask, (advantage - penalty * mean[:, None, None]) * factor, 0.0)
+    return torch.where(
+        is_kept[:, None, None] & rollouts.mask, (advantage - penalty * mean[:, None, None]) * factor, 0.0
+    )
 
 
 @mechanism(Slot.CREDIT, "vppo", source="VPPO, arXiv:2510.09285", needs=(Need.BLACKOUT_SCORES,))
@@ -141,11 +143,11 @@ def vppo(
     steps = rollouts.mask.sum((1, 2))
     order = torch.where(rollouts.mask, dependency, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)
     rank = order.argsort(dim=1)
-    kept = (rank < (share * steps).ceil()[:, None]).reshape(advantage.shape)
+    kept_mask = (rank < (share * steps).ceil()[:, None]).reshape(advantage.shape)
     mean = dependency.sum((1, 2)) / steps.clamp(min=1)
     place = _among(mean, torch.ones_like(mean, dtype=torch.bool))
     scale = low + (1 - low) * place / place.mean() if bool(place.any()) else torch.ones_like(place)
-    return torch.where(kept & rollouts.mask, advantage, 0.0) * scale[:, None, None]
+    return torch.where(kept_mask & rollouts.mask, advantage, 0.0) * scale[:, None, None]
 
 
 @mechanism(Slot.CREDIT, "seed_grpo", source="SEED-GRPO, arXiv:2505.12346", needs=(Need.GROUPS,))

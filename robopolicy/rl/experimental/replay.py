@@ -42,11 +42,11 @@ class ReMix(Buffer):
         self.kept = [*self.kept, (context.iteration, rollouts)][-self.keep :]
         if not past or context.share >= self.until:
             return rollouts
-        wanted = max(1, round(self.share * len(rollouts.group) / len(past)))
+        count = max(1, round(self.share * len(rollouts.group) / len(past)))
         older: list[Rollouts] = []
         for part in past:
             order = torch.randperm(len(part.group), generator=context.generator, device=context.generator.device)
-            older.append(part.take(order[:wanted].sort().values))
+            older.append(part.take(order[:count].sort().values))
         return joined(rollouts, older)
 
 
@@ -68,16 +68,19 @@ class Aggregate(Buffer):
         """Return current rows together with older ones."""
         draws, count = context.generator, len(rollouts.group)
         past = [part for _, part in self.kept]
-        wanted = torch.randperm(sum(len(part.group) for part in past), generator=draws, device=draws.device)
-        wanted = wanted[: round(self.share * count)]
+        indices = torch.randperm(sum(len(part.group) for part in past), generator=draws, device=draws.device)
+        indices = indices[: round(self.share * count)]
         self.kept = [*self.kept, (context.iteration, rollouts.without(following=True))]
         # the rows with the largest of keys drawn once are a uniform sample of all rows that ever came (a reservoir)
         self.keys = [*self.keys, torch.rand(count, generator=draws, device=draws.device)]
         self._bound()
         older: list[Rollouts] = []
         for part in past:
-            here, wanted = wanted[wanted < len(part.group)], wanted[wanted >= len(part.group)] - len(part.group)
-            older.append(with_advantage(part.take(here), torch.zeros(len(here), device=here.device)))
+            part_rows, indices = (
+                indices[indices < len(part.group)],
+                indices[indices >= len(part.group)] - len(part.group),
+            )
+            older.append(with_advantage(part.take(part_rows), torch.zeros(len(part_rows), device=part_rows.device)))
         return joined(rollouts, older)
 
     def _bound(self) -> None:

@@ -28,29 +28,33 @@ def partial_credit(
     paper, instrumented program code prints the milestones; for a robot they are those of the task's progress. Of the
     other rewards only `keep` stays.
     """
-    own = [value for name, value in rollouts.rewards.items() if name not in ("success", *keep)]
-    gained = torch.where(rollouts.valid, torch.stack(own).sum(0), 0.0) if own else torch.zeros(rollouts.valid.shape)
+    dense_rewards = [value for name, value in rollouts.rewards.items() if name not in ("success", *keep)]
+    gains = (
+        torch.where(rollouts.valid, torch.stack(dense_rewards).sum(0), 0.0)
+        if dense_rewards
+        else torch.zeros(rollouts.valid.shape)
+    )
     levels = torch.tensor(milestones, device=rollouts.valid.device)
     reached = torch.zeros_like(rollouts.group)
-    sum_before, won = torch.zeros_like(gained[:, 0, 0]), torch.zeros_like(rollouts.success[:, 0])
+    sum_before, won = torch.zeros_like(gains[:, 0, 0]), torch.zeros_like(rollouts.success[:, 0])
     columns: list[torch.Tensor] = []
     for column in range(rollouts.shape[1]):
-        total = sum_before[:, None] + gained[:, column].cumsum(-1)
-        passed = (total[..., None] >= levels).sum(-1)
+        total = sum_before[:, None] + gains[:, column].cumsum(-1)
+        milestones_passed = (total[..., None] >= levels).sum(-1)
         # A milestone stays passed where the sum falls again: it is paid once.
-        passed = torch.maximum(passed.cummax(-1).values, reached[:, None])
-        fresh = torch.cat([reached[:, None], passed], 1).diff(dim=1)
+        milestones_passed = torch.maximum(milestones_passed.cummax(-1).values, reached[:, None])
+        fresh = torch.cat([reached[:, None], milestones_passed], 1).diff(dim=1)
         pay = torch.where(rollouts.valid[:, column] & ~won[:, None], fresh * (credit / len(milestones)), 0.0)
         first = rollouts.success[:, column] & ~won & rollouts.alive[:, column]
-        missing = torch.where(first, 1 - credit * passed[:, -1] / len(milestones), 0.0)
+        remainder = torch.where(first, 1 - credit * milestones_passed[:, -1] / len(milestones), 0.0)
         last = (rollouts.duration[:, column] - 1).clamp(min=0)
-        columns.append(pay.scatter_add(-1, last[:, None], missing[:, None]))
+        columns.append(pay.scatter_add(-1, last[:, None], remainder[:, None]))
         over = rollouts.ended[:, column]
         won = (won | first) & ~over
-        reached, sum_before = torch.where(over, 0, passed[:, -1]), torch.where(over, 0.0, total[:, -1])
-    paid = torch.stack(columns, 1)
-    kept = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
-    return replace(rollouts, rewards={"success": paid, **kept})
+        reached, sum_before = torch.where(over, 0, milestones_passed[:, -1]), torch.where(over, 0.0, total[:, -1])
+    rewards = torch.stack(columns, 1)
+    other_rewards = {name: rollouts.rewards[name] for name in keep if name in rollouts.rewards}
+    return replace(rollouts, rewards={"success": rewards, **other_rewards})
 
 
 @mechanism(Slot.REWARD, "hurry", source="length shaping, cf. PALU and DRPO")

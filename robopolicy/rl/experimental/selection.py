@@ -24,8 +24,8 @@ def resample_on_correct(rollouts: Rollouts, context: Context, *, keep: float = 0
     kinds = Segments.of(rollouts.group, success)
     place = kinds.rank(order)
     size = kinds.size()[kinds.index]
-    wanted = (keep * size.double()).round().clamp(min=1)
-    return (place < wanted) & (groups.size()[groups.index] > 0)
+    target_size = (keep * size.double()).round().clamp(min=1)
+    return (place < target_size) & (groups.size()[groups.index] > 0)
 
 
 @mechanism(Slot.SELECTION, "max_variance", source="D3S, arXiv:2509.22115; PODS, arXiv:2504.13818", needs=(Need.GROUPS,))
@@ -41,14 +41,14 @@ def max_variance(rollouts: Rollouts, context: Context, *, keep: float = 0.5, fin
     """
     share = keep if final is None else keep + (final - keep) * context.share
     returns = rollouts.row_return
-    kept = torch.zeros_like(rollouts.group, dtype=torch.bool)
+    kept_mask = torch.zeros_like(rollouts.group, dtype=torch.bool)
     for group in distinct(rollouts.group)[0]:
         members = (rollouts.group == group).nonzero().squeeze(1)
         order = members[returns[members].argsort(stable=True)]
         count = max(1, round(share * len(order)))
         splits = [torch.cat([order[:low], order[len(order) - count + low :]]) for low in range(count + 1)]
-        kept[max(splits, key=lambda rows: float(returns[rows].var(unbiased=False)))] = True
-    return kept
+        kept_mask[max(splits, key=lambda rows: float(returns[rows].var(unbiased=False)))] = True
+    return kept_mask
 
 
 @mechanism(Slot.SELECTION, "void_turns", source="SimpleTIR, arXiv:2509.02479")
@@ -59,12 +59,12 @@ def drop_void(rollouts: Rollouts, context: Context, *, still: float = 1e-3) -> T
     it is a chunk in which no vector field of the observation changes by `still` of its standard deviation over the
     batch. (Actions and observations that are not finite end a run much earlier.) Returns keep [B] bool.
     """
-    moved = torch.zeros_like(rollouts.alive)
+    has_moved = torch.zeros_like(rollouts.alive)
     for key, before in rollouts.observation.items():
         following = rollouts.next_observation.get(key)
         if isinstance(before, Tensor) and isinstance(following, Tensor) and before.dtype.is_floating_point:
             newest, after = before[:, :, -1].flatten(2), following[:, :, -1].flatten(2)
             spread = newest[rollouts.alive].std(0, unbiased=False).clamp(min=1e-6)
-            moved |= ((after - newest).abs() / spread > still).any(-1)
-    kept = (moved | ~rollouts.alive).all(1)
-    return kept if bool(kept.any()) else torch.ones_like(kept)
+            has_moved |= ((after - newest).abs() / spread > still).any(-1)
+    kept_mask = (has_moved | ~rollouts.alive).all(1)
+    return kept_mask if bool(kept_mask.any()) else torch.ones_like(kept_mask)

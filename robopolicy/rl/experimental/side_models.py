@@ -50,18 +50,20 @@ class Discriminator(SidePerceptron):
         """Query the teacher's action in every state, train, then add the preferences."""
         self.network.fit(rollouts)
         alive = rollouts.alive
-        seen, shown = visible(rollouts, alive), self.tools.observe(rollouts, alive)
+        features, observation = visible(rollouts, alive), self.tools.observe(rollouts, alive)
         chunk, teacher = rollouts.actions.shape[2], given(self.tools.teacher, "teacher")
-        theirs = teacher.act(shown, context.generator, deterministic=True).actions[:, :chunk].flatten(1)
-        mine = rollouts.actions[alive].flatten(1)
-        for index in minibatches(len(mine), self.minibatch, self.epochs, context):
-            here = rows_of(seen, index)
-            margin = self.network(here, theirs[index]) - self.network(here, mine[index])
+        teacher_actions = teacher.act(observation, context.generator, deterministic=True).actions[:, :chunk].flatten(1)
+        policy_actions = rollouts.actions[alive].flatten(1)
+        for index in minibatches(len(policy_actions), self.minibatch, self.epochs, context):
+            batch = rows_of(features, index)
+            margin = self.network(batch, teacher_actions[index]) - self.network(batch, policy_actions[index])
             # softplus(-m) = -log sigmoid(m), without overflow.
             self.step(functional.softplus(-margin).mean())
         with torch.no_grad():
-            found = self.network(seen, mine).squeeze(-1)
-        return rollouts.with_extras(preference=torch.zeros(alive.shape, device=alive.device).index_put((alive,), found))
+            preferences = self.network(features, policy_actions).squeeze(-1)
+        return rollouts.with_extras(
+            preference=torch.zeros(alive.shape, device=alive.device).index_put((alive,), preferences)
+        )
 
 
 @mechanism(
@@ -99,18 +101,18 @@ class FlowCritic(SidePerceptron):
         assert isinstance(self.policy, MatchesNoise)  # which Need.MATCHING asks for
         self.network.fit(rollouts)
         alive = rollouts.alive
-        seen = visible(rollouts, alive)
+        features = visible(rollouts, alive)
         noisy, time = self.policy.noisy_actions({name: value[alive] for name, value in rollouts.latents.items()})
         noisy = noisy[:, :, : self.shape[0]]
         with torch.no_grad():
-            levels = [self.values(seen, noisy[:, level], time[:, level]) for level in range(time.shape[1])]
+            levels = [self.values(features, noisy[:, level], time[:, level]) for level in range(time.shape[1])]
             returns = self._returns(rollouts, context)
         goal = returns[alive]
         for index in minibatches(len(goal), self.minibatch, self.epochs, context):
-            here, draws = rows_of(seen, index), context.generator
+            batch, draws = rows_of(features, index), context.generator
             level = torch.randint(time.shape[1], index.shape, generator=draws, device=draws.device)
-            inside = self.values(here, noisy[index, level], time[index, level])
-            outside = self._state_values(here, context)
+            inside = self.values(batch, noisy[index, level], time[index, level])
+            outside = self._state_values(batch, context)
             self.step((inside - goal[index]).square().mean() + (outside - goal[index]).square().mean())
         empty = torch.zeros((*alive.shape, time.shape[1]), device=alive.device)
         return rollouts.with_extras(flow_value=empty.index_put((alive,), torch.stack(levels, 1)), flow_return=returns)
@@ -127,10 +129,10 @@ class FlowCritic(SidePerceptron):
         discount = context.discount ** rollouts.duration.float()
         self.scale.update(chunk_rewards(rewards, rollouts.valid, context.discount), rollouts.ended, discount)
         values = self._state_values(visible(rollouts, everywhere), context).reshape(rollouts.shape)
-        needed = rollouts.ended & ~rollouts.terminated
-        needed[:, -1] = True
+        bootstrap_mask = rollouts.ended & ~rollouts.terminated
+        bootstrap_mask[:, -1] = True
         after = torch.zeros_like(values)
-        after[needed] = self._state_values(visible(rollouts, needed, following=True), context)
+        after[bootstrap_mask] = self._state_values(visible(rollouts, bootstrap_mask, following=True), context)
         return gae(
             rewards / self.scale.scale.to(rewards.dtype),
             rollouts.valid,
@@ -187,8 +189,8 @@ class Progress(SidePerceptron):
         """Return c [b, t], 0 on padding."""
         alive = rollouts.alive
         after = self.network.features(visible(rollouts, alive, following=True))
-        found = self.network(visible(rollouts, alive), after).squeeze(-1)
-        return torch.zeros(alive.shape, device=alive.device).index_put((alive,), found)
+        contributions = self.network(visible(rollouts, alive), after).squeeze(-1)
+        return torch.zeros(alive.shape, device=alive.device).index_put((alive,), contributions)
 
 
 @mechanism(Slot.MODEL, "oprl", source="OPRL, arXiv:2509.19199", needs=(Need.GROUPS, Need.BASE), gives=(Need.IMPLICIT,))
@@ -324,23 +326,23 @@ class QEnsemble(SideNetwork[ValueModel]):
 
     def _learn_outcomes(self, before: Mapping[str, Tensor], actions: Tensor, outcome: Tensor, context: Context) -> None:
         for index in minibatches(len(actions), self.minibatch, self.epochs, context):
-            here = rows_of(before, index)
-            q, v = self.network.members(here, actions[index]), self.network.values(here)
+            batch = rows_of(before, index)
+            q, v = self.network.members(batch, actions[index]), self.network.values(batch)
             self.step((q - outcome[index]).square().mean() + (v - outcome[index]).square().mean())
             follow(self.slow, self.network, self.tau)
 
     def _learn_differences(self, data: Mapping[str, Any], context: Context) -> None:
         """Train on n chunks as returned by `_transitions`."""
-        drawn, over = self._drawn(data["before"], context), data["over"]
-        for index in minibatches(len(drawn), self.minibatch, self.epochs, context):
-            here, then = rows_of(data["before"], index), rows_of(data["after"], index)
-            q, v = self.network.members(here, data["actions"][index]), self.network.values(here)
+        policy_actions, over = self._drawn(data["before"], context), data["over"]
+        for index in minibatches(len(policy_actions), self.minibatch, self.epochs, context):
+            batch, then = rows_of(data["before"], index), rows_of(data["after"], index)
+            q, v = self.network.members(batch, data["actions"][index]), self.network.values(batch)
             with torch.no_grad():
                 following = self.slow.values(then)
                 goal = td_target(data["reward"][index], data["decay"][index], following, over[index])
                 # V follows what the policy would do here, not what was done: this is what makes the data off-policy.
-                settled = self.slow.action_values(here, drawn[index])
-            self.step((q - goal).square().mean() + (v - settled).square().mean())
+                policy_value = self.slow.action_values(batch, policy_actions[index])
+            self.step((q - goal).square().mean() + (v - policy_value).square().mean())
             follow(self.slow, self.network, self.tau)
 
     def _transitions(self, rollouts: Rollouts, context: Context) -> dict[str, Any]:
@@ -363,12 +365,12 @@ class QEnsemble(SideNetwork[ValueModel]):
         """Return the `fresh` chunks and a sample of those stored from earlier iterations, and store the fresh ones
         too.
         """
-        wanted = round(self.replayed * len(fresh["reward"]))
-        if not wanted or not self.capacity:
+        count = round(self.replayed * len(fresh["reward"]))
+        if not count or not self.capacity:
             return fresh
         data, draws = fresh, context.generator
         if self.kept:
-            order = torch.randperm(len(self.kept["reward"]), generator=draws, device=draws.device)[:wanted]
+            order = torch.randperm(len(self.kept["reward"]), generator=draws, device=draws.device)[:count]
             data = _joined(fresh, _taken(self.kept, order))
             fresh = _joined(self.kept, fresh)
         # The newest stay.
@@ -381,9 +383,9 @@ class QEnsemble(SideNetwork[ValueModel]):
         names = self.tools.instructions
         parts: list[Tensor] = []
         for rows in torch.split(torch.arange(len(before[TASK])), 4096):
-            shown: dict[str, Any] = {key: value[rows] for key, value in before.items() if key != TASK}
-            shown[TASK] = [names[index] for index in integers(before[TASK][rows])]
-            parts.append(self.tools.policy.act(shown, context.generator).actions)
+            observation: dict[str, Any] = {key: value[rows] for key, value in before.items() if key != TASK}
+            observation[TASK] = [names[index] for index in integers(before[TASK][rows])]
+            parts.append(self.tools.policy.act(observation, context.generator).actions)
         return torch.cat(parts)
 
     def tree(self) -> dict[str, Any]:

@@ -37,14 +37,14 @@ class VadeSampler(Beliefs):
     def propose(self, count: int, pool: int, generator: np.random.Generator) -> Array:
         """Return the `count` initial states [n] with the largest gain at a sampled rate."""
         a, b = self.beta(np.arange(pool))
-        drawn = generator.beta(a, b)
-        return np.argsort(-information_gain(drawn), kind="stable")[:count]
+        rates = generator.beta(a, b)
+        return np.argsort(-information_gain(rates), kind="stable")[:count]
 
     def observe(self, index: Array, successes: Array, episodes: Array, advantage: Array) -> None:
         """Decay all beliefs, those of the played initial states [n] faster, and add their results, each [n]."""
-        kept = self.everywhere
+        decay = self.everywhere
         self.counts = {
-            number: (kept * a + (1 - kept) * self.prior, kept * b + (1 - kept) * self.prior)
+            number: (decay * a + (1 - decay) * self.prior, decay * b + (1 - decay) * self.prior)
             for number, (a, b) in self.counts.items()
         }
         super().observe(index, successes, episodes, advantage)
@@ -79,8 +79,8 @@ class SecSampler(Beliefs):
         """Move the value of every played category towards its mean |A|; arguments [n]."""
         super().observe(index, successes, episodes, advantage)
         for category in np.unique(index % self.categories):
-            paid = advantage[index % self.categories == category].mean()
-            self.values[category] += self.rate * (paid - self.values[category])
+            reward = advantage[index % self.categories == category].mean()
+            self.values[category] += self.rate * (reward - self.values[category])
 
     def state(self) -> dict[str, Any]:
         """Return counts and values."""
@@ -127,15 +127,15 @@ class ReplaySampler(Beliefs):
         ]
         ready = sorted(rested, key=distance.__getitem__)[: round(self.share * count)]
         fresh = sorted((number for number in order.tolist() if number not in ready), key=lambda n: self.used.get(n, 0))
-        chosen = (ready + fresh)[:count]
-        for number in chosen:
+        indices = (ready + fresh)[:count]
+        for number in indices:
             self.last[number], self.used[number] = self.round, self.used.get(number, 0) + 1
-        return np.array(chosen)
+        return np.array(indices)
 
     def state(self) -> dict[str, Any]:
         """Return the complete state."""
-        used = {str(key): [self.used[key], self.last[key]] for key in self.used}
-        return {**super().state(), "round": self.round, "used": used}
+        usage = {str(key): [self.used[key], self.last[key]] for key in self.used}
+        return {**super().state(), "round": self.round, "used": usage}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the state."""
@@ -174,10 +174,10 @@ class _Rates:
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Update with the new rates [n]."""
-        for number, share, found in zip(start.tolist(), depth.tolist(), rate.tolist(), strict=True):
+        for number, share, new_rate in zip(start.tolist(), depth.tolist(), rate.tolist(), strict=True):
             key = (number, _tenth_asked(share))
             self.rates[key] = (
-                found if key not in self.rates else (1 - self.fresh) * self.rates[key] + self.fresh * found
+                new_rate if key not in self.rates else (1 - self.fresh) * self.rates[key] + self.fresh * new_rate
             )
 
     def state(self) -> dict[str, Any]:
@@ -218,8 +218,8 @@ class Guide:
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Record the initial states [n] whose newest group had no hint and no success."""
-        for number, helped, found in zip(start.tolist(), (depth > 0).tolist(), rate.tolist(), strict=True):
-            (self.failed.discard if helped or found > 0 else self.failed.add)(number)
+        for number, helped, success_rate in zip(start.tolist(), (depth > 0).tolist(), rate.tolist(), strict=True):
+            (self.failed.discard if helped or success_rate > 0 else self.failed.add)(number)
 
     def state(self) -> dict[str, Any]:
         """Return the initial states that get a hint."""
@@ -247,10 +247,10 @@ class AdaptiveHint(_Rates):
 
     def depth(self, start: Array, predicted: Array, context: Context, draws: np.random.Generator) -> Array:
         """Return the skipped fractions [n]."""
-        left = max(0.0, 1 - context.share / self.fades)
+        strength = max(0.0, 1 - context.share / self.fades)
         rate = np.array([self.rates.get((number, 0), 0.0) for number in start.tolist()])
         # A start never seen counts as failing: it gets the most help.
-        return draws.uniform(size=len(start)) * self.most * (1 - rate) * left
+        return draws.uniform(size=len(start)) * self.most * (1 - rate) * strength
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
         """Update the rates of initial states [n] from unhinted groups, and from hinted ones scaled by the fraction they

@@ -169,8 +169,8 @@ class OfflineAgent(torch.nn.Module, ABC):
         """Take one optimiser step on the scalar `loss` []; no other weights get gradients."""
         optimiser = self.optimisers[name]
         optimiser.zero_grad()
-        own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
-        loss.backward(inputs=own)  # pyright: ignore[reportUnknownMemberType]
+        parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+        loss.backward(inputs=parameters)  # pyright: ignore[reportUnknownMemberType]
         optimiser.step()
 
     def tree(self) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def observed_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence
     bounds = episodes.frame_starts + episodes.lengths
     episode = torch.searchsorted(bounds, frames)
     back = torch.arange(1 - history, 1, device=device)
-    seen = torch.maximum(frames[:, None] + back, episodes.frame_starts[episode][:, None])
-    observation: TensorObservation = {key: episodes.observation[key][seen] for key in keys}
+    indices = torch.maximum(frames[:, None] + back, episodes.frame_starts[episode][:, None])
+    observation: TensorObservation = {key: episodes.observation[key][indices] for key in keys}
     observation[TASK] = [episodes.tasks[index] for index in integers(episode)]
     return observation
 
@@ -90,12 +90,12 @@ def actions_at(
     Raises SpecError if the episodes lack a field that the policy reads.
     """
     spec = policy.spec
-    found: list[Tensor] = []
+    chunks: list[Tensor] = []
     for part in torch.split(frames, max(1, ROWS // samples)):
         observation = observed_at(episodes, part.repeat_interleave(samples), spec.history, list(spec.observation))
         actions = policy.act(observation, generator, deterministic=deterministic).actions
-        found.append(actions.reshape(len(part), samples, *actions.shape[1:]))
-    return torch.cat(found)
+        chunks.append(actions.reshape(len(part), samples, *actions.shape[1:]))
+    return torch.cat(chunks)
 
 
 def recorded_decisions(
@@ -107,27 +107,27 @@ def recorded_decisions(
     turn are padded with the last action, which was not executed. A chunk is left out if it ends in an observation that
     was not recorded, unless the task ended there. Raises DataError if rewards or the end of the task are not recorded.
     """
-    found = episodes.reward if reward is None else reward
-    if found is None or episodes.terminated is None:
-        lacking = "rewards" if found is None else "where the task ended"
-        raise DataError(f"Critics learn from rewards and the end of the task, and this dataset lacks {lacking}.")
+    rewards = episodes.reward if reward is None else reward
+    if rewards is None or episodes.terminated is None:
+        gap = "rewards" if rewards is None else "where the task ended"
+        raise DataError(f"Critics learn from rewards and the end of the task, and this dataset lacks {gap}.")
     chunk, steps = interface.chunk, torch.arange(episodes.step_count, device=episodes.device)
     episode = episodes.episode_of_step
     last, until = (episodes.starts + episodes.lengths - 1)[episode], last_of_turn(episodes)
     # A decision ends with its chunk, its episode or its turn, whatever comes first.
     executed = (until - steps + 1).clamp(max=chunk)
     actions = interface.to_agent(_chunks(episodes, steps, until, chunk))
-    paid = torch.zeros_like(found)
-    for ahead in range(chunk):
-        within = ahead < executed
-        paid[within] += discount**ahead * found[steps[within] + ahead]
+    chunk_reward = torch.zeros_like(rewards)
+    for offset in range(chunk):
+        within = offset < executed
+        chunk_reward[within] += discount**offset * rewards[steps[within] + offset]
     # `>`: what it leads to lies behind the episode's last step.
     ends = steps + executed > last
     terminated = ends & episodes.terminated[episode]
     states, frame = frame_states(episodes, interface), steps + episode
     # At an episode's end only a valid index: `next_known` is False there.
     following = torch.minimum(steps + executed, last)
-    outcome = returns_to_go(found.cpu(), episodes.to("cpu"), discount).to(found.device)
+    outcome = returns_to_go(rewards.cpu(), episodes.to("cpu"), discount).to(rewards.device)
     # Cut by a time limit: what would have followed is not known.
     outcome = torch.where(episodes.terminated[episode], outcome, -torch.inf)
     if (before := before_intervention(episodes)) is not None:
@@ -135,7 +135,7 @@ def recorded_decisions(
     every = Transitions(
         state=states[frame],
         action=actions,
-        reward=paid.float(),
+        reward=chunk_reward.float(),
         next_state=states[frame + executed],
         terminated=terminated,
         success=None if episodes.step_success is None else episodes.step_success[steps + executed - 1],
@@ -145,15 +145,15 @@ def recorded_decisions(
         next_known=~ends,
         outcome=outcome,
     )
-    known = torch.ones_like(ends) if episodes.final_known is None else episodes.final_known[episode]
-    kept = (~ends | terminated | known).nonzero().squeeze(1)
-    return Decisions(episodes, every.take(kept), steps[kept], frame[kept], (frame + executed)[kept])
+    final_known = torch.ones_like(ends) if episodes.final_known is None else episodes.final_known[episode]
+    indices = (~ends | terminated | final_known).nonzero().squeeze(1)
+    return Decisions(episodes, every.take(indices), steps[indices], frame[indices], (frame + executed)[indices])
 
 
 def _chunks(episodes: Episodes, steps: Tensor, last: Tensor, chunk: int) -> Tensor:
     """Return the actions [N, C, A] from each step on, padded with that of `last` [N]."""
-    ahead = torch.arange(chunk, device=steps.device)
-    return episodes.actions[torch.minimum(steps[:, None] + ahead, last[:, None])]
+    offsets = torch.arange(chunk, device=steps.device)
+    return episodes.actions[torch.minimum(steps[:, None] + offsets, last[:, None])]
 
 
 def value_bound(reward: Tensor, discount: float) -> tuple[float, float]:
@@ -172,8 +172,8 @@ def edge_of_reach(batch: Transitions, resolution: float = 0.25) -> Tensor:
     arXiv:2402.12527. There it is a state first reachable at the last imagined step; here states are counted.
     """
     scale = batch.state.std(0, correction=0).clamp_min(1e-6) * resolution
-    here, there = ((value / scale).round().long() for value in (batch.state, batch.next_state))
-    cells, inverse = distinct(torch.cat([here, there]))
-    begun = torch.zeros(len(cells), dtype=torch.bool, device=inverse.device)
-    begun[inverse[: len(here)]] = True
-    return ~begun[inverse[len(here) :]] & ~batch.terminated
+    start_cells, end_cells = ((value / scale).round().long() for value in (batch.state, batch.next_state))
+    cells, inverse = distinct(torch.cat([start_cells, end_cells]))
+    is_start = torch.zeros(len(cells), dtype=torch.bool, device=inverse.device)
+    is_start[inverse[: len(start_cells)]] = True
+    return ~is_start[inverse[len(start_cells) :]] & ~batch.terminated

@@ -104,16 +104,16 @@ class Interface:
 
         Raises SpecError if a field or an instruction is missing.
         """
-        recorded = any(isinstance(value, Tensor) for value in observation.values())
-        seen: dict[str, Any] = dict(observation) if recorded else dict(to_tensors(dict(observation)))
+        has_tensors = any(isinstance(value, Tensor) for value in observation.values())
+        tensors: dict[str, Any] = dict(observation) if has_tensors else dict(to_tensors(dict(observation)))
         parts: list[Tensor] = []
         if self.vector.size:
-            newest: dict[str, Tensor] = {key: seen[key][:, -1] for key in self.vector.keys}
+            newest: dict[str, Tensor] = {key: tensors[key][:, -1] for key in self.vector.keys}
             parts.append(self.vector.pack(newest))
         if len(self.instructions) > 1:
-            parts.append(self._tasks(seen[TASK]).to(parts[0].device if parts else "cpu"))
+            parts.append(self._tasks(tensors[TASK]).to(parts[0].device if parts else "cpu"))
         if self.features is not None:
-            parts.append(self.features(seen))
+            parts.append(self.features(tensors))
         return torch.cat(parts, -1)
 
     def to_world(self, action: Tensor) -> Array:
@@ -132,11 +132,11 @@ class Interface:
         return (2 * (chunks - low) / (high - low) - 1).clamp(-1, 1).flatten(1).float()
 
     def _tasks(self, texts: Sequence[str]) -> Tensor:
-        known = {text: place for place, text in enumerate(self.instructions)}
-        unknown = sorted({str(text) for text in texts} - set(known))
-        if unknown:
-            raise SpecError(f"The critic does not know the instruction '{unknown[0]}'.")
-        return torch.eye(len(known))[[known[str(text)] for text in texts]]
+        index_of_text = {text: place for place, text in enumerate(self.instructions)}
+        unknown_texts = sorted({str(text) for text in texts} - set(index_of_text))
+        if unknown_texts:
+            raise SpecError(f"The critic does not know the instruction '{unknown_texts[0]}'.")
+        return torch.eye(len(index_of_text))[[index_of_text[str(text)] for text in texts]]
 
 
 def recorded_range(episodes: Episodes, margin: float = 0.05) -> tuple[Tensor, Tensor]:

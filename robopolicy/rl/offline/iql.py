@@ -46,14 +46,14 @@ class Iql(OfflineAgent):
         """
         config = self.config
         with torch.no_grad():
-            recorded = self.slow(batch.state, batch.action).min(0).values
+            data_value = self.slow(batch.state, batch.action).min(0).values
             # V of the next state stands for the maximum over actions: none that was not recorded is ever asked.
             target = batch.backup(self.values(batch.next_state), config.discount)
         value = self.values(batch.state)
-        value_loss = expectile_loss(recorded - value, config.expectile).mean()
+        value_loss = expectile_loss(data_value - value, config.expectile).mean()
         critic_loss = (self.critics(batch.state, batch.action) - target).square().mean(1).sum()
         # Detached: imitation must not move V to make its weights larger.
-        weight = (config.temperature * (recorded - value.detach())).exp().clamp(max=config.cap)
+        weight = (config.temperature * (data_value - value.detach())).exp().clamp(max=config.cap)
         actor_loss = -(weight * self.actor.log_prob(batch.state, batch.action)).mean()
         for name, loss in (("values", value_loss), ("critics", critic_loss), ("actor", actor_loss)):
             self.step(name, loss)

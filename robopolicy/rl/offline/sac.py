@@ -54,8 +54,8 @@ class Sac(OfflineAgent):
             action, density = self.actor.sample(batch.next_state, generator)
             values = self.slow(batch.next_state, action)
             if self.config.subset is not None:
-                drawn = torch.randperm(len(values), generator=generator, device=generator.device)
-                values = values[drawn[: self.config.subset].to(values.device)]
+                order = torch.randperm(len(values), generator=generator, device=generator.device)
+                values = values[order[: self.config.subset].to(values.device)]
             value = values.min(0).values
             if self.config.entropy_backup:
                 value = value - self.log_temperature.exp() * density
@@ -181,20 +181,20 @@ class Cql(Sac):
         with torch.no_grad():
             shape = (samples, *batch.action.shape)
             uniform = 2 * torch.rand(shape, generator=generator, device=batch.action.device) - 1
-            here, here_density = self.actor.sample_several(batch.state, samples, generator)
-            ahead, ahead_density = self.actor.sample_several(batch.next_state, samples, generator)
+            current_actions, here_density = self.actor.sample_several(batch.state, samples, generator)
+            next_actions, ahead_density = self.actor.sample_several(batch.next_state, samples, generator)
             # The box has volume 2^A.
             density = torch.full((samples, count), -batch.action.shape[1] * math.log(2.0), device=values.device)
             density = torch.cat([density, here_density, ahead_density])
-        actions = torch.cat([uniform, here, ahead])
+        actions = torch.cat([uniform, current_actions, next_actions])
         # Every sample is judged in the state at hand, those of the next state's policy too.
         states = batch.state.expand(3 * samples, -1, -1).flatten(0, 1)
         sampled = self.critics(states, actions.flatten(0, 1)).unflatten(1, (3 * samples, count))
         if self.config.calibrated:
-            known = recorded_outcome(batch)
-            figures["calibrated"] = (sampled.detach()[:, samples:] < known).float().mean()
+            data_return = recorded_outcome(batch)
+            figures["calibrated"] = (sampled.detach()[:, samples:] < data_return).float().mean()
             # Calibrated are the actor's own actions; uniform ones are pushed down as in CQL.
-            sampled = torch.cat([sampled[:, :samples], torch.maximum(sampled[:, samples:], known)], 1)
+            sampled = torch.cat([sampled[:, :samples], torch.maximum(sampled[:, samples:], data_return)], 1)
         # log integral exp Q, by importance sampling; the logarithm of the number of samples has no gradient.
         gap = (sampled - density).logsumexp(1) - values
         return penalty + self.config.alpha * gap.mean(1).sum(), {**figures, "conservative_gap": gap.detach().mean()}

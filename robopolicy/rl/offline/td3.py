@@ -184,9 +184,9 @@ class ReBrac(Td3):
         value = super().following(batch, action)
         if not self.config.beta_critic:
             return value
-        recorded, known = followed(batch)
-        distance = (action - recorded).square().sum(-1)
-        return value - self.config.beta_critic * torch.where(known, distance, 0.0)
+        next_data_action, next_known = followed(batch)
+        distance = (action - next_data_action).square().sum(-1)
+        return value - self.config.beta_critic * torch.where(next_known, distance, 0.0)
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return the mean of beta_actor |pi - a|^2 - min Q / mean|min Q|, [], for the actor's actions, [B, A]."""
@@ -263,8 +263,8 @@ class Prdc(Td3):
         if self.index is None or self.recorded is None:
             raise DataError("PRDC looks for neighbours in its data: call begin(data) first, after restore too.")
         slack = SLACK if self.config.index is NeighbourIndex.APPROXIMATE else 0.0
-        _, found = self.index.query(self._keys(state, action), eps=slack)
-        return self.recorded[torch.as_tensor(found, device=self.recorded.device)]
+        _, neighbours = self.index.query(self._keys(state, action), eps=slack)
+        return self.recorded[torch.as_tensor(neighbours, device=self.recorded.device)]
 
     def actor_loss(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return -alpha Q1 / mean|Q1| + (pi - a_near)^2, [], for the actor's actions, [B, A]; means over all."""
