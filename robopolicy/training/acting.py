@@ -55,19 +55,19 @@ class MixedPolicy:
     """
 
     def __init__(self, learner: Policy, turns: TeacherTurns):
-        own, other = learner.spec, turns.teacher.spec
-        if other.chunk < own.chunk:
+        learner_spec, other = learner.spec, turns.teacher.spec
+        if other.chunk < learner_spec.chunk:
             raise ConfigError(
-                f"The teacher decides on {other.chunk} control steps at a time and the policy on {own.chunk}, so it "
-                "cannot act in its place: set teacher_acts to 0, where it labels alone."
+                f"The teacher decides on {other.chunk} control steps at a time and the policy on {learner_spec.chunk}, "
+                f"so it cannot act in its place: set teacher_acts to 0, where it labels alone."
             )
         self.learner, self.turns = learner, turns
 
     @property
     def spec(self) -> PolicySpec:
         """The learner's spec, plus the observations that the teacher reads."""
-        own = self.learner.spec
-        return replace(own, observation={**self.turns.teacher.spec.observation, **own.observation})
+        learner_spec = self.learner.spec
+        return replace(learner_spec, observation={**self.turns.teacher.spec.observation, **learner_spec.observation})
 
     def reset(self, rows: Rows = None) -> None:
         """Reset both policies. rows: indices [R] of the episodes to forget, None for all."""
@@ -83,15 +83,17 @@ class MixedPolicy:
         Returns actions [B, C, A], the learner's latents [B, ...] including TAUGHT [B] bool, and its logp and mask [B,
         K], which are 0 and False where the teacher acts. Raises the errors of both policies.
         """
-        own = self.learner.act(observation, generator, deterministic=deterministic)
+        decision = self.learner.act(observation, generator, deterministic=deterministic)
         # Drawn for every row at every decision, also where the share is 0: what is drawn later does not depend on it.
-        taught = uniform((len(own.actions),), generator, own.actions.device) < self.turns.share
-        latents = {**own.latents, TAUGHT: taught}
-        if not bool(taught.any()):
-            return Decision(own.actions, latents, own.logp, own.mask)
-        told = self.turns.teacher.act(observation, generator, deterministic=True).actions[:, : own.actions.shape[1]]
-        actions = torch.where(taught[:, None, None], told.to(own.actions.dtype), own.actions)
+        teacher_mask = uniform((len(decision.actions),), generator, decision.actions.device) < self.turns.share
+        latents = {**decision.latents, TAUGHT: teacher_mask}
+        if not bool(teacher_mask.any()):
+            return Decision(decision.actions, latents, decision.logp, decision.mask)
+        teacher_actions = self.turns.teacher.act(observation, generator, deterministic=True).actions[
+            :, : decision.actions.shape[1]
+        ]
+        actions = torch.where(teacher_mask[:, None, None], teacher_actions.to(decision.actions.dtype), decision.actions)
         # The learner has proposed something else than what is executed, so a policy gradient on it would reward an
         # action that nobody took.
-        mask = own.mask & ~taught[:, None]
-        return Decision(actions, latents, torch.where(mask, own.logp, 0.0), mask)
+        mask = decision.mask & ~teacher_mask[:, None]
+        return Decision(actions, latents, torch.where(mask, decision.logp, 0.0), mask)

@@ -57,8 +57,8 @@ class FieldHead(nn.Module):
         """Return the weighted mean squared error [N] between predictions from features `seen` [N, S] and fields [N,
         *shape] by key.
         """
-        wanted = [self._unit(key)(fields[key].float()).flatten(1) for key in self.keys]
-        return self.weight * (self.layers(seen) - torch.cat(wanted, -1)).square().mean(-1)
+        targets = [self._unit(key)(fields[key].float()).flatten(1) for key in self.keys]
+        return self.weight * (self.layers(seen) - torch.cat(targets, -1)).square().mean(-1)
 
     def _unit(self, key: str) -> Normalizer:
         unit = self.units[module_name(key)]
@@ -77,22 +77,22 @@ class TellsFields(nn.Module):
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the policy's losses [N] of a batch, plus the error of "fields" predicted from its features."""
         # The encoder's output is caught on its way through the policy's own loss, so the images are encoded once.
-        with _outputs(*self._encoder) as seen:
+        with _outputs(*self._encoder) as outputs:
             losses = self.policy.loss(batch, generator)
-        return {**losses, LOSS: self.head.errors(seen[0], batch[FIELDS])}
+        return {**losses, LOSS: self.head.errors(outputs[0], batch[FIELDS])}
 
 
 @contextmanager
 def _outputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Capture a module's outputs with a forward hook, so that they are computed only once."""
-    made: list[Tensor] = []
+    outputs: list[Tensor] = []
 
     def keep(module: nn.Module, given: Any, output: Tensor) -> None:
-        made.append(output)
+        outputs.append(output)
 
     handle = module.register_forward_hook(keep)
     try:
-        yield made
+        yield outputs
     finally:
         handle.remove()
 
@@ -133,5 +133,5 @@ def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed
 def with_fields(batches: Iterator[dict[str, Any]], data: Episodes, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield `batches` with the fields `keys` at the first step of each action chunk added under "fields"."""
     for batch in batches:
-        seen = data.windows(batch["steps"], 1, 1, keys)["observation"]
-        yield {**batch, FIELDS: {key: seen[key][:, 0] for key in keys}}
+        observation = data.windows(batch["steps"], 1, 1, keys)["observation"]
+        yield {**batch, FIELDS: {key: observation[key][:, 0] for key in keys}}

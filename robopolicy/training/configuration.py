@@ -339,10 +339,12 @@ NEARNESS = "bc"
 
 def held_near_base(settings: FinetuneConfig, weight: float) -> FinetuneConfig:
     """Return the settings with the BC loss toward the base policy added; unchanged when they already name it."""
-    named = tuple(settings.of("auxiliaries", ()))
-    if NEARNESS in named:
+    auxiliaries = tuple(settings.of("auxiliaries", ()))
+    if NEARNESS in auxiliaries:
         return settings
-    return replace(settings, auxiliaries=(*named, NEARNESS), options={**settings.options, NEARNESS: {"weight": weight}})
+    return replace(
+        settings, auxiliaries=(*auxiliaries, NEARNESS), options={**settings.options, NEARNESS: {"weight": weight}}
+    )
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Course:
         """Return `figures` of an evaluation and, when they reach the target, add the metrics of `confirm`, prefixed
         "confirmed_".
         """
-        found = confirm() if self.reaches(figures) else {}
-        return {**figures, **{f"confirmed_{name}": float(value) for name, value in found.items()}}
+        confirmation = confirm() if self.reaches(figures) else {}
+        return {**figures, **{f"confirmed_{name}": float(value) for name, value in confirmation.items()}}
 
     def observe(self, figures: Mapping[str, float]) -> None:
         """Record an evaluation: metrics of `Evaluate`, each prefixed with its mode."""

@@ -91,8 +91,8 @@ class AgentPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """Spec with the agent's inputs and without log-probabilities."""
-        view, seen = self.interface, _seen_through(self.interface)
-        return PolicySpec(seen, view.action, view.history, view.chunk, view.chunk, 0, self.fps, view.instructions)
+        view, fields = self.interface, _seen_through(self.interface)
+        return PolicySpec(fields, view.action, view.history, view.chunk, view.chunk, 0, self.fps, view.instructions)
 
     def reset(self, rows: Rows = None) -> None:
         """Do nothing; no row [R] has state between policy calls."""
@@ -150,8 +150,10 @@ class SteeredPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """Spec of the base plus the agent's inputs, without log-probabilities."""
-        own = self.base.spec
-        return replace(own, observation={**own.observation, **_seen_through(self.interface)}, scored_steps=0)
+        base_spec = self.base.spec
+        return replace(
+            base_spec, observation={**base_spec.observation, **_seen_through(self.interface)}, scored_steps=0
+        )
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
@@ -247,8 +249,8 @@ class BestOfPolicy(nn.Module):
     @property
     def spec(self) -> PolicySpec:
         """Spec of the base plus the critics' inputs."""
-        own = self.base.spec
-        return replace(own, observation={**own.observation, **_seen_through(self.interface)})
+        base_spec = self.base.spec
+        return replace(base_spec, observation={**base_spec.observation, **_seen_through(self.interface)})
 
     def reset(self, rows: Rows = None) -> None:
         """Reset the base. rows: indices [R] of the episodes to forget, None for all."""
@@ -321,14 +323,14 @@ def steered(
 
     Raises ConfigError when the base has no initial noise or the bound is not positive.
     """
-    chosen = require_steerable(base)
+    steerable = require_steerable(base)
     if bound <= 0:
         raise ConfigError(f"bound {bound} must be positive.")
-    steps, size = chosen.noise_shape
+    steps, size = steerable.noise_shape
     noise = Field((size,), low=-bound, high=bound)
     interface = interface_of(base, fields, noise, instructions, chunk=steps)
     agent = AGENTS.builds(kind)(config, interface.size, interface.actions, seed)
-    return SteeredPolicy(chosen, agent, interface, steers)
+    return SteeredPolicy(steerable, agent, interface, steers)
 
 
 def _acted(
@@ -347,15 +349,15 @@ def _seen_through(interface: Interface) -> dict[str, Field]:
 
 def _by_means_of[Choosing: (SteeredPolicy, BestOfPolicy)](policy: Choosing, inner: Policy) -> Choosing:
     """Return `policy`, with shared weights, using `inner` to compute the base's chunks."""
-    made = copy.copy(policy)
-    object.__setattr__(made, "_fast", inner)  # a module's own way would register it in both
-    return made
+    copied = copy.copy(policy)
+    object.__setattr__(copied, "_fast", inner)  # a module's own way would register it in both
+    return copied
 
 
 def _save_around(policy: SteeredPolicy | BestOfPolicy, folder: Path, kind: str, own: Mapping[str, Any]) -> None:
     """Write the checkpoint of a policy that wraps a base, atomically; own: config entries specific to this class."""
-    whole = {**_described(policy, kind, _spec_of(policy.base)), **own}
-    write_checkpoint(folder, whole, policy.agent, lambda inside: policy.base.save(inside / BASE))
+    config = {**_described(policy, kind, _spec_of(policy.base)), **own}
+    write_checkpoint(folder, config, policy.agent, lambda inside: policy.base.save(inside / BASE))
 
 
 def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
@@ -368,9 +370,9 @@ def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
     require_format(folder, description)
     base = load_with_encoder(folder / BASE, device)
     with restoring(folder, "a policy"):
-        made = make(base, *_saved_agent(folder, description, base))
-    read_weights(made.agent, folder, device)
-    return made.to(device).eval()
+        policy = make(base, *_saved_agent(folder, description, base))
+    read_weights(policy.agent, folder, device)
+    return policy.to(device).eval()
 
 
 def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
@@ -382,12 +384,12 @@ def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Te
 
 def _spec_of(base: Policy) -> dict[str, Any]:
     """Return the observation and action spec for the checkpoint of a policy that wraps `base`."""
-    own = base.spec
+    spec = base.spec
     return {
-        "observation": {key: field.to_json() for key, field in own.observation.items()},
-        "action": own.action.to_json(),
-        "fps": own.fps,
-        "instructions": list(own.instructions),
+        "observation": {key: field.to_json() for key, field in spec.observation.items()},
+        "action": spec.action.to_json(),
+        "fps": spec.fps,
+        "instructions": list(spec.instructions),
     }
 
 
@@ -397,7 +399,7 @@ def _described(
     """Return config.json of a policy whose class is registered as `kind`."""
     agent = policy.agent
     path = f"{type(agent.config).__module__}:{type(agent.config).__qualname__}"
-    name = next((name for name, known in AGENTS.paths().items() if known == path), None)
+    name = next((name for name, known_path in AGENTS.paths().items() if known_path == path), None)
     return {
         "kind": kind,
         "spec": spec,
@@ -411,12 +413,12 @@ def _saved_agent(
     folder: Path, description: Mapping[str, Any], encoder: Policy | None
 ) -> tuple[OfflineAgent, Interface]:
     """Build the agent that a checkpoint describes, without its weights, and its interface."""
-    said, view = description["agent"], description["interface"]
-    made = AGENTS.saved(said["kind"], folder)
-    config = from_plain(AGENTS.configuration(said["kind"]), said["config"], "agent.config")
+    agent_entry, view = description["agent"], description["interface"]
+    agent_class = AGENTS.saved(agent_entry["kind"], folder)
+    config = from_plain(AGENTS.configuration(agent_entry["kind"]), agent_entry["config"], "agent.config")
     features = Encoder(encoder) if view["feature_size"] and encoder is not None else None
     interface = Interface.from_json(view, features)
-    return made(config, interface.size, interface.actions, 0), interface
+    return agent_class(config, interface.size, interface.actions, 0), interface
 
 
 def _save_encoder(interface: Interface, folder: Path) -> None:
@@ -445,15 +447,15 @@ class Encoder:
             raise ConfigError(f"{type(policy).__name__} sees images alone and has no encode(): no critic can see them.")
         self.policy: Policy = policy
         self._encode = policy.encode
-        seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device_of(policy))
-        self.size = self(seen).shape[1]
+        observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device_of(policy))
+        self.size = self(observation).shape[1]
 
     @torch.no_grad()
     def __call__(self, observation: TensorObservation) -> Tensor:
         """Return the features [N, F]."""
         keys = (*self.policy.spec.observation, TASK)
-        found = self._encode({key: observation[key] for key in keys if key in observation})
-        return torch.cat([value.flatten(1) for value in found.values()], -1).float()
+        condition = self._encode({key: observation[key] for key in keys if key in observation})
+        return torch.cat([value.flatten(1) for value in condition.values()], -1).float()
 
 
 def critic_interface(policy: Policy, episodes: Episodes, *, deployed: bool = False) -> Interface:
@@ -467,8 +469,8 @@ def critic_interface(policy: Policy, episodes: Episodes, *, deployed: bool = Fal
     bounds = recorded_range(episodes)
     # A copy: the critic's inputs must not move while the policy's encoder learns.
     seer = copy.deepcopy(policy) if policy.spec.cameras else policy
-    known = {key: field for key, field in episodes.observation_fields.items() if key in policy.spec.observation}
-    fields = known if deployed else episodes.observation_fields
+    policy_fields = {key: field for key, field in episodes.observation_fields.items() if key in policy.spec.observation}
+    fields = policy_fields if deployed else episodes.observation_fields
     return interface_of(seer, fields, episodes.action_field, tasks, bounds=bounds)
 
 
@@ -552,11 +554,11 @@ def fit_agent(
 
 def _resumed(agent: OfflineAgent, generators: Generators, place: Path | None, run: RunFolder | None, label: str) -> int:
     """Restore the agent from a killed run's resume point; return the number of steps done."""
-    saved: Mapping[str, Any] | None = None if place is None else load_trainer(place)
-    step = 0 if saved is None else int(saved["step"])
-    if saved is not None:
-        agent.restore(saved["agent"])
-        generators.restore(saved["generators"])
+    state: Mapping[str, Any] | None = None if place is None else load_trainer(place)
+    step = 0 if state is None else int(state["step"])
+    if state is not None:
+        agent.restore(state["agent"])
+        generators.restore(state["generators"])
     if run is not None:
         run.rewind(f"{label}_step", step)
     return step

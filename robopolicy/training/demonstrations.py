@@ -43,13 +43,13 @@ def demonstrate(
         for first in range(0, len(seeds), world.batch_size):
             wave = np.asarray(seeds[first : first + world.batch_size], dtype=np.int64)
             # A last wave is shorter than the world's rows; what the surplus rows are told does not matter.
-            chosen = np.resize(tasks[first : first + len(wave)], world.batch_size) if len(tasks) else None
-            player.start_wave(wave, options=None if chosen is None else {"task": chosen})
+            wave_tasks = np.resize(tasks[first : first + len(wave)], world.batch_size) if len(tasks) else None
+            player.start_wave(wave, options=None if wave_tasks is None else {"task": wave_tasks})
             paths: list[list[Snapshot]] = [[] for _ in wave]
             _keep(world, player.running, paths)
-            for count, played in enumerate(player, start=1):
-                for row in np.flatnonzero(played.ended):
-                    if played.step.success[row]:
+            for count, step in enumerate(player, start=1):
+                for row in np.flatnonzero(step.ended):
+                    if step.step.success[row]:
                         states[first + int(row)] = paths[row]
                     advance()
                 if count % every == 0:
@@ -63,6 +63,6 @@ def _keep(world: Snapshots, running: np.ndarray, paths: list[list[Snapshot]]) ->
     """Append the states of the running rows [B] to their trajectories."""
     rows = np.flatnonzero(running)
     if len(rows):
-        saved = world.snapshot(rows)
+        snapshot = world.snapshot(rows)
         for place, row in enumerate(rows):
-            paths[row].append(saved.take([place]))
+            paths[row].append(snapshot.take([place]))

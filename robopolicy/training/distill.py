@@ -66,30 +66,35 @@ class Distillation(nn.Module):
             return torch.randn((rows, *student.noise_shape), generator=generator, device=generator.device).to(device)
 
         # Teacher and student begin in the same noise: a consistency function maps one point to one end.
-        noise, given = draw_noise(), None
+        noise, prefix = draw_noise(), None
         with torch.no_grad():
             if most := teacher.config.prefix_steps:  # it continues the beginning of a plan, here another one of its own
                 count = draw_counts(rows, most, teacher.config.prefix_decay, generator).to(device)
-                given = teacher.trajectory(observation, draw_noise())[:, -1], count
-            guided = None if given is None else lambda steps: PrefixedSteps(steps, *given)
-            path = teacher.trajectory(observation, noise, guided=guided)
+                prefix = teacher.trajectory(observation, draw_noise())[:, -1], count
+            guide = None if prefix is None else lambda steps: PrefixedSteps(steps, *prefix)
+            path = teacher.trajectory(observation, noise, guided=guide)
             # Points of the student's own chain carry its errors, which are what its later steps have to mend.
-            own = student.trajectory(observation, noise, guided=guided) if self.config.steps > 1 else noise[:, None]
-        point, time = _drawn(own[:, : self.config.steps], student.schedule.times, draw(rows))
+            student_path = (
+                student.trajectory(observation, noise, guided=guide) if self.config.steps > 1 else noise[:, None]
+            )
+        point, time = _drawn(student_path[:, : self.config.steps], student.schedule.times, draw(rows))
         # Noise is already the first point of the student's chain, and at the clean action there is nothing to learn.
         inner = path.shape[1] - 2  # points of the teacher's chain between noise and action
         if inner and self.config.teacher_points:
-            theirs, at = _drawn(path[:, 1:-1], teacher.schedule.times[1:], draw(rows))
-            chosen = draw(rows) < self.config.teacher_points
-            point, time = torch.where(chosen[:, None, None], theirs, point), torch.where(chosen, at, time)
-        told = point if given is None else with_prefix(point, *given)
-        prediction = student.network.denoise(told, time, student.encode(observation))
+            teacher_point, at = _drawn(path[:, 1:-1], teacher.schedule.times[1:], draw(rows))
+            use_teacher = draw(rows) < self.config.teacher_points
+            point, time = (
+                torch.where(use_teacher[:, None, None], teacher_point, point),
+                torch.where(use_teacher, at, time),
+            )
+        inputs = point if prefix is None else with_prefix(point, *prefix)
+        prediction = student.network.denoise(inputs, time, student.encode(observation))
         # The student's estimate of the end from this point alone, compared with where the teacher's chain ends.
         clean = clean_actions(student, point, prediction, time)
         distance = (clean - path[:, -1])[..., : student.part.size].square()  # what pads an action is executed by nobody
-        if given is None:
+        if prefix is None:
             return {"distance": distance.mean((1, 2))}
-        free = ~given_steps(given[1], distance.shape[1])  # of given steps nothing is asked
+        free = ~given_steps(prefix[1], distance.shape[1])  # of given steps nothing is asked
         return {"distance": (distance.mean(2) * free).sum(1) / free.sum(1)}
 
 
@@ -112,9 +117,9 @@ def distill(
     lesson = Distillation(teacher, config)
     generators = Generators(seed, teacher.action_low.device)
     batches = _observations(teacher, episodes, config.batch_size, generators["batches"])
-    chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
-    found = fit(lesson, batches, config.fit, generators, run=run, label="Distilling", **chosen)
-    return lesson.student, found
+    options = {"precision": config.precision, "micro_batch": config.micro_batch}
+    result = fit(lesson, batches, config.fit, generators, run=run, label="Distilling", **options)
+    return lesson.student, result
 
 
 def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
@@ -167,21 +172,21 @@ def few_step_student(teacher: DenoisingPolicy, steps: int = 1) -> DenoisingPolic
     config, network = teacher.config, teacher.network
     diffusion = config.kind is PolicyKind.DIFFUSION
     if isinstance(network, OwnLatents):
-        copied, tuned = network.of_steps(steps), steps
+        copied, finetuned_steps = network.of_steps(steps), steps
     else:
-        copied, tuned = copy.deepcopy(network).requires_grad_(True), None
-    changed = replace(
+        copied, finetuned_steps = copy.deepcopy(network).requires_grad_(True), None
+    student_config = replace(
         config,
         sampling_steps=steps,
         # Trailing: the grid ends at the noisiest level, where the first (perhaps only) step begins.
         spacing=Spacing.TRAILING,
         prediction=Prediction.SAMPLE if diffusion else config.prediction,
         likelihood=Likelihood.CHAIN,
-        finetuned_steps=tuned,
+        finetuned_steps=finetuned_steps,
         noisy_steps=None,
     )
     student = DenoisingPolicy(
-        changed,
+        student_config,
         teacher.fields,
         teacher.action,
         fps=teacher.fps,

@@ -61,8 +61,8 @@ def with_executed(
     if not bool(cut.any()):
         return marked
     with torch.no_grad():
-        given = _gathered(marked, cut, instructions, images=reads_images(policy, marked))
-        marked.logp_behaviour[cut], _ = _scored(policy, given)
+        decisions = _gathered(marked, cut, instructions, images=reads_images(policy, marked))
+        marked.logp_behaviour[cut], _ = _scored(policy, decisions)
     return marked
 
 
@@ -91,10 +91,10 @@ def with_values(
     rewards = rewards / return_scale.scale.to(rewards.dtype)
     values = critic_values(critic, rollouts, torch.ones_like(rollouts.alive)).reshape(rollouts.shape)
     # Where an episode goes on, V of the next column is at hand; after a real end V is 0. Only these are left.
-    needed = rollouts.ended & ~rollouts.terminated
-    needed[:, -1] = True
+    bootstrap_mask = rollouts.ended & ~rollouts.terminated
+    bootstrap_mask[:, -1] = True
     at_end = torch.zeros_like(values)
-    at_end[needed] = critic_values(critic, rollouts, needed, following=True)
+    at_end[bootstrap_mask] = critic_values(critic, rollouts, bootstrap_mask, following=True)
     advantages, returns = gae(
         rewards,
         rollouts.valid,
@@ -105,13 +105,13 @@ def with_values(
         discount,
         gae_lambda,
     )
-    found = {"value": values, "value_target": returns, "advantage_gae": advantages}
+    extras = {"value": values, "value_target": returns, "advantage_gae": advantages}
     if finished:
         # Rewards have been divided by the scale by now, so the finished returns are in the critic's units.
         scaled = chunk_rewards(rewards, rollouts.valid, discount)
         decay = discount ** rollouts.duration.float()
-        found["value_target"], found["target_known"] = finished_returns(rollouts, scaled, decay)
-    return rollouts.with_extras(**found)
+        extras["value_target"], extras["target_known"] = finished_returns(rollouts, scaled, decay)
+    return rollouts.with_extras(**extras)
 
 
 @torch.no_grad()
@@ -140,8 +140,8 @@ def rescored(
             yield observation, for_another_policy(latents) if afresh else latents
 
     empty = torch.zeros_like(rollouts.logp_behaviour, dtype=torch.float32)
-    found = _scored(policy, given())
-    return tuple(empty.index_put((alive,), part) for part in found)  # type: ignore[return-value]
+    scores = _scored(policy, given())
+    return tuple(empty.index_put((alive,), part) for part in scores)  # type: ignore[return-value]
 
 
 def _gathered(
@@ -156,8 +156,8 @@ def _scored(
     policy: ScoredPolicy, decisions: Iterable[tuple[TensorObservation, Mapping[str, Tensor]]]
 ) -> tuple[Tensor, Tensor]:
     """Return logp and entropy [n, K] of n chunks, computed in slices."""
-    found = [scores_of(policy, observation, latents) for observation, latents in decisions]
-    return torch.cat([each.logp for each in found]), torch.cat([each.entropy for each in found])
+    scores = [scores_of(policy, observation, latents) for observation, latents in decisions]
+    return torch.cat([each.logp for each in scores]), torch.cat([each.entropy for each in scores])
 
 
 def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
@@ -166,11 +166,11 @@ def parts_of(where: Tensor, most: int) -> Iterator[Tensor]:
     Observations are gathered per slice, because copies of all images (or of unpacked ones) would need as much memory
     again.
     """
-    chosen = where.flatten().nonzero().squeeze(1)
-    if len(chosen) <= most:
+    indices = where.flatten().nonzero().squeeze(1)
+    if len(indices) <= most:
         yield where
         return
-    for some in chosen.split(most):
+    for some in indices.split(most):
         yield torch.zeros_like(where).flatten().index_fill(0, some, True).reshape(where.shape)
 
 
@@ -190,12 +190,12 @@ def conditions_of(rollouts: Rollouts, policy: ScoredPolicy, instructions: tuple[
     if not (isinstance(policy, EncodesObservation) and policy.caches_condition and bool(alive.any())):
         return {}
     parts = parts_of(alive, rows_at_once(READ_AT_ONCE))
-    read = [policy.encode(decisions_at(rollouts, part, instructions)[0]) for part in parts]
-    found: dict[str, Tensor] = {}
-    for name, first in read[0].items():
-        values = torch.cat([each[name] for each in read])
-        found[name] = first.new_zeros((*alive.shape, *first.shape[1:])).index_put((alive,), values)
-    return found
+    conditions = [policy.encode(decisions_at(rollouts, part, instructions)[0]) for part in parts]
+    stacked: dict[str, Tensor] = {}
+    for name, first in conditions[0].items():
+        values = torch.cat([each[name] for each in conditions])
+        stacked[name] = first.new_zeros((*alive.shape, *first.shape[1:])).index_put((alive,), values)
+    return stacked
 
 
 def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, share: float = 0.5) -> Any:
@@ -203,10 +203,10 @@ def _blacked(key: str, value: Any, draws: torch.Generator, patches: int = 8, sha
     if not key.startswith(IMAGE_PREFIX):
         return value
     count, _, height, width, _ = value.shape
-    kept = torch.rand((count, patches, patches), generator=draws, device=draws.device) >= share
+    visible_mask = torch.rand((count, patches, patches), generator=draws, device=draws.device) >= share
     rows = torch.arange(height, device=value.device) * patches // height
     columns = torch.arange(width, device=value.device) * patches // width
-    return value * kept[:, rows][:, :, columns][:, None, :, :, None]
+    return value * visible_mask[:, rows][:, :, columns][:, None, :, :, None]
 
 
 def reads_images(policy: ScoredPolicy, rollouts: Rollouts) -> bool:
@@ -239,20 +239,20 @@ def decisions_at(
 
 def critic_values(critic: Critic, rollouts: Rollouts, where: Tensor, *, following: bool = False) -> Tensor:
     """Return the critic's values [n] at (or after) the n chunks `where` [B, T] bool, computed in slices."""
-    seen = {"following": following, "images": critic.reads_images}
+    options = {"following": following, "images": critic.reads_images}
     parts = parts_of(where, rows_at_once(VALUED_AT_ONCE))
-    return torch.cat([critic(visible(rollouts, part, **seen)) for part in parts])
+    return torch.cat([critic(visible(rollouts, part, **options)) for part in parts])
 
 
 def episode_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Return success, return and count of the episodes that ended in these rollouts, and the reward per policy call."""
-    ended = rollouts.ended & rollouts.alive
-    count = int(ended.sum())
+    ended_mask = rollouts.ended & rollouts.alive
+    count = int(ended_mask.sum())
     reward = torch.stack(list(rollouts.rewards.values())).sum()
     metrics = {"episodes": float(count), "reward_per_decision": float(reward) / max(1, int(rollouts.alive.sum()))}
     if count:
-        metrics["success"] = float(rollouts.success[ended].float().mean())
-        metrics["return"] = float(rollouts.extras["episode_return"][ended].mean())
+        metrics["success"] = float(rollouts.success[ended_mask].float().mean())
+        metrics["return"] = float(rollouts.extras["episode_return"][ended_mask].mean())
     return metrics
 
 
@@ -268,8 +268,10 @@ def learning_metrics(prepared: Rollouts) -> dict[str, float]:
         metrics |= {f"reward_{name}": float(reward.sum()) / decisions for name, reward in prepared.rewards.items()}
     if prepared.logp_proximal is not None:
         # log of pi_now / pi_behaviour, summed over a sequence below.
-        moved = torch.where(prepared.mask, prepared.proximal - prepared.logp_behaviour, 0.0).flatten(1)
-        metrics["sequence_ess"] = float(effective_sample_size(moved, torch.ones_like(moved, dtype=torch.bool)))
+        log_ratios = torch.where(prepared.mask, prepared.proximal - prepared.logp_behaviour, 0.0).flatten(1)
+        metrics["sequence_ess"] = float(
+            effective_sample_size(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
+        )
     accuracy = prepared.extras.process_accuracy
     if accuracy is not None and not bool(accuracy[0, 0].isnan()):
         metrics["process_accuracy"] = float(accuracy[0, 0])
@@ -291,13 +293,13 @@ def require_same_scores(
     their own or the mean magnitude. Raises ScoreError if one differs by more, NonFiniteError if one is not finite.
     """
     fresh = rollouts.played & (rollouts.policy_version == iteration)
-    chosen = fresh.flatten().nonzero().squeeze(1)
-    if not len(chosen):
+    indices = fresh.flatten().nonzero().squeeze(1)
+    if not len(indices):
         return
-    count = min(len(chosen), 256)
+    count = min(len(indices), 256)
     # Evenly spaced over rows and time, without drawing: a check must not move any generator.
-    chosen = chosen[torch.arange(count, device=chosen.device) * (len(chosen) // count)]
-    some = torch.zeros_like(fresh).flatten().index_fill(0, chosen, True).reshape(fresh.shape)
+    indices = indices[torch.arange(count, device=indices.device) * (len(indices) // count)]
+    some = torch.zeros_like(fresh).flatten().index_fill(0, indices, True).reshape(fresh.shape)
     images = reads_images(policy, rollouts)
     logp, _ = _scored(policy, _gathered(rollouts, some, instructions, images=images))
     mask = rollouts.mask[some]
@@ -307,13 +309,13 @@ def require_same_scores(
     # A sum whose terms cancel is small, but its rounding is of the size of the terms: hence the mean as a floor.
     size = acted.abs().clamp(min=max(1.0, float(acted.abs().sum() / mask.sum().clamp(min=1))))
     worst = (difference / size).argmax()
-    apart, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
-    if apart > allowed:
+    error, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
+    if error > allowed:
         raise ScoreError(
             f"Before {where} the policy scores its own decisions differently from when it acted: a log-probability of "
-            f"{float(acted.flatten()[worst]):.3g} differs by {apart:.2e} (allowed {allowed:.1e}). Sampling and scoring "
+            f"{float(acted.flatten()[worst]):.3g} differs by {error:.2e} (allowed {allowed:.1e}). Sampling and scoring "
             "must share schedule, clipping, standard deviation and mode (dropout, precision); where rounding alone "
-            f"parts them, set ratio_tolerance={2 * apart / allowed * tolerance:.1e}."
+            f"parts them, set ratio_tolerance={2 * error / allowed * tolerance:.1e}."
         )
 
 

@@ -137,8 +137,8 @@ def finetune(
     RuntimeError if recomputed log-probabilities differ from those at acting time.
     """
     course = Course(oversight or Oversight(config.patience, watched=False), config.target_success)
-    judged = evaluate, confirm
-    return _Finetuning(policy, critic, world, config, run, judged, seed, guidance, course).run(after_checkpoint)
+    evaluations = evaluate, confirm
+    return _Finetuning(policy, critic, world, config, run, evaluations, seed, guidance, course).run(after_checkpoint)
 
 
 class _Finetuning:
@@ -187,11 +187,13 @@ class _Finetuning:
         )
         self.turns = guidance.turns(config.teacher_acts, config.teacher_until)
         draws, acting = self.generators["act"], guidance.who_acts(self.turns)
-        given = guidance.demonstrations, acting, guidance.pairs
-        others = isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None
-        seen = keeps_images(policy, self.critic, self.algorithm, others=others)
-        images: Keeping = ("packed" if config.packed_images else "plain") if seen else "not"
-        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *given, images=images)
+        arguments = guidance.demonstrations, acting, guidance.pairs
+        others_read = (
+            isinstance(self.replay, StoresPairs) or guidance.teacher is not None or guidance.acting is not None
+        )
+        stores_images = keeps_images(policy, self.critic, self.algorithm, others=others_read)
+        images: Keeping = ("packed" if config.packed_images else "plain") if stores_images else "not"
+        self.collector = make_collector(world, policy, self.algorithm, config, seed, draws, *arguments, images=images)
         self.controllers = {name: build() for name, build in self.algorithm.controllers.items()}
         self.iteration, self.env_steps = 0, 0
         self.history: tuple[float, ...] = ()
@@ -240,7 +242,7 @@ class _Finetuning:
             self.run_folder.log({"iteration": 0, "env_steps": 0, **figures})
 
     def _iterate(self) -> dict[str, float]:
-        started = time.perf_counter()
+        start = time.perf_counter()
         # evaluations are fp32, as whoever plays the checkpoint is
         with learning_in(self.config.precision), in_pieces(self.config.micro_batch):
             if self.turns is not None:
@@ -248,11 +250,11 @@ class _Finetuning:
             collected_rollouts = self.collector.collect(self.iteration)
             with in_minibatches(minibatch_decisions(self.algorithm, self.config, collected_rollouts)):
                 rollouts = self._prepare(collected_rollouts)
-                collected = time.perf_counter()
+                collect_end = time.perf_counter()
                 precision, tokens = self.config.precision, self.policy.spec.categorical
                 tolerance = tolerance_in(precision, self.config.ratio_tolerance, tokens)
-                told = self.world.spec.instructions
-                require_same_scores(rollouts, self.policy, self.iteration, told, tolerance, self._where)
+                instructions = self.world.spec.instructions
+                require_same_scores(rollouts, self.policy, self.iteration, instructions, tolerance, self._where)
             learning = learning_metrics(rollouts)
             # Before the update: a controller sees the last update's figures and this iteration's data.
             for controller in self.controllers.values():
@@ -268,16 +270,18 @@ class _Finetuning:
         collected_rollouts = collected_rollouts.fresh
         metrics = {**episode_metrics(collected_rollouts), **learning, **update}
         if self.config.staleness or self.config.delay or self.config.overprovision:
-            played = collected_rollouts.played
-            metrics["staleness"] = float((self.iteration - collected_rollouts.policy_version[played]).float().mean())
+            played_mask = collected_rollouts.played
+            metrics["staleness"] = float(
+                (self.iteration - collected_rollouts.policy_version[played_mask]).float().mean()
+            )
         # Only fresh decisions count: replayed ones cost no step in the world.
         self.env_steps += int(collected_rollouts.duration[collected_rollouts.played].sum())
         self.iteration += 1
         last = self.iteration == self.config.iterations
         if self.evaluate is not None and self._due(self.config.evaluate_every, last):
             metrics.update(self._evaluate())
-        metrics["seconds_collect"] = collected - started
-        metrics["seconds_update"] = updated - collected
+        metrics["seconds_collect"] = collect_end - start
+        metrics["seconds_update"] = updated - collect_end
         metrics["seconds_evaluate"] = time.perf_counter() - updated
         if self.run_folder is not None:
             self.run_folder.log({"iteration": self.iteration, "env_steps": self.env_steps, **metrics})
@@ -307,28 +311,32 @@ class _Finetuning:
             finished = Need.FINISHED in self.algorithm.needs
             rollouts = with_values(rollouts, self.critic, self.return_scale, discount, gae_lambda, finished=finished)
             require_finite("the return", rollouts.extras["value_target"], self._where)
-        prepared = self.algorithm.prepare(rollouts, self._context)
-        require_finite("the advantage", prepared.extras["advantage"], self._where)
+        prepared_rollouts = self.algorithm.prepare(rollouts, self._context)
+        require_finite("the advantage", prepared_rollouts.extras["advantage"], self._where)
         # Before replayed or expert rows join, which say nothing about the starts that were proposed.
         if rollouts.whole:
-            self.collector.observe(rollouts.fresh, prepared.fresh)
-        prepared = prepared.without(following=True)  # targets and advantages are made: nothing looks ahead any more
+            self.collector.observe(rollouts.fresh, prepared_rollouts.fresh)
+        prepared_rollouts = prepared_rollouts.without(
+            following=True
+        )  # targets and advantages are made: nothing looks ahead any more
         if self.replay is not None:
-            prepared = self.replay.mix(prepared, self._context)
+            prepared_rollouts = self.replay.mix(prepared_rollouts, self._context)
             if isinstance(self.replay, Reincarnates) and self.replay.reincarnates(self._context):
                 self.learner.rebase()
         if self.expert_rows is not None:
-            prepared = self.expert_rows.beside(prepared, self._context)
+            prepared_rollouts = self.expert_rows.beside(prepared_rollouts, self._context)
         if rollouts.whole:
             fresh = rollouts.fresh
             # Mean returns of the latest 256 groups, fresh ones only: what baselines across iterations compare with.
             self.history = (*self.history, *Segments.of(fresh.group).mean(fresh.row_return).tolist())[-256:]
-        stale = prepared.played & (prepared.policy_version != self.iteration)
+        stale = prepared_rollouts.played & (prepared_rollouts.policy_version != self.iteration)
         # Decoupled PPO: the behaviour policy is too old to clip around, so the present policy, before the update, is
         # the proximal one.
         if bool(stale.any()) and self.config.proximal == "current":
-            prepared = replace(prepared, logp_proximal=rescored(prepared, self.policy, instructions)[0])
-        return with_reference(prepared, self.algorithm.needs, self.learner.base, instructions)
+            prepared_rollouts = replace(
+                prepared_rollouts, logp_proximal=rescored(prepared_rollouts, self.policy, instructions)[0]
+            )
+        return with_reference(prepared_rollouts, self.algorithm.needs, self.learner.base, instructions)
 
     def _build_models(self, base: ScoredPolicy | None) -> dict[str, SideModel]:
         """Construct the side models trained with the policy, with weights initialised from the run's seed."""

@@ -132,7 +132,7 @@ class _Fit:
         return FitResult(self.step, self.losses)
 
     def _update(self, batch: Any) -> dict[str, Tensor]:
-        where = f"training step {self.step}"
+        place = f"training step {self.step}"
         self.optimiser.zero_grad(set_to_none=True)
         means: dict[str, Tensor] = {}
         for piece, share in self._pieces(batch):
@@ -141,11 +141,11 @@ class _Fit:
             # Each piece counts by its share of the rows, so the summed gradients are those of the whole batch's mean.
             parts = {name: share * value.mean() for name, value in losses.items()}
             total = torch.stack(list(parts.values())).sum()
-            require_finite("the loss", total.detach(), where)
+            require_finite("the loss", total.detach(), place)
             with backward_in(self.precision):
                 total.backward()
             means = {name: means.get(name, 0.0) + value.detach() for name, value in parts.items()}
-        clip_gradients(self.parameters, self.config.gradient_clip, where)
+        clip_gradients(self.parameters, self.config.gradient_clip, place)
         set_learning_rate(self.optimiser, learning_rate_at(self.step, self.config))
         self.optimiser.step()
         with torch.no_grad():
@@ -184,10 +184,10 @@ class _Fit:
     def _exchange(self) -> None:
         """Swap the weights with their moving average; a second call swaps back."""
         # The raw weights set aside double as the sign of which of the two is in place.
-        aside = None if self.aside else [parameter.clone() for parameter in self.parameters]
+        swapped_out = None if self.aside else [parameter.clone() for parameter in self.parameters]
         for parameter, value in zip(self.parameters, self.aside or self.average, strict=True):
             parameter.copy_(value)
-        self.aside = aside
+        self.aside = swapped_out
 
     def _save(self) -> None:
         if self.run_folder is None:

@@ -66,9 +66,13 @@ class ExpertRows:
             )
         if episodes.reward is None:
             raise DataError("Experts whose episodes join the rollouts need recorded rewards, as collect writes them.")
-        unknown = sorted({text for text in episodes.tasks if text not in instructions}) if len(instructions) > 1 else []
-        if unknown:
-            raise DataError(f"The experts follow instructions that the world does not have: {', '.join(unknown[:3])}.")
+        unknown_texts = (
+            sorted({text for text in episodes.tasks if text not in instructions}) if len(instructions) > 1 else []
+        )
+        if unknown_texts:
+            raise DataError(
+                f"The experts follow instructions that the world does not have: {', '.join(unknown_texts[:3])}."
+            )
         self.policy = policy
         self.share = share
         self.rewards = rewards
@@ -121,39 +125,41 @@ def expert_rollouts(
     alive = place < lengths[:, None]
     # Padding repeats the last step, so that every index is valid; `alive` hides it.
     steps = episodes.starts[chosen][:, None] + torch.minimum(place, lengths[:, None] - 1)
-    found = episodes.windows(steps.flatten(), spec.history, spec.chunk, keys=list(episodes.observation))
+    windows = episodes.windows(steps.flatten(), spec.history, spec.chunk, keys=list(episodes.observation))
     shape = alive.shape
 
     def rows(value: Tensor) -> Tensor:
         return value.reshape(*shape, *value.shape[1:])
 
-    valid = rows(found["action_valid"]) & alive[..., None]
+    valid = rows(windows["action_valid"]) & alive[..., None]
     executed = torch.minimum(place[:, None] + torch.arange(spec.chunk, device=place.device), lengths[:, None, None] - 1)
     executed = episodes.starts[chosen][:, None, None] + executed
     last = place + spec.chunk >= lengths[:, None]
-    nothing = torch.zeros_like(alive)
+    zeros = torch.zeros_like(alive)
     terminated = (
         torch.ones_like(chosen, dtype=torch.bool) if episodes.terminated is None else episodes.terminated[chosen]
     )
-    success = nothing if episodes.step_success is None else episodes.step_success[executed[..., -1]] & alive
-    known = {text: index for index, text in enumerate(instructions)}
-    task = torch.tensor([known.get(episodes.tasks[index], 0) for index in chosen.tolist()], device=chosen.device)
-    latents = {name: rows(value) for name, value in policy.steps_of(found["actions"], generator).items()}
+    success = zeros if episodes.step_success is None else episodes.step_success[executed[..., -1]] & alive
+    index_of_text = {text: index for index, text in enumerate(instructions)}
+    task = torch.tensor(
+        [index_of_text.get(episodes.tasks[index], 0) for index in chosen.tolist()], device=chosen.device
+    )
+    latents = {name: rows(value) for name, value in policy.steps_of(windows["actions"], generator).items()}
     mask = alive[..., None].expand(*shape, spec.scored_steps).clone()
     alone = torch.full_like(chosen, -1)
-    shown = {key: rows(value) for key, value in found["observation"].items() if key != TASK}
+    observation = {key: rows(value) for key, value in windows["observation"].items() if key != TASK}
     return Rollouts(
-        observation={key: value for key, value in shown.items() if key not in cameras_in(shown)},
+        observation={key: value for key, value in observation.items() if key not in cameras_in(observation)},
         next_observation={},
         latents=latents if bool(valid[alive].all()) else {**latents, "executed": valid},
-        actions=rows(found["actions"]),
+        actions=rows(windows["actions"]),
         logp_behaviour=torch.zeros(mask.shape, device=mask.device),
         mask=mask,
         rewards={name: torch.where(valid, value[executed], 0.0) for name, value in (episodes.rewards or {}).items()},
         valid=valid,
         terminated=last & alive & terminated[:, None],
         truncated=last & alive & ~terminated[:, None],
-        horizon_end=nothing,
+        horizon_end=zeros,
         success=success,
         task=task[:, None].expand(shape).clone(),
         policy_version=torch.zeros(shape, dtype=torch.int64, device=mask.device),
@@ -162,7 +168,7 @@ def expert_rollouts(
         parent=alone,
         branch_decision=alone,
         whole=True,
-        images=Images.of(shown),
+        images=Images.of(observation),
     )
 
 
@@ -170,24 +176,24 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     """Give expert rows the same extras as the policy's own rows; advantage: [B]. Raises DataError naming missing
     extras.
     """
-    missing = sorted(set(prepared.shown) - set(rows.shown))
-    if missing:
-        raise DataError(f"The experts' episodes lack what the world shows: {', '.join(missing)}.")
+    missing_keys = sorted(set(prepared.shown) - set(rows.shown))
+    if missing_keys:
+        raise DataError(f"The experts' episodes lack what the world shows: {', '.join(missing_keys)}.")
     extras = {name: value.new_zeros((*rows.shape, *value.shape[2:])) for name, value in prepared.extras.items()}
-    scored = rows.mask
-    extras["advantage"] = torch.where(scored, advantage[:, None, None].float(), 0.0)
+    scored_mask = rows.mask
+    extras["advantage"] = torch.where(scored_mask, advantage[:, None, None].float(), 0.0)
     # What normalises an episode's weight in the loss, as `prepare` gives it to own rows.
-    extras["episode_steps"] = scored.sum((1, 2))[:, None].expand(rows.shape)
+    extras["episode_steps"] = scored_mask.sum((1, 2))[:, None].expand(rows.shape)
     names = list(prepared.rewards)
-    paid = (
+    rewards = (
         rows.rewards if set(rows.rewards) == set(names) else {names[0]: torch.stack(list(rows.rewards.values())).sum(0)}
     )
-    nothing = torch.zeros_like(rows.valid, dtype=torch.float32)
+    zeros = torch.zeros_like(rows.valid, dtype=torch.float32)
     return replace(
         rows,
         observation={key: rows.observation[key] for key in prepared.observation},
         images=None if rows.images is None or prepared.images is None else rows.images.only(prepared.images.frames),
-        rewards={name: paid.get(name, nothing) for name in names},
+        rewards={name: rewards.get(name, zeros) for name in names},
         extras=Extras.of(extras),
         logp_proximal=None if prepared.logp_proximal is None else torch.zeros_like(rows.logp_behaviour),
         branch_sampling_step=None if prepared.branch_sampling_step is None else torch.zeros_like(rows.group),

@@ -86,13 +86,13 @@ class ModelRefresh:
         fresh = record(self.real, self.in_reality(policy), seeds, generator=generators["act"])
         folder = self.run.path / "recorded"
         write_dataset(fresh, folder / str(iteration), images="png", existing="replace")
-        recorded = [read_dataset(folder / str(done)) for done in self.iterations]
+        earlier = [read_dataset(folder / str(done)) for done in self.iterations]
         cameras = cameras_of(fields_read(model))
-        everything = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *recorded, fresh])
+        all_episodes = Episodes.concatenate([read_dataset(self.data, cameras=cameras), *earlier, fresh])
         # The same seed at every refresh: the split does not depend on how often the model was refreshed.
-        training, held = everything.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
+        training, held_out = all_episodes.split(0.1, torch.Generator().manual_seed(derive(self.seed, "split")))
         fit_stages(model, training, FitConfig(steps=self.steps, learning_rate=1e-3, warmup=20), generators)
-        model.calibrate(held)
+        model.calibrate(held_out)
         # Evaluation and training imagine in copies of the model; figures would not compare if one stayed behind.
         self._share(model.state_dict())
         self.iterations.append(iteration)
@@ -144,29 +144,29 @@ def synthesise_and_imitate(
     `policy` itself.
     """
     generators = Generators(seed, next(policy.parameters()).device)
-    kept = []
-    imagined = 0
+    successes = []
+    imagined_steps = 0
     turn = 0
     best: dict[str, Any] = {}
     weights: dict[str, Tensor] = {}
     if run is not None:  # it begins anew after a kill, and so do its metrics
         run.rewind("iteration", -1)
     for turn in range(rounds + 1):
-        figures: dict[str, Any] = {"iteration": turn, "env_steps": imagined}
+        figures: dict[str, Any] = {"iteration": turn, "env_steps": imagined_steps}
         if turn:
             seeds = episode_seeds(seed, f"synthesis/{turn}", rollouts)
             player = policy if acting is None else acting(policy)
-            played = record(world, player, seeds, generator=generators["act"])
-            assert played.success is not None
-            imagined += played.step_count
-            figures |= {"env_steps": imagined, "success": float(played.success.float().mean())}
-            if bool(played.success.any()):
+            episodes = record(world, player, seeds, generator=generators["act"])
+            assert episodes.success is not None
+            imagined_steps += episodes.step_count
+            figures |= {"env_steps": imagined_steps, "success": float(episodes.success.float().mean())}
+            if bool(episodes.success.any()):
                 # Successes of earlier rounds stay: the policy is fitted to all of them, or it would forget the starts
                 # that this round happened to miss.
-                kept.append(played.select(played.success))
-            if kept:
+                successes.append(episodes.select(episodes.success))
+            if successes:
                 config = PretrainConfig(batch_size, FitConfig(steps=steps, learning_rate=learning_rate, warmup=20))
-                pretrain(policy, Episodes.concatenate(kept), config, seed=derive(seed, f"imitate/{turn}"))
+                pretrain(policy, Episodes.concatenate(successes), config, seed=derive(seed, f"imitate/{turn}"))
         for mode, deterministic in (("deterministic", True), ("stochastic", False)):
             figures |= {f"{mode}_{name}": value for name, value in evaluate(policy, deterministic).items()}
         if confirm is not None:
@@ -182,4 +182,4 @@ def synthesise_and_imitate(
     load_learned(policy, weights)
     if run is not None:
         policy.save(run.checkpoint)
-    return FinetuneResult(turn, imagined, course.ended or Ended.ITERATIONS, best)
+    return FinetuneResult(turn, imagined_steps, course.ended or Ended.ITERATIONS, best)

@@ -127,23 +127,23 @@ def roll_out(
     """
     player = Player(world, Explorer(interface, lambda state: agent.act(state, generator)))
     parts = []
-    begun = 0
+    episode_count = 0
     turn = 0
-    while begun < rollouts:
+    while episode_count < rollouts:
         player.start(episode_seeds(seed, f"{name}/{turn}", world.batch_size))
-        begun, turn = begun + world.batch_size, turn + 1
-        for played in player:
-            (state, action), step = played.info, played.step
+        episode_count, turn = episode_count + world.batch_size, turn + 1
+        for part in player:
+            (state, action), step = part.info, part.step
             following = interface.state(step.observation)
             reward = np.stack(list(step.rewards.values())).sum(0)[:, 0]
             # Only a terminated task ends the backup: where imagination or time stops, the next state's value counts.
-            paid, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
+            rewards, over = torch.from_numpy(reward).float(), torch.from_numpy(step.terminated)
             if edge_value is not None and step.horizon_end is not None:
                 stopped = torch.from_numpy(step.horizon_end)
-                paid, over = torch.where(stopped, paid + edge_value(following), paid), over | stopped
-            found = Transitions(state, action, paid, following, over, torch.from_numpy(step.success))
+                rewards, over = torch.where(stopped, rewards + edge_value(following), rewards), over | stopped
+            transitions = Transitions(state, action, rewards, following, over, torch.from_numpy(step.success))
             # `running` is of before the step, so the transition that ends an episode is kept and no later one.
-            parts.append(found.take(torch.from_numpy(played.running & step.valid[:, 0])))
+            parts.append(transitions.take(torch.from_numpy(part.running & step.valid[:, 0])))
     return Transitions.join(parts)
 
 
@@ -168,7 +168,7 @@ def learn_in_imagination(
     metrics of the last update.
     """
     interface, records = Interface.of(world.spec), []
-    kept: list[Transitions] = []
+    history: list[Transitions] = []
     # Rounded on the recorded side, so both parts always add up to the batch.
     imagined_count = config.batch_size - round(config.real_share * config.batch_size)
     with progress("Learning in imagination", config.epochs) as advance:
@@ -176,25 +176,25 @@ def learn_in_imagination(
             name, draws = f"rollout/{epoch}", generators["act"]
             fresh = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)
             # Old transitions are of an agent that acts differently by now, and of states that it no longer visits.
-            kept = [*kept, fresh.check()][-config.keep :]
-            imagined = Transitions.join(kept)
+            history = [*history, fresh.check()][-config.keep :]
+            imagined_data = Transitions.join(history)
             figures: dict[str, Tensor] = {}
             for _ in range(config.updates):
                 batch = Transitions.join(
                     [
-                        imagined.draw(imagined_count, generators["batches"]),
+                        imagined_data.draw(imagined_count, generators["batches"]),
                         recorded.draw(config.batch_size - imagined_count, generators["batches"]),
                     ]
                 )
                 figures = agent.update(batch, generators["update"])
-            lowest, highest = value_bound(torch.cat([imagined.reward, recorded.reward]), agent.discount)
+            lowest, highest = value_bound(torch.cat([imagined_data.reward, recorded.reward]), agent.discount)
             value = float(agent.value(recorded.state[:2048]).mean())
             record = {
                 "epoch": epoch,
                 "value": value,
                 "value_bound": highest,
                 "beyond_bound": max(value - highest, lowest - value, 0.0) / max(abs(lowest), abs(highest), 1e-9),
-                "edge_share": float(edge_of_reach(imagined).float().mean()),
+                "edge_share": float(edge_of_reach(imagined_data).float().mean()),
                 **{key: float(figure) for key, figure in figures.items()},
                 **({} if evaluate is None else evaluate(epoch)),
             }

@@ -73,13 +73,13 @@ class MemoryBudget:
 
     def text(self) -> str:
         """Return the budget as one line."""
-        taught = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
+        teacher_text = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
         rest = f"{in_bytes(self.rest)} that rest and " if self.rest else ""
         return (
             f"Memory, about: weights {rest}{in_bytes(self.weights)} held {len(self.copies)} times "
-            f"({', '.join(self.copies)}),{taught} gradients and optimiser {in_bytes(self.learning)}, {self.decisions} "
-            f"decisions and a copy of {self.minibatch} {in_bytes(self.kept)}, activations of {self.at_once} decisions "
-            f"{in_bytes(self.activations)}."
+            f"({', '.join(self.copies)}),{teacher_text} gradients and optimiser {in_bytes(self.learning)}, "
+            f"{self.decisions} decisions and a copy of {self.minibatch} {in_bytes(self.kept)}, activations of "
+            f"{self.at_once} decisions {in_bytes(self.activations)}."
         )
 
     def whole(self) -> str:
@@ -111,8 +111,8 @@ def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
     spare: bytes left at `at_once`; negative when they do not fit.
     """
     fits = at_once + spare // each if each else 0
-    said = f"activations of {at_once} decisions at once are {in_bytes(activations)}"
-    return f"micro_batch={fits} fits: {said}." if fits >= 1 else f"No micro_batch is small enough: {said}."
+    estimate = f"activations of {at_once} decisions at once are {in_bytes(activations)}"
+    return f"micro_batch={fits} fits: {estimate}." if fits >= 1 else f"No micro_batch is small enough: {estimate}."
 
 
 def held_by(needs: frozenset[Need], config: FinetuneConfig) -> tuple[str, ...]:
@@ -155,18 +155,18 @@ def plan_memory(
 
     device, rows = device or next(policy.parameters()).device, min(minibatch, decisions)
     at_once = min(micro_batch or rows, rows)
-    seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
+    observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with FlopCounterMode(display=False) as deciding:
-        decision = policy.act(seen, torch.Generator(device).manual_seed(0))
-    once, copied = _held(policy, seen, packed if images else None)
-    told = sum(map(_bytes, decision.latents.values()))
+        decision = policy.act(observation, torch.Generator(device).manual_seed(0))
+    once, copied = _held(policy, observation, packed if images else None)
+    latent_bytes = sum(map(_bytes, decision.latents.values()))
     latents = dict(decision.latents)
     if 0 < scored_steps < policy.spec.scored_steps:
         latents["chosen"] = torch.arange(scored_steps, device=device)[None]
     with FlopCounterMode(display=False) as scoring:
         # The difference between two rows and one is what a row adds; what remains of the first is shared by all rows.
-        one = _saved(policy, lambda: policy.log_prob(seen, latents).logp)
-    doubled = _twice(seen), _twice(latents)
+        one = _saved(policy, lambda: policy.log_prob(observation, latents).logp)
+    doubled = _twice(observation), _twice(latents)
     each = _saved(policy, lambda: policy.log_prob(*doubled).logp) - one
     learns = list(policy.trainable_parameters())
     weights = sum(_bytes(weight) for weight in policy.parameters() if weight.requires_grad)
@@ -175,7 +175,7 @@ def plan_memory(
         copies=copies,
         # Gradients, the weights from before a step (`Learner` keeps them for the KL stop), the optimiser's state.
         learning=sum(map(_bytes, learns)) + kept_bytes(optimiser, learns) + optimiser_bytes(optimiser, learns),
-        kept=decisions * (once + told) + rows * (copied + told),
+        kept=decisions * (once + latent_bytes) + rows * (copied + latent_bytes),
         decisions=decisions,
         activations=one + (at_once - 1) * each,
         each=each,
@@ -203,26 +203,27 @@ def plan_pretraining(
     Raises ConfigError when that exceeds the available bytes (None: unknown).
     """
     device = next(policy.parameters()).device
-    seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
+    observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
 
     def losses(seen: TensorObservation) -> list[Tensor]:
         batch = example_batch(policy.spec, seen, device)
         return list((lesson or policy).loss(batch, torch.Generator(device).manual_seed(0)).values())
 
     at_once = min(micro_batch or batch_size, batch_size)
-    one, two = (_saved(policy, lambda given=given: losses(given)) for given in (seen, _twice(seen)))
+    one, two = (_saved(policy, lambda given=inputs: losses(given)) for inputs in (observation, _twice(observation)))
     activations = one + (at_once - 1) * (two - one)
     learns = list(policy.trainable_parameters())
     # The gradient, and the average of the weights themselves
     learning = 2 * sum(map(_bytes, learns)) + optimiser_bytes(optimiser, learns)
-    needed = learning + activations
-    if available is not None and needed > available:
-        advice = fitting(activations, two - one, at_once, _spare(needed, available))
+    byte_count = learning + activations
+    if available is not None and byte_count > available:
+        advice = fitting(activations, two - one, at_once, _spare(byte_count, available))
         raise ConfigError(
-            f"Training needs about {in_bytes(needed)} more of memory, and {in_bytes(available)} are free. {advice} Or "
-            f"lower batch_size={batch_size}, or let adapters of a token policy learn alone (policy.token.lora_rank=8)."
+            f"Training needs about {in_bytes(byte_count)} more of memory, and {in_bytes(available)} are free. {advice} "
+            f"Or lower batch_size={batch_size}, or let adapters of a token policy learn alone "
+            f"(policy.token.lora_rank=8)."
         )
-    _warn_if_close(needed, available)
+    _warn_if_close(byte_count, available)
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (
         f"Memory, about: weights {in_bytes(weights)}, gradients, optimiser and moving average {in_bytes(learning)}, "
@@ -262,9 +263,9 @@ def _held(policy: Trainable, seen: TensorObservation, share: float | None) -> tu
     fields = {key: value for key, value in seen.items() if isinstance(value, Tensor)}
     cameras = 0 if share is None else sum(_bytes(value) for value in cameras_in(fields).values())
     vectors = sum(_bytes(value) for key, value in fields.items() if key not in cameras_in(fields))
-    own, history = min(policy.spec.chunk, policy.spec.history), policy.spec.history
+    frames_owned, history = min(policy.spec.chunk, policy.spec.history), policy.spec.history
     # Consecutive decisions share frames of their histories, so a decision owns min(chunk, H) of its H frames.
-    return vectors + round((share or 0.0) * cameras * own) // history, vectors + cameras
+    return vectors + round((share or 0.0) * cameras * frames_owned) // history, vectors + cameras
 
 
 def _twice(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,20 +279,20 @@ def _twice(given: Mapping[str, Any]) -> dict[str, Any]:
 def _saved(policy: Trainable, compute: Callable[[], object]) -> int:
     """Return the bytes saved for the backward pass, weights excluded; shared storage counts once."""
     # By the storage's own address: where there are no numbers (`nn.shapes`) that of its data is 0.
-    own = {weight.untyped_storage()._cdata for weight in policy.parameters()}
-    kept: dict[int, int] = {}
+    weight_storages = {weight.untyped_storage()._cdata for weight in policy.parameters()}
+    sizes: dict[int, int] = {}
 
     def pack(value: Tensor) -> Tensor:
         storage = value.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
+        if storage._cdata not in weight_storages:
+            sizes[storage._cdata] = storage.nbytes()
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        held = compute()  # while it is, no storage is given away again
-    found = sum(kept.values())
-    del held
-    return found
+        output = compute()  # while it is, no storage is given away again
+    total = sum(sizes.values())
+    del output
+    return total
 
 
 def _bytes(value: Tensor) -> int:

@@ -83,10 +83,10 @@ class Experience:
         for name, value in fresh.items():
             column = self.columns.get(name)
             if column is None or len(column) < end:
-                grown = value.new_zeros((max(FIRST, 2 * end), *value.shape[1:]))
+                larger = value.new_zeros((max(FIRST, 2 * end), *value.shape[1:]))
                 if column is not None:
-                    grown[: self.count] = column[: self.count]
-                self.columns[name] = column = grown
+                    larger[: self.count] = column[: self.count]
+                self.columns[name] = column = larger
             column[self.count : end] = value
         places = torch.arange(self.count, end, device=state.device)
         self.count = end
@@ -102,16 +102,16 @@ class Experience:
             return
         columns = self.columns
         reward, action = columns["reward"], columns["action"]
-        ahead = reward.new_full((rows,), -torch.inf)
+        next_return = reward.new_full((rows,), -torch.inf)
         following = action.new_zeros((rows, action.shape[1]))
-        known = torch.zeros(rows, dtype=torch.bool, device=reward.device)
+        has_next = torch.zeros(rows, dtype=torch.bool, device=reward.device)
         # G_t = r_t + decay_t G_{t+1}, from the last turn back; -inf stays -inf where the end was a time limit.
         for places, of in reversed(wave):
-            value = torch.where(columns["terminated"][places], 0.0, ahead[of])
-            ahead[of] = reward[places] + columns["decay"][places] * value
-            columns["outcome"][places] = ahead[of]
-            columns["next_action"][places], columns["next_known"][places] = following[of], known[of]
-            following[of], known[of] = action[places], True
+            value = torch.where(columns["terminated"][places], 0.0, next_return[of])
+            next_return[of] = reward[places] + columns["decay"][places] * value
+            columns["outcome"][places] = next_return[of]
+            columns["next_action"][places], columns["next_known"][places] = following[of], has_next[of]
+            following[of], has_next[of] = action[places], True
 
     def tree(self) -> dict[str, Tensor]:
         """Return the contents in a form that can be saved."""
@@ -137,8 +137,8 @@ class OnlineResult:
         """Return the largest drop of the metric `by` below that of the first evaluation, 0 if none; None without
         evaluations.
         """
-        found = [float(record[by]) for record in self.evaluations if by in record]
-        return max(found[0] - min(found), 0.0) if found else None
+        values = [float(record[by]) for record in self.evaluations if by in record]
+        return max(values[0] - min(values), 0.0) if values else None
 
 
 def plays_noise(policy: SteeredPolicy) -> Frozen:
@@ -187,17 +187,17 @@ class Explorer:
     @torch.no_grad()
     def choose(self, observation: Observation) -> tuple[Array, tuple[Tensor, Tensor]]:
         """Return the next chunk [B, C, A] in the world's units, with the states [B, S] and flat actions [B, A']."""
-        seen = to_tensors(observation, self.generators.device)
-        state = self.policy.interface.state(seen)
+        tensors = to_tensors(observation, self.generators.device)
+        state = self.policy.interface.state(tensors)
         if self.share == 1:
-            action = self.frozen(seen, state, self.generators["frozen"])
+            action = self.frozen(tensors, state, self.generators["frozen"])
         else:
             action = self.policy.agent.act(state, self.generators["act"])
             if self.share:
                 draws = torch.rand(len(state), generator=self.generators["turns"], device=self.generators.device)
-                theirs = (draws < self.share)[:, None]
-                action = torch.where(theirs, self.frozen(seen, state, self.generators["frozen"]), action)
-        chunk = self.policy.actions_of(seen, action).cpu().double()
+                use_frozen = (draws < self.share)[:, None]
+                action = torch.where(use_frozen, self.frozen(tensors, state, self.generators["frozen"]), action)
+        chunk = self.policy.actions_of(tensors, action).cpu().double()
         return chunk.numpy(), (state, action)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -241,10 +241,10 @@ class Online:
         turns: list[tuple[Tensor, Tensor]] = []
         self.figures = {}  # a wave logs its own, as it would after a kill
         self.explorer.share = self.share
-        for played in player:
+        for part in player:
             before = self.env_steps
-            turns.append(self.keep(played, first))
-            won[played.running] = played.step.success[played.running]
+            turns.append(self.keep(part, first))
+            won[part.running] = part.step.success[part.running]
             if not self.warming_up:
                 self.learn(len(turns[-1][1]))
             self.explorer.share = self.share
@@ -288,8 +288,8 @@ class Online:
             "decay": discount ** valid.sum(1),
         }
         self.env_steps += int(valid[rows].sum())
-        kept = {name: column[rows] for name, column in columns.items()}
-        return self.experience.add(state[rows], action[rows], kept), rows
+        rows_played = {name: column[rows] for name, column in columns.items()}
+        return self.experience.add(state[rows], action[rows], rows_played), rows
 
     def learn(self, decisions: int) -> None:
         """Take the updates due for this number of new chunks, with the evaluations due in between."""
@@ -318,10 +318,10 @@ class Online:
         """Sample a batch: own chunks, and the retained fraction of recorded ones."""
         config, draws = self.config, self.generators["batches"]
         retained = round(config.retain * config.batch_size)
-        own = self.experience.transitions.draw(config.batch_size - retained, draws)
+        own_batch = self.experience.transitions.draw(config.batch_size - retained, draws)
         if not retained or self.recorded is None:
-            return own
-        return Transitions.join([own, self.recorded.draw(retained, draws)])
+            return own_batch
+        return Transitions.join([own_batch, self.recorded.draw(retained, draws)])
 
     @property
     def seen(self) -> bool:
@@ -332,8 +332,8 @@ class Online:
         """Evaluate the current policy, unless it already has been, and record the result."""
         if self.evaluate is None or self.seen:
             return
-        found = {f"deterministic_{name}": value for name, value in self.evaluate(self.policy).items()}
-        self.evaluations.append({**self.where(), **found})
+        metrics = {f"deterministic_{name}": value for name, value in self.evaluate(self.policy).items()}
+        self.evaluations.append({**self.where(), **metrics})
         if self.run is not None:
             self.run.log(self.evaluations[-1])
 
@@ -414,9 +414,9 @@ def learn_online(
     generators = Generators(derive(seed, "online"), next(policy.agent.parameters()).device)
     into_the_world(policy.agent, config)
     online = Online(policy, frozen, config, generators, recorded=recorded, begins=begins, evaluate=evaluate, run=run)
-    saved = None if run is None else load_trainer(run.path / "resume" / "online")
-    if saved is not None:
-        online.restore(saved)
+    state = None if run is None else load_trainer(run.path / "resume" / "online")
+    if state is not None:
+        online.restore(state)
     if recorded is not None and begins == "recorded":
         policy.agent.begin(recorded)
     if run is not None:

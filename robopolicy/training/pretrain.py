@@ -79,8 +79,8 @@ def imitate(
     if head is not None:
         head.fit_units(episodes)
         model, batches = TellsFields(policy, head), with_fields(batches, episodes, config.auxiliary_keys)
-    chosen = {"precision": config.precision, "micro_batch": config.micro_batch}
-    return fit(model, batches, config.fit, generators, run=run, label=label, **chosen)
+    options = {"precision": config.precision, "micro_batch": config.micro_batch}
+    return fit(model, batches, config.fit, generators, run=run, label=label, **options)
 
 
 def regression_batches(
@@ -118,8 +118,8 @@ def regression_batches(
 def _with_past(batches: Iterator[dict[str, Any]], data: Episodes, count: int) -> Iterator[dict[str, Any]]:
     """Yield `batches` with the actions of the `count` previous steps, for chunks that start in the past."""
     for batch in batches:
-        past, known = data.before(batch["steps"], count)
-        yield {**batch, "past": past, "past_valid": known}
+        past, past_valid = data.before(batch["steps"], count)
+        yield {**batch, "past": past, "past_valid": past_valid}
 
 
 def _labelled_batches(
@@ -134,14 +134,17 @@ def _labelled_batches(
 
     Steps beyond the teacher's chunk, or beyond the end of the episode, are not valid.
     """
-    chosen, length = torch.arange(spec.prediction, device=data.device), labels.shape[1]
-    # The teacher may predict fewer steps than the policy: its last one fills the rest, which `chosen < said` hides.
-    last = chosen.clamp(max=length - 1)
-    said = torch.full((data.step_count,), length, device=data.device) if data.label_steps is None else data.label_steps
+    offsets, length = torch.arange(spec.prediction, device=data.device), labels.shape[1]
+    # The teacher may predict fewer steps than the policy: its last one fills the rest, which `offsets < label_steps`
+    # hides.
+    last = offsets.clamp(max=length - 1)
+    label_steps = (
+        torch.full((data.step_count,), length, device=data.device) if data.label_steps is None else data.label_steps
+    )
     while True:
         steps = torch.randint(data.step_count, (size,), generator=generator, device=generator.device).to(data.device)
         batch = data.windows(steps, spec.history, spec.prediction, columns)
-        batch["actions"], batch["action_valid"] = labels[steps][:, last], chosen < said[steps, None]
+        batch["actions"], batch["action_valid"] = labels[steps][:, last], offsets < label_steps[steps, None]
         yield batch
 
 
@@ -162,13 +165,13 @@ def _worthy_batches(
             "None of these steps is worth imitating: all are a policy's own that led to an intervention or failed, or "
             "of which no success is recorded."
         )
-    ahead = torch.arange(spec.prediction, device=data.device)
+    offsets = torch.arange(spec.prediction, device=data.device)
     while True:
-        drawn = torch.randint(len(among), (size,), generator=generator, device=generator.device)
-        steps = among[drawn.to(data.device)]
+        indices = torch.randint(len(among), (size,), generator=generator, device=generator.device)
+        steps = among[indices.to(data.device)]
         batch = data.windows(steps, spec.history, spec.prediction, columns)
         # cumprod: from the first unworthy step on nothing of the chunk is imitated, even what is worthy again later.
-        good = worth[(steps[:, None] + ahead).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
+        good = worth[(steps[:, None] + offsets).clamp(max=len(worth) - 1)].long().cumprod(1).bool()
         batch["action_valid"] = batch["action_valid"] & good
         yield batch
 
@@ -179,18 +182,18 @@ def read_once(policy: Trainable, data: Episodes, precision: LearningPrecision = 
 
     Raises ConfigError when the encoder is trained, reads no images, or its outputs do not fit into memory.
     """
-    spec, found = policy.spec, {}
+    spec, conditions = policy.spec, {}
     # Evaluation mode: with dropout on, what is kept would be one random draw for the whole run.
     encoder = _resting(policy.eval())
     with progress("Reading", data.step_count) as advance, learning_in(precision):
         for steps in torch.arange(data.step_count, device=data.device).split(AT_ONCE):
-            made = encoder.encode(data.windows(steps, spec.history, 1, spec.columns)["observation"])
-            if not found:
-                found = _room(made, data)
-            for name, value in made.items():
-                found[name][steps] = value
+            part_condition = encoder.encode(data.windows(steps, spec.history, 1, spec.columns)["observation"])
+            if not conditions:
+                conditions = _room(part_condition, data)
+            for name, value in part_condition.items():
+                conditions[name][steps] = value
             advance(len(steps))
-    return found
+    return conditions
 
 
 def _resting(policy: Trainable) -> LearnsFromCondition:
@@ -235,10 +238,10 @@ def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: Le
     spec = policy.spec
     device = next(policy.parameters()).device
     first = torch.zeros(1, dtype=torch.int64, device=device)
-    seen = data.to(device).windows(first, spec.history, 1, spec.columns)["observation"]
+    observation = data.to(device).windows(first, spec.history, 1, spec.columns)["observation"]
     with learning_in(precision):
-        kept = _require_room(encoder.encode(seen), steps, device)
-    return f"What its encoder makes of about {steps} steps is kept: {in_bytes(kept)}."
+        byte_count = _require_room(encoder.encode(observation), steps, device)
+    return f"What its encoder makes of about {steps} steps is kept: {in_bytes(byte_count)}."
 
 
 def with_conditions(
@@ -256,10 +259,10 @@ def _taken(parts: Sequence[Tensor], steps: Tensor) -> Tensor:
     """Return the elements [S, ...] of parts [N, ...] without concatenating the parts, which would double the memory."""
     if len(parts) == 1:
         return parts[0][steps]
-    found, first = parts[0].new_empty((len(steps), *parts[0].shape[1:])), 0
+    rows, first = parts[0].new_empty((len(steps), *parts[0].shape[1:])), 0
     for part in parts:
         # Parts follow one another, so a step belongs to the part whose range it is in.
-        here = ((steps >= first) & (steps < first + len(part))).nonzero()[:, 0]
-        found[here] = part[steps[here] - first]
+        part_rows = ((steps >= first) & (steps < first + len(part))).nonzero()[:, 0]
+        rows[part_rows] = part[steps[part_rows] - first]
         first += len(part)
-    return found
+    return rows

@@ -85,9 +85,9 @@ def describe_reading(
         if keys.get(name, name) not in used and name not in _KEPT and not name.startswith(_OUTCOMES)
     }
     instructions = tuple(sorted(set(episodes.tasks)))
-    named = [f"{key} (from {columns[key]})" if columns.get(key, key) != key else key for key in used]
-    seen = (*named, "action", *((TASK,) if reads_text and len(instructions) > 1 else ()))
-    return DataRead(str(data), len(episodes), episodes.step_count, seen, skipped, instructions, reads_text)
+    key_names = [f"{key} (from {columns[key]})" if columns.get(key, key) != key else key for key in used]
+    columns_used = (*key_names, "action", *((TASK,) if reads_text and len(instructions) > 1 else ()))
+    return DataRead(str(data), len(episodes), episodes.step_count, columns_used, skipped, instructions, reads_text)
 
 
 def _reason(name: str, feature: Mapping[str, Any], was_read: bool) -> str:

@@ -41,9 +41,9 @@ def require_same_parts(saved: Tree, current: Tree, folder: Path) -> None:
 def require_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], may_change: Sequence[str]) -> None:
     """Raise ConfigError naming the keys in which a resumed run differs, except those that may change."""
     keys = (set(saved) | set(current)) - set(may_change)
-    changed = sorted(key for key in keys if saved.get(key) != current.get(key))
-    if changed:
-        text = ", ".join(f"{key} was {saved.get(key)!r}, now {current.get(key)!r}" for key in changed)
+    changed_keys = sorted(key for key in keys if saved.get(key) != current.get(key))
+    if changed_keys:
+        text = ", ".join(f"{key} was {saved.get(key)!r}, now {current.get(key)!r}" for key in changed_keys)
         raise ConfigError(f"This run was started with another configuration ({text}). Use a new run name, or undo it.")
 
 

@@ -73,41 +73,41 @@ def teach(
     load_student: loads a saved round's student. A killed run continues with the round that it was in. Raises SpecError
     when the student does not match the world, and the errors of `record` and `fit`.
     """
-    played: list[Episodes] = []
-    read: list[dict[str, Tensor]] = []
+    datasets: list[Episodes] = []
+    conditions: list[dict[str, Tensor]] = []
     student: Trainable | None = None
     head: FieldHead | None = None
     for number in range(config.rounds):
         place = RunFolder(folder.path / "rounds" / str(number))
         sweep(place.path)
-        kept = place.path / "dataset"
-        if kept.exists():
-            played.append(read_dataset(kept))
+        dataset_path = place.path / "dataset"
+        if dataset_path.exists():
+            datasets.append(read_dataset(dataset_path))
         else:
-            played.append(_play(teacher, student, world, config, number, seed, device))
-            write_dataset(played[-1], kept, images="png", existing="replace")
+            datasets.append(_play(teacher, student, world, config, number, seed, device))
+            write_dataset(datasets[-1], dataset_path, images="png", existing="replace")
         # The checkpoint is written last, so where it exists the round is complete.
         if place.checkpoint.exists():
             student = load_student(place.checkpoint)
             continue
         if student is None:
-            student = new_student(played[0])
+            student = new_student(datasets[0])
             require_fit(student.spec, world.spec)
         if config.auxiliary_keys and head is None:
-            head = new_head(student, played[0], config, seed)
+            head = new_head(student, datasets[0], config, seed)
             # The head has no place in the policy's checkpoint, but goes on learning from round to round.
             before = place.path.parent / str(number - 1) / HEAD
             head = read_weights(head, before, device) if number else head
-        losses = _learn(student, played, config, number, place, seed, read, head)
+        losses = _learn(student, datasets, config, number, place, seed, conditions, head)
         folder.rewind("round", number - 1)
-        counts = {"episodes": sum(map(len, played)), "steps": sum(part.step_count for part in played)}
-        folder.log({**_outcome(played[-1], config, number), **counts, **losses})
+        counts = {"episodes": sum(map(len, datasets)), "steps": sum(part.step_count for part in datasets)}
+        folder.log({**_outcome(datasets[-1], config, number), **counts, **losses})
         if head is not None:
             write_checkpoint(place.path / HEAD, {"kind": HEAD}, head)
         student.save(place.checkpoint)  # which comes last: the round is over
     assert student is not None  # there is a first round
-    rounds = [_outcome(part, config, number) for number, part in enumerate(played)]
-    return Taught(student, sum(part.step_count for part in played), rounds)
+    rounds = [_outcome(part, config, number) for number, part in enumerate(datasets)]
+    return Taught(student, sum(part.step_count for part in datasets), rounds)
 
 
 def _play(
@@ -125,9 +125,9 @@ def _play(
     draws = Generators(derive(seed, f"teach/play/{number}"), torch.device(device))["act"]
     share = config.played_by_teacher(number)
     parts: list[Episodes] = []
-    for player, chosen in ((teacher.plays(number), seeds[:share]), (student, seeds[share:])):
-        if player is not None and len(chosen):
-            parts.append(record(world, player, chosen, generator=draws, teacher=teacher.says))
+    for player, part_seeds in ((teacher.plays(number), seeds[:share]), (student, seeds[share:])):
+        if player is not None and len(part_seeds):
+            parts.append(record(world, player, part_seeds, generator=draws, teacher=teacher.says))
     return Episodes.concatenate(parts)
 
 
@@ -144,9 +144,11 @@ def _learn(
     """Fit the student to all episodes so far; return the last losses. read, head: see `imitate`."""
     generators = Generators(derive(seed, f"teach/fit/{number}"), next(student.parameters()).device)
     # Earlier students only have to play the next round; the last one is what is kept, and learns longer.
-    chosen = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
-    found = imitate(student, played, chosen, generators, place, f"Round {number + 1} of {config.rounds}", read, head)
-    return dict(found.losses)
+    round_config = replace(config, fit=config.last_fit) if number + 1 == config.rounds else config
+    fit_result = imitate(
+        student, played, round_config, generators, place, f"Round {number + 1} of {config.rounds}", read, head
+    )
+    return dict(fit_result.losses)
 
 
 def _outcome(episodes: Episodes, config: TeachConfig, number: int) -> dict[str, Any]:
@@ -155,8 +157,8 @@ def _outcome(episodes: Episodes, config: TeachConfig, number: int) -> dict[str, 
 
     The student plays with exploration, with the weights of the previous rounds.
     """
-    found: dict[str, Any] = {"round": number, "played_steps": episodes.step_count}
+    outcome: dict[str, Any] = {"round": number, "played_steps": episodes.step_count}
     if episodes.success is None:
-        return found
-    own = episodes.success[config.played_by_teacher(number) :]
-    return {**found, "student_episodes": len(own), "student_successes": int(own.sum())}
+        return outcome
+    student_success = episodes.success[config.played_by_teacher(number) :]
+    return {**outcome, "student_episodes": len(student_success), "student_successes": int(student_success.sum())}

@@ -167,9 +167,9 @@ class Learner:
         means = {name: float(torch.stack([row[name] for row in rows if name in row]).mean()) for name in names}
         if self.critic is not None:
             extras, alive = rollouts.extras, rollouts.alive
-            explained = explained_variance(extras["value"][alive], extras["value_target"][alive])
-            if not bool(explained.isnan()):
-                means["explained_variance"] = float(explained)
+            variance = explained_variance(extras["value"][alive], extras["value_target"][alive])
+            if not bool(variance.isnan()):
+                means["explained_variance"] = float(variance)
         self.stats = {**means, "actor_steps": sum("policy_loss" in row for row in rows), "kl_stop": float(stopped)}
         return self.stats
 
@@ -180,15 +180,15 @@ class Learner:
         itself. Next observations are already used in the critic's targets. Cached conditions of a frozen encoder
         replace images, unless an auxiliary loss samples new chunks.
         """
-        unseen = self.critic is None or not self.critic.reads_images
+        without_images = self.critic is None or not self.critic.reads_images
         # Auxiliary losses may ask a policy for fresh decisions, for which a cached condition is not enough.
-        images = not self._asked() and unseen and not reads_images(self.policy, rollouts)
+        images = not self._asked() and without_images and not reads_images(self.policy, rollouts)
         rollouts = rollouts.without(following=True, images=images)
         if self.by_episode:
             return rollouts
         flat = rollouts.flat()
-        played = flat.played.squeeze(1)
-        return flat if bool(played.all()) else flat.take(played.nonzero().squeeze(1))
+        played_mask = flat.played.squeeze(1)
+        return flat if bool(played_mask.all()) else flat.take(played_mask.nonzero().squeeze(1))
 
     def _scale(self, loss: str) -> float:
         """Return the factor of an auxiliary loss, or of the policy-gradient loss, "rl"."""
@@ -214,11 +214,11 @@ class Learner:
         assert self.critic is not None
         assert self.critic_optimiser is not None
         alive = batch.alive
-        known = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
+        target_mask = batch.extras["target_known"][alive] if "target_known" in batch.extras else None
         loss = value_loss(
             values_of(self.critic, visible(batch, alive, images=self.critic.reads_images)),
             batch.extras["value_target"][alive],
-            known,
+            target_mask,
         )
         require_finite("the value loss", loss.detach(), where)
         self.critic_optimiser.zero_grad(set_to_none=True)
@@ -233,12 +233,12 @@ class Learner:
     ) -> tuple[dict[str, Tensor], bool]:
         """Take one policy-gradient step, or none and return True when the KL target is exceeded."""
         config, alive = self.config, batch.alive
-        step, chosen = self._choose_steps(batch, draws)
+        step, subset = self._choose_steps(batch, draws)
         observation, latents = decisions_at(batch, alive, self.instructions)
-        if chosen:
+        if subset:
             latents["chosen"] = step[alive]
         scores = scores_of(self.policy, observation, latents)
-        if chosen and not config.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
+        if subset and not config.scored_steps and self.live is None and scores.logp.shape[-1] == self.sampling_steps:
             # A policy that ignores "chosen" scores all steps: from now on none is chosen.
             self.chooses, self.most = False, self.sampling_steps  # it scores all steps, whatever is asked for
             return self._actor_step(batch, context, draws, where)
@@ -293,8 +293,8 @@ class Learner:
         self.optimiser.step()
         if self.average is not None:
             self.average.update(self.policy)
-        named = {name: value.detach() for name, value in auxiliaries.items()}
-        return {**stats, **extra, **named, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
+        terms = {name: value.detach() for name, value in auxiliaries.items()}
+        return {**stats, **extra, **terms, "policy_loss": loss.detach(), "gradient_norm": norm.detach()}, False
 
     def _score(self, batch: Rollouts, logp: Tensor, step: Tensor, scores: Scores, share: float) -> Scored:
         """Combine a minibatch and its log-probabilities into the input of the coefficients."""
@@ -333,12 +333,12 @@ class Learner:
 
     def _diagnose(self, scored: Scored) -> dict[str, Tensor]:
         # A random choice stands for all noisy steps; those without noise do not differ.
-        whole = self.sampling_steps / len(self._steps()) * self.most / scored.chosen.shape[-1]
+        scale = self.sampling_steps / len(self._steps()) * self.most / scored.chosen.shape[-1]
         flat, mask = scored.log_ratio.flatten(0, 1), scored.mask.flatten(0, 1)
         each = scored.step_log_ratio.flatten(0, 1) if self.algorithm.ratio_level.shares_sums else flat
         low, high = scored.clip_low.flatten(0, 1), scored.clip_high.flatten(0, 1)
         return {
-            "kl": whole * approximate_kl(each, mask),
+            "kl": scale * approximate_kl(each, mask),
             "clip_fraction": clip_fraction(flat, mask, low, high),
             "effective_sample_size": effective_sample_size(each, mask),
             "clamped": scored.clamped.float().sum(),
@@ -371,9 +371,9 @@ class Learner:
             return steps.expand(shape), len(steps) < self.sampling_steps
         order = batch.mask[..., steps].to(draws.device, torch.float32)
         if self.config.scored_steps:
-            drawn = torch.rand(shape, generator=draws, device=draws.device)
+            priorities = torch.rand(shape, generator=draws, device=draws.device)
             # A random order among the noisy steps, with the others behind all of them.
-            order = torch.where(order > 0, drawn, -1.0)
+            order = torch.where(order > 0, priorities, -1.0)
         return steps[order.topk(count, dim=-1).indices], True
 
     @torch.no_grad()

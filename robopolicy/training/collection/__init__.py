@@ -51,8 +51,8 @@ def make_collector(
     def in_turns(actor: Trainable, section: FinetuneConfig) -> BatchCollector:
         acts = None if acting is None else acting(actor)
         if algorithm.needs & WHOLE:
-            given = demonstrations, acts
-            return EpisodeCollector(world, actor, algorithm, section, seed, generator, *given, images=images)
+            arguments = demonstrations, acts
+            return EpisodeCollector(world, actor, algorithm, section, seed, generator, *arguments, images=images)
         return StreamCollector(world, actor, section.rollout_length, seed, generator, acts, images=images)
 
     if not (config.props or config.staleness or config.delay):

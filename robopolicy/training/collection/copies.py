@@ -241,20 +241,20 @@ class PropsCollector(CopyCollector):
         """Return all parts of an iteration followed by the stored rollouts, with log-probabilities under the policy
         itself.
         """
-        played: list[Rollouts] = []
+        parts: list[Rollouts] = []
         past = [self._as_own(rollouts) for rollouts in self.past]
         for part in range(self.parts):
             load_learned(self.actor, learned(self.policy))
-            if past or played:
-                self._adjust([*past, *played])
-            found = self.collector.batch(iteration * self.parts + part, iteration)
-            played.append(self._as_own(found))
-        fresh = concatenate(played)
+            if past or parts:
+                self._adjust([*past, *parts])
+            batch = self.collector.batch(iteration * self.parts + part, iteration)
+            parts.append(self._as_own(batch))
+        fresh = concatenate(parts)
         if not self.past.maxlen:
             return fresh
         self.past.append(fresh)
-        own = [_marked(fresh, False, iteration), *(_marked(rollouts, True, iteration) for rollouts in past)]
-        return concatenate(own)
+        marked_parts = [_marked(fresh, False, iteration), *(_marked(rollouts, True, iteration) for rollouts in past)]
+        return concatenate(marked_parts)
 
     def tree(self) -> dict[str, Any]:
         """Return the collector's state and the stored rollouts."""
@@ -272,8 +272,8 @@ class PropsCollector(CopyCollector):
         the chunks.
         """
         parameters = list(self.actor.parameters())
-        for mine, learns in zip(parameters, self.policy.parameters(), strict=True):
-            mine.requires_grad_(learns.requires_grad)
+        for parameter, learns in zip(parameters, self.policy.parameters(), strict=True):
+            parameter.requires_grad_(learns.requires_grad)
         optimiser = torch.optim.Adam(list(self.actor.trainable_parameters()), lr=self.rate)
         for batch in self._minibatches([rollouts.flat() for rollouts in played]):
             if not self._step(batch, optimiser):
@@ -314,5 +314,5 @@ class PropsCollector(CopyCollector):
 
 def _marked(rollouts: Rollouts, replayed: bool, iteration: int) -> Rollouts:
     """Mark whether rows are from an earlier iteration; to the learner all rows belong to the current policy version."""
-    known = replace(rollouts, policy_version=torch.full_like(rollouts.policy_version, iteration))
-    return known.with_extras(replayed=torch.full_like(rollouts.terminated, replayed))
+    current = replace(rollouts, policy_version=torch.full_like(rollouts.policy_version, iteration))
+    return current.with_extras(replayed=torch.full_like(rollouts.terminated, replayed))

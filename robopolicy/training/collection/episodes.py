@@ -78,10 +78,10 @@ class EpisodeCollector:
     def batch(self, number: int, version: int) -> Rollouts:
         """Return the episodes of batch `number`, with `start` and `hint` [B, T] among their extras."""
         with while_collecting(number):
-            found = with_executed(self._groups(number, version), self.policy, self.world.spec.instructions, version)
+            rollouts = with_executed(self._groups(number, version), self.policy, self.world.spec.instructions, version)
             # Held episodes too: only now does the policy have the weights that acted in them.
             self.player.rescore(lambda held: self._executed(held, version))
-            return found
+            return rollouts
 
     def _executed(self, held: Rollouts, version: int) -> Tensor:
         """Compute log-probabilities of the executed part of chunks [n, 1, K] while the policy still has the acting
@@ -100,18 +100,18 @@ class EpisodeCollector:
         """Update sampler and hint with each initial state's success, mean absolute advantage and depth in its
         demonstration.
         """
-        found, place = torch.unique(collected.extras["start"][:, 0], return_inverse=True)
+        start_numbers, place = torch.unique(collected.extras["start"][:, 0], return_inverse=True)
 
         def per_start(values: Tensor, index: Tensor) -> np.ndarray:
-            total = torch.zeros(len(found), dtype=torch.float64, device=values.device)
+            total = torch.zeros(len(start_numbers), dtype=torch.float64, device=values.device)
             return total.index_add_(0, index, values.double()).cpu().numpy()
 
         episodes = per_start(torch.ones_like(place), place)
         won = per_start(collected.row_success, place)
-        learned = torch.searchsorted(found, prepared.extras["start"][:, 0].contiguous())
+        group_index = torch.searchsorted(start_numbers, prepared.extras["start"][:, 0].contiguous())
         size = prepared.extras["advantage"].abs().sum((1, 2)) / prepared.extras["episode_steps"][:, 0].clamp(min=1)
-        advantage = per_start(size, learned) / episodes
-        starts = found.cpu().numpy()
+        advantage = per_start(size, group_index) / episodes
+        starts = start_numbers.cpu().numpy()
         self.sampler.observe(starts, won, episodes, advantage)
         if self.hint is not None:
             depth = per_start(collected.extras["hint"][:, 0], place) / episodes
@@ -127,16 +127,16 @@ class EpisodeCollector:
         _, pool = start_pool(self.seed, config.starts, len(self.world.spec.instructions))
         tasks = [pool[start] for start in starts] if pool else []
         states, depths = self._hinted(batch, starts)
-        begun = zip(starts.tolist(), depths, strict=True)
-        self.begun |= {first + number: origin for number, origin in enumerate(begun)}
+        origins_of_batch = zip(starts.tolist(), depths, strict=True)
+        self.begun |= {first + number: origin for number, origin in enumerate(origins_of_batch)}
 
         def requests(sizes: list[int]) -> list[Request]:
-            asked = groups_of(seeds, sizes, tasks)
-            return [replace(item, group=first + item.group, state=states[item.group]) for item in asked]
+            new_requests = groups_of(seeds, sizes, tasks)
+            return [replace(item, group=first + item.group, state=states[item.group]) for item in new_requests]
 
         sizes = self.allocator.plan(self.sampler.predict(starts), config.group_size)
-        wanted = config.groups if config.overprovision else None
-        rollouts = self.player.play(requests(list(sizes)), self.generator, groups=wanted, version=version)
+        group_target = config.groups if config.overprovision else None
+        rollouts = self.player.play(requests(list(sizes)), self.generator, groups=group_target, version=version)
         more = self._more(rollouts, first, len(seeds))
         if sum(more):
             added = self.player.play(requests(more), self.generator, version=version)
@@ -145,8 +145,8 @@ class EpisodeCollector:
         device, shape = rollouts.group.device, rollouts.shape
         start = torch.tensor([start for start, _ in origins], device=device)
         depth = torch.tensor([depth for _, depth in origins], device=device)
-        held = self.player.held
-        self.begun = {group: origin for group, origin in self.begun.items() if group in held}
+        groups_kept = self.player.held
+        self.begun = {group: origin for group, origin in self.begun.items() if group in groups_kept}
         return rollouts.with_extras(start=start[:, None].expand(shape), hint=depth[:, None].expand(shape))
 
     def _more(self, rollouts: Rollouts, first: int, count: int) -> list[int]:
@@ -160,9 +160,9 @@ class EpisodeCollector:
         if self.config.overprovision:
             places = torch.unique(places, return_inverse=True)[1]
             count = int(places.max()) + 1
-        played = np.bincount(places, minlength=count)
+        episode_counts = np.bincount(places, minlength=count)
         won = np.bincount(places, rollouts.row_success.cpu(), count)
-        more = self.allocator.extend(won / np.maximum(played, 1), played)
+        more = self.allocator.extend(won / np.maximum(episode_counts, 1), episode_counts)
         if self.config.overprovision and sum(more):
             raise ConfigError(
                 f"The allocator {type(self.allocator).__name__} adds episodes to groups once it has seen them, and "
@@ -180,10 +180,10 @@ class EpisodeCollector:
         # Of the batch's number, not of a generator that moves: a resumed run draws the same.
         draws = np.random.default_rng(derive(self.seed, f"hints/{batch}"))
         depths = self.hint.depth(starts, self.sampler.predict(starts), context, draws)
-        found = [
+        start_states = [
             self.demonstrations.state(int(start), float(depth)) for start, depth in zip(starts, depths, strict=True)
         ]
-        return [state for state, _ in found], [depth for _, depth in found]
+        return [state for state, _ in start_states], [depth for _, depth in start_states]
 
     def _propose(self, batch: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return seeds [n] and indices [n] of the initial states to play; n = count unless the pool is smaller."""
@@ -249,9 +249,9 @@ class StreamCollector:
         with while_collecting(number):
             if self.streams is None:
                 self.streams = start_streams(self.world, self.acts, self.seed, f"collect/{number}")
-            given = self.world, self.acts, self.rollout_length, self.generator, self.streams
-            found = play(*given, version=version, images=self.images)
-            return with_executed(found, self.policy, self.world.spec.instructions)
+            arguments = self.world, self.acts, self.rollout_length, self.generator, self.streams
+            rollouts = play(*arguments, version=version, images=self.images)
+            return with_executed(rollouts, self.policy, self.world.spec.instructions)
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
         """Do nothing; seeds follow one another regardless of outcomes."""

@@ -55,12 +55,12 @@ class StoredPairs:
         groups = Segments.of(self.rollouts.group)
         # On the CPU and of the iteration's number: the same groups on any device, and after a resume.
         draws = torch.Generator().manual_seed(derive(self.seed, f"pairs/{iteration}"))
-        chosen = torch.randperm(groups.count, generator=draws)[: self.groups].to(groups.index.device)
-        found = self.rollouts.take(torch.isin(groups.index, chosen).nonzero().squeeze(1))
-        latents = {**found.latents, **conditions_of(found, self.policy, self.instructions)}
-        return replace(found, latents=latents, policy_version=torch.full_like(found.policy_version, -1)).with_extras(
-            replayed=torch.ones_like(found.alive)
-        )
+        indices = torch.randperm(groups.count, generator=draws)[: self.groups].to(groups.index.device)
+        group_rollouts = self.rollouts.take(torch.isin(groups.index, indices).nonzero().squeeze(1))
+        latents = {**group_rollouts.latents, **conditions_of(group_rollouts, self.policy, self.instructions)}
+        return replace(
+            group_rollouts, latents=latents, policy_version=torch.full_like(group_rollouts.policy_version, -1)
+        ).with_extras(replayed=torch.ones_like(group_rollouts.alive))
 
     def observe(self, collected: Rollouts, prepared: Rollouts) -> None:
         """Do nothing; no initial states are sampled."""
@@ -85,8 +85,8 @@ def _paid_by_verdict(rollouts: Rollouts) -> Rollouts:
     length, last = rollouts.alive.sum(1, keepdim=True), (rollouts.duration - 1).clamp(min=0)[..., None]
     final = torch.zeros_like(rollouts.alive).scatter(1, (length - 1).clamp(min=0), True)
     verdict = torch.where(final, rollouts.extras["preferred"], 0)[..., None].float()
-    nothing = torch.zeros(rollouts.valid.shape, device=rollouts.valid.device)
-    return replace(rollouts, rewards={"preference": nothing.scatter(-1, last, verdict)})
+    zeros = torch.zeros(rollouts.valid.shape, device=rollouts.valid.device)
+    return replace(rollouts, rewards={"preference": zeros.scatter(-1, last, verdict)})
 
 
 def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
@@ -104,6 +104,6 @@ def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
         )
     for key, field in policy.observation.items():
         shape = (policy.history, *field.shape)
-        own = rollouts.shown.get(key)
-        if own != shape:
-            raise DataError(f"Stored pairs show '{key}' as {own or 'nothing'}, the policy reads {shape}.")
+        stored_shape = rollouts.shown.get(key)
+        if stored_shape != shape:
+            raise DataError(f"Stored pairs show '{key}' as {stored_shape or 'nothing'}, the policy reads {shape}.")

@@ -47,7 +47,7 @@ class Dsrl:
             rate=config.learning_rate,
             temperature=0.1,
         )
-        made = steered(
+        steered_policy = steered(
             policy,
             settings,
             spec.observation,
@@ -57,7 +57,7 @@ class Dsrl:
             kind="rlpd",
             steers=False,
         )
-        return cast(Trainable, made)  # the rounds copy, save and restore it, and it learns here alone
+        return cast(Trainable, steered_policy)  # the rounds copy, save and restore it, and it learns here alone
 
     def prepare(self, policy: Trainable) -> None:
         """Do nothing; raises ConfigError for a policy that was not wrapped."""
@@ -86,10 +86,10 @@ class Dsrl:
         for _ in range(config.steps):
             rows = torch.randint(len(data), (config.batch_size,), generator=draws, device=draws.device)
             rows = rows.to(states.device)
-            seen = observed_at(lesson.episodes, data.frame[rows], steering.spec.history, keys)
+            observation = observed_at(lesson.episodes, data.frame[rows], steering.spec.history, keys)
             state = states[data.frame[rows]]
             noise = drawn_noise(steering, state, config.own_share, generators["noise"])
-            worth = noise_values(steering, lesson, seen, data.transitions.state[rows], noise)
+            worth = noise_values(steering, lesson, observation, data.transitions.state[rows], noise)
             # No backup and no target network: Q^W(s, w) = Q(s, pi(s, w)) is known for any w.
             loss = (agent.critics(state, noise) - worth).square().mean(1).sum()
             require_finite("the loss", loss.detach(), where)
@@ -106,14 +106,14 @@ class Dsrl:
         """Return the mean gain [] in the critic's value of the actor's noise over normal noise."""
         data, count = lesson.data, min(1024, len(lesson.data))
         rows = torch.linspace(0, len(data) - 1, count, device=states.device).long()
-        seen = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
+        observation = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
         state = states[data.frame[rows]]
         normal = drawn_noise(policy, state, 0.0, generators["gain"])
-        own, usual = (
-            noise_values(policy, lesson, seen, data.transitions.state[rows], noise)
+        own_values, usual = (
+            noise_values(policy, lesson, observation, data.transitions.state[rows], noise)
             for noise in (policy.agent.act(state), normal)
         )
-        return (own - usual).mean()
+        return (own_values - usual).mean()
 
 
 @torch.no_grad()
@@ -137,9 +137,9 @@ def drawn_noise(policy: SteeredPolicy, state: Tensor, own: float, generator: tor
     noise = policy.interface.to_agent(normal)
     if not own:
         return noise
-    theirs = policy.agent.act(state, generator)
-    chosen = torch.rand((len(state), 1), generator=generator, device=generator.device).to(state.device) < own
-    return torch.where(chosen, theirs, noise)
+    agent_noise = policy.agent.act(state, generator)
+    use_agent = torch.rand((len(state), 1), generator=generator, device=generator.device).to(state.device) < own
+    return torch.where(use_agent, agent_noise, noise)
 
 
 LOOKED_AT = 1024
@@ -154,8 +154,8 @@ class Idql:
 
     def wrap(self, policy: Policy, lesson: Lesson, seed: int) -> Trainable:
         """Return the policy as the base of one that will select among chunks by the prefitted critic; see `Wraps`."""
-        made = BestOfPolicy(policy, lesson.critic, lesson.interface, 1)
-        return cast(Trainable, made)  # the rounds copy, save and restore it, and nothing of it learns
+        best_of_policy = BestOfPolicy(policy, lesson.critic, lesson.interface, 1)
+        return cast(Trainable, best_of_policy)  # the rounds copy, save and restore it, and nothing of it learns
 
     def prepare(self, policy: Trainable) -> None:
         """Do nothing; raises ConfigError for a policy that was not wrapped."""

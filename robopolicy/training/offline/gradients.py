@@ -63,12 +63,12 @@ class AdjointMatching:
         keys, pulls = list(policy.spec.observation), list[Tensor]()
 
         def loss(rows: Tensor) -> Tensor:
-            seen = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
+            observation = observed_at(lesson.episodes, data.frame[rows], policy.spec.history, keys)
             state = data.transitions.state[rows]
             slope = lambda clean: value_slope(lesson, base, state, clean, config.pessimism)  # noqa: E731
-            found, pull = matching_loss(flow, base, seen, slope, config.strength, generators["chains"])
+            matching, pull = matching_loss(flow, base, observation, slope, config.strength, generators["chains"])
             pulls.append(pull)
-            return found
+            return matching
 
         mean = descend(policy, loss, len(data), config, step, generators, where)
         return {"loss": mean, "pull": float(torch.stack(pulls).mean())}
@@ -76,13 +76,13 @@ class AdjointMatching:
 
 def require_flow(policy: Trainable) -> DenoisingPolicy:
     """Return `policy` if it is a flow policy whose steps are all trained; else raises ConfigError with the reason."""
-    refused = (
+    message = (
         f"adjoint_matching regresses on velocities, and {type(policy).__name__}%s is no flow: train one "
         "(policy.kind=flow), or climb the critic through a diffusion's steps (diffusion_ql)."
     )
-    flow = require_denoising(policy, refused % "")
+    flow = require_denoising(policy, message % "")
     if not isinstance(flow.schedule, FlowSchedule):
-        raise ConfigError(refused % f" with kind={flow.config.kind.value}")
+        raise ConfigError(message % f" with kind={flow.config.kind.value}")
     if flow.first_step:
         raise ConfigError(
             f"adjoint_matching moves the velocities of all steps, and the first {flow.first_step} of this policy are "
@@ -117,8 +117,8 @@ def matching_loss(
     """Return the loss [] and the mean size [] of the velocity correction, for one chain per observation (N)."""
     sampler, times = memoryless(policy.schedule.steps, policy.schedule.clip), policy.schedule.times
     sampler = sampler.to(times.device)
-    condition, seen = policy.encode(observation), base.encode(observation)
-    moving, still = steps_of(policy.network, times, condition), steps_of(base.network, times, seen)
+    condition, base_condition = policy.encode(observation), base.encode(observation)
+    moving, still = steps_of(policy.network, times, condition), steps_of(base.network, times, base_condition)
     with torch.no_grad():
         rows = len(next(iter(condition.values())))
         shape = sampler.steps + 1, rows, *policy.noise_shape
@@ -146,10 +146,10 @@ def memoryless(steps: int, clip: float | None = None) -> NoiseSchedule:
     after = time - 1 / steps
     ratio = (1 - time) / (1 - after)
     added = time.square() - (ratio * after).square()
-    clean, kept = (1 - after) * added / time.square(), ratio * after.square() / time.square()
-    # At the first step t = 1, so ratio is 0, added is 1 and `kept` is 0: the noise is forgotten entirely.
+    clean, from_x = (1 - after) * added / time.square(), ratio * after.square() / time.square()
+    # At the first step t = 1, so ratio is 0, added is 1 and `from_x` is 0: the noise is forgotten entirely.
     std = after * added.sqrt() / time
-    table = torch.stack([torch.ones_like(time), -time, clean, kept, std], -1)
+    table = torch.stack([torch.ones_like(time), -time, clean, from_x, std], -1)
     table[-1, 4] = 0.0  # what follows the last step is the clean estimate itself
     return NoiseSchedule(time, table, table, clip)
 
@@ -157,9 +157,9 @@ def memoryless(steps: int, clip: float | None = None) -> NoiseSchedule:
 def draw_chain(sampler: NoiseSchedule, steps: Steps, noise: Tensor) -> Tensor:
     """Sample chains [N, K+1, P, A] that start with noise[0] and use noise[k + 1] in step k, [K+1, N, P, A]."""
     latents = [noise[0]]
-    for index, drawn in enumerate(noise[1:]):
+    for index, step_noise in enumerate(noise[1:]):
         x = latents[-1]
-        latents.append(sampler.transition(x, steps.one(x, index), index).sample(drawn))
+        latents.append(sampler.transition(x, steps.one(x, index), index).sample(step_noise))
     return torch.stack(latents, 1)
 
 
@@ -169,15 +169,15 @@ def lean_adjoints(sampler: NoiseSchedule, base: Steps, chain: Tensor, end: Tenso
     end: the adjoint [N, P, A] at the clean latents. The first step forgets its noise, so its adjoint would be zero and
     its gain infinite. It uses the adjoint of the second step instead; `gains` contains the finite product.
     """
-    adjoint, found = end, list[Tensor]()
+    adjoint, adjoints = end, list[Tensor]()
     for index in reversed(range(1, sampler.steps)):
         with torch.enable_grad():
             x = chain[:, index].detach().requires_grad_()
             mean = sampler.transition(x, base.one(x, index), index).mean
             # a(t) = J^T a(s) with J the Jacobian of the transition's mean: the discrete adjoint equation.
             adjoint = torch.autograd.grad(mean, x, adjoint)[0]
-        found.append(adjoint)
-    return torch.stack([found[-1], *reversed(found)], 1)
+        adjoints.append(adjoint)
+    return torch.stack([adjoints[-1], *reversed(adjoints)], 1)
 
 
 def gains(times: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class DiffusionQl:
         actor: DecidesFromNoise = policy
         config = self.config
         data = lesson.data
-        found = list[Tensor]()
+        values = list[Tensor]()
         batch = partial(lesson.recorded, spec=policy.spec)
 
         def climb(rows: Tensor, drawn: dict[str, Any]) -> Tensor:
@@ -226,12 +226,12 @@ class DiffusionQl:
             action = lesson.interface.to_agent(actor.to_actions(latents[:, -1]))
             # The smallest critic: a single one would be climbed where it errs upwards.
             q = lesson.critic.action_values(data.transitions.state[rows], action).amin(0)
-            found.append(q.detach().mean())
+            values.append(q.detach().mean())
             return scaled_ascent(q, config.eta)
 
         also = climb if config.eta else None
         loss = imitate(policy, batch, len(data), config, step, generators, where, also=also)
-        return {"loss": loss, **({"q": float(found[-1])} if found else {})}
+        return {"loss": loss, **({"q": float(values[-1])} if values else {})}
 
 
 def scaled_ascent(q: Tensor, eta: float) -> Tensor:

@@ -38,33 +38,33 @@ def guided_episodes(
     instructions, DataError when rewards, success or the observations after the last actions are not recorded.
     """
     require_vectors(policy, episodes)
-    recorded = episodes.to("cpu")
-    fields = StateVector.of(recorded.observation_fields).fields
+    cpu_episodes = episodes.to("cpu")
+    fields = StateVector.of(cpu_episodes.observation_fields).fields
     spec = WorldSpec(
         "recorded",
         fields,
-        recorded.action_field,
-        recorded.fps,
-        int(recorded.lengths.max()),
-        rewards=tuple(recorded.rewards or ()),
-        instructions=(recorded.tasks[0],),
+        cpu_episodes.action_field,
+        cpu_episodes.fps,
+        int(cpu_episodes.lengths.max()),
+        rewards=tuple(cpu_episodes.rewards or ()),
+        instructions=(cpu_episodes.tasks[0],),
     )
     sizes = TrajectoryConfig(length=config.length, width=config.width, batch_size=config.batch_size)
-    model = TrajectoryDiffusion.build(sizes, spec, recorded, seed).to(generators.device)
-    fit_stages(model, recorded, FitConfig(steps=config.steps, learning_rate=2e-3), generators)
-    model.calibrate(recorded)
+    model = TrajectoryDiffusion.build(sizes, spec, cpu_episodes, seed).to(generators.device)
+    fit_stages(model, cpu_episodes, FitConfig(steps=config.steps, learning_rate=2e-3), generators)
+    model.calibrate(cpu_episodes)
     model.eval()
-    target = decided(policy, model, recorded.tasks[0], seed)
+    target = decided(policy, model, cpu_episodes.tasks[0], seed)
     steps = model.generate(config.count, generators["guided"], target, config.guidance)
-    return as_episodes(model, steps, recorded.to(generators.device))
+    return as_episodes(model, steps, cpu_episodes.to(generators.device))
 
 
 def require_vectors(policy: Policy, episodes: Episodes) -> None:
     """Raise ConfigError or DataError with the reason when synthetic episodes cannot be generated for this policy."""
-    seen = sorted({*policy.spec.cameras, *episodes.cameras})
-    if seen:
+    cameras = sorted({*policy.spec.cameras, *episodes.cameras})
+    if cameras:
         raise ConfigError(
-            f"Guided episodes are drawn as vectors, and here are images (camera '{seen[0]}'): imagined ones, of a "
+            f"Guided episodes are drawn as vectors, and here are images (camera '{cameras[0]}'): imagined ones, of a "
             "world model that shows images, take their place."
         )
     if len(set(episodes.tasks)) > 1:
@@ -90,13 +90,15 @@ def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: 
 
     @torch.no_grad()
     def decisions(states: Tensor) -> Tensor:
-        whole = rearrange(states, "(n l) s -> n l s", l=length)
-        shown = model.state_vector.unpack(rearrange(whole[:, frames], "n t h s -> (n t) h s"))
-        seen = {key: shown[key] for key in spec.observation} | {TASK: [instruction] * (len(whole) * len(begins))}
+        subsequences = rearrange(states, "(n l) s -> n l s", l=length)
+        fields = model.state_vector.unpack(rearrange(subsequences[:, frames], "n t h s -> (n t) h s"))
+        observation = {key: fields[key] for key in spec.observation} | {
+            TASK: [instruction] * (len(subsequences) * len(begins))
+        }
         # A fixed seed: drawn anew at every denoising step, decisions would pull elsewhere each time.
         noise = torch.Generator(states.device).manual_seed(seed)
-        actions = policy.act(seen, noise, deterministic=True).actions
-        return rearrange(actions, "(n t) c a -> n (t c) a", n=len(whole))[:, :length].flatten(0, 1)
+        actions = policy.act(observation, noise, deterministic=True).actions
+        return rearrange(actions, "(n t) c a -> n (t c) a", n=len(subsequences))[:, :length].flatten(0, 1)
 
     def log_prob(states: Tensor, actions: Tensor) -> Tensor:
         # Unnormalised: the guidance uses the gradient alone.
@@ -114,25 +116,27 @@ def as_episodes(model: TrajectoryDiffusion, steps: Tensor, recorded: Episodes) -
     """
     states, actions = steps.split([model.states, model.actions], -1)
     low, high = (bound.to(steps.device) for bound in recorded_range(recorded))
-    taken = actions[:, :-1].clamp(low, high)
+    clipped_actions = actions[:, :-1].clamp(low, high)
     before, after = states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
     success = rearrange(model.heads.succeeded(after), "(n l) -> n l", n=len(steps))
-    progress = rearrange(model.heads.progress(before, taken.flatten(0, 1), after), "(n l) -> n l", n=len(steps))
+    progress = rearrange(
+        model.heads.progress(before, clipped_actions.flatten(0, 1), after), "(n l) -> n l", n=len(steps)
+    )
     won = success.long().cumsum(1)
-    kept = (won == 0) | ((won == 1) & success)  # up to the first success, that step included
-    lengths = kept.sum(1)
+    kept_mask = (won == 0) | ((won == 1) & success)  # up to the first success, that step included
+    lengths = kept_mask.sum(1)
     # The frame before the first action, and then one frame behind every kept action.
-    shown = torch.cat([torch.ones_like(kept[:, :1]), kept], 1)
+    frame_mask = torch.cat([torch.ones_like(kept_mask[:, :1]), kept_mask], 1)
     return Episodes(
         observation_fields=model.state_vector.fields,
         action_field=recorded.action_field,
         fps=recorded.fps,
-        observation=dict(model.state_vector.unpack(states[shown])),
-        actions=taken[kept],
+        observation=dict(model.state_vector.unpack(states[frame_mask])),
+        actions=clipped_actions[kept_mask],
         lengths=lengths,
         tasks=(recorded.tasks[0],) * len(steps),
-        rewards={PROGRESS: progress[kept], SUCCESS: model.heads.bonus * success[kept].float()},
-        step_success=success[kept],
+        rewards={PROGRESS: progress[kept_mask], SUCCESS: model.heads.bonus * success[kept_mask].float()},
+        step_success=success[kept_mask],
         terminated=success.any(1),
         final_known=torch.ones(len(steps), dtype=torch.bool, device=steps.device),
     )

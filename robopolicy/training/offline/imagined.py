@@ -29,22 +29,22 @@ class ImaginedPpo:
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
     ) -> dict[str, float]:
         """Fine-tune in imagination; see `Improver`."""
-        found = lesson.imagination
-        if found is None:
+        imagination = lesson.imagination
+        if imagination is None:
             raise ConfigError("imagined_ppo learns in a world model, and there is none.")
         # A round's own draws: whatever became of the candidates before, this one is made in the same way.
         draws = generators["imagination"]
         seed = derive(int(torch.randint(2**31, (), generator=draws, device=draws.device)), where)
-        given, config = found.settings, self.config
+        base_settings, config = imagination.settings, self.config
         settings = replace(
-            given,
+            base_settings,
             iterations=config.iterations,
-            learning_rate=given.learning_rate * step,
+            learning_rate=base_settings.learning_rate * step,
             evaluate_every=0,
             target_success=None,
         )
         if config.near_base:
             settings = held_near_base(settings, config.near_base)
-        inside = require_trainable(found.as_inside(policy))
-        result = finetune(inside, found.new_critic(seed), found.world, settings, seed=seed)
+        inside = require_trainable(imagination.as_inside(policy))
+        result = finetune(inside, imagination.new_critic(seed), imagination.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}

@@ -159,18 +159,18 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
     draws = generators["observations"]
     index = torch.randint(len(data), (count,), generator=draws, device=draws.device).to(episodes.device)
     spec = policy.spec
-    seen = observed_at(episodes, data.frame[index], spec.history, list(spec.observation))
+    observation = observed_at(episodes, data.frame[index], spec.history, list(spec.observation))
     # On-policy at recorded observations: one decision each, paid by the critic at once, so no rollout is needed.
-    decision = policy.act(seen, generators["act"])
+    decision = policy.act(observation, generators["act"])
     state = data.transitions.state[index]
     q, v = lesson.values(state, lesson.interface.to_agent(decision.actions))
     raw = q - v
     advantage = (raw - raw.mean()) / (raw.std(unbiased=False) + 1e-6)
     rows = torch.arange(count, device=raw.device)
-    nothing = torch.zeros(count, 1, dtype=torch.bool, device=raw.device)
-    mask, shown = decision.mask[:, None], _in_rows(seen)
+    zeros = torch.zeros(count, 1, dtype=torch.bool, device=raw.device)
+    mask, stacked = decision.mask[:, None], _in_rows(observation)
     return Rollouts(
-        observation={key: value for key, value in shown.items() if key not in cameras_in(shown)},
+        observation={key: value for key, value in stacked.items() if key not in cameras_in(stacked)},
         next_observation={},
         latents={name: value[:, None] for name, value in decision.latents.items()},
         actions=decision.actions[:, None],
@@ -178,18 +178,18 @@ def decided_anew(policy: Trainable, lesson: Lesson, count: int, generators: Gene
         mask=mask,
         rewards={},
         valid=torch.ones(count, 1, spec.chunk, dtype=torch.bool, device=raw.device),
-        terminated=nothing,
+        terminated=zeros,
         # Episodes of one decision that do not end the task; nothing bootstraps from them, as the advantage is given.
-        truncated=~nothing,
-        horizon_end=nothing,
-        success=nothing,
-        task=_tasks(seen, lesson.interface.instructions, raw.device)[:, None],
+        truncated=~zeros,
+        horizon_end=zeros,
+        success=zeros,
+        task=_tasks(observation, lesson.interface.instructions, raw.device)[:, None],
         policy_version=torch.full((count, 1), version, device=raw.device),
         episode=rows,
         group=rows,
         parent=torch.full_like(rows, -1),
         branch_decision=torch.full_like(rows, -1),
-        images=Images.of(shown),
+        images=Images.of(stacked),
     ).with_extras(
         advantage=torch.where(mask, advantage[:, None, None], 0.0),
         episode_steps=mask.sum(-1),
@@ -241,15 +241,15 @@ class BestOf:
         index = torch.randperm(len(data), generator=draws, device=draws.device)[: config.decisions]
         frames = data.frame[index.to(lesson.episodes.device)]
         proposer = policy if self.base is None else self.base
-        chosen, gain = chosen_decisions(proposer, lesson, frames, config.candidates, generators)
-        missing = spec.prediction - spec.chunk  # what lies behind the executed steps is not imitated
-        target = torch.cat([chosen, chosen[:, -1:].expand(-1, missing, -1)], 1)
+        actions, gain = chosen_decisions(proposer, lesson, frames, config.candidates, generators)
+        padding = spec.prediction - spec.chunk  # what lies behind the executed steps is not imitated
+        target = torch.cat([actions, actions[:, -1:].expand(-1, padding, -1)], 1)
         executed = torch.arange(spec.prediction, device=target.device) < spec.chunk
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            seen = observed_at(lesson.episodes, frames[rows], spec.history, list(spec.observation))
+            observation = observed_at(lesson.episodes, frames[rows], spec.history, list(spec.observation))
             return {
-                "observation": seen,
+                "observation": observation,
                 "actions": target[rows],
                 "action_valid": executed.expand(len(rows), -1),
             }
@@ -269,14 +269,14 @@ def chosen_decisions(
     score = smallest_value(lesson.critic, lesson.interface)
     keys = list(dict.fromkeys((*policy.spec.observation, *lesson.interface.keys)))
     history = max(policy.spec.history, lesson.interface.history)
-    chosen: list[Tensor] = []
+    actions: list[Tensor] = []
     gains: list[Tensor] = []
     for part in torch.split(frames, max(1, ROWS // candidates)):
         observation = observed_at(lesson.episodes, part, history, keys)
         decision, scores = best_of(policy, observation, generators["act"], candidates, score)
-        chosen.append(decision.actions)
+        actions.append(decision.actions)
         gains.append(scores.amax(1) - scores.mean(1))
-    return torch.cat(chosen), float(torch.cat(gains).mean())
+    return torch.cat(actions), float(torch.cat(gains).mean())
 
 
 class ImitationConfig(Protocol):
@@ -316,10 +316,10 @@ def imitate(
     """
 
     def loss(rows: Tensor) -> Tensor:
-        drawn = batch(rows)
-        every = torch.stack(list(policy.loss(drawn, generators["loss"]).values())).sum(0)
-        found = every.mean() if weight is None else (weight[rows] * every).mean()
-        return found if also is None else found + also(rows, drawn)
+        minibatch = batch(rows)
+        every = torch.stack(list(policy.loss(minibatch, generators["loss"]).values())).sum(0)
+        imitation = every.mean() if weight is None else (weight[rows] * every).mean()
+        return imitation if also is None else imitation + also(rows, minibatch)
 
     return descend(policy, loss, count, config, step, generators, where)
 
@@ -343,15 +343,15 @@ def descend(
     draws, losses = generators["batches"], list[Tensor]()
     for number in range(config.steps):
         rows = torch.randint(count, (config.batch_size,), generator=draws, device=draws.device)
-        found = loss(rows)
-        require_finite("the loss", found.detach(), where)
+        step_loss = loss(rows)
+        require_finite("the loss", step_loss.detach(), where)
         optimiser.zero_grad(set_to_none=True)
         # The loss may run through critics and a frozen base, whose weights must collect no gradient.
-        found.backward(inputs=parameters)
+        step_loss.backward(inputs=parameters)
         clip_gradients(parameters, 1.0, where)
         set_learning_rate(optimiser, config.learning_rate * step * (1 - number / config.steps))
         optimiser.step()
-        losses.append(found.detach())
+        losses.append(step_loss.detach())
     return float(torch.stack(losses).mean())
 
 
@@ -374,5 +374,5 @@ def _in_rows(seen: TensorObservation) -> TensorObservation:
 
 
 def _tasks(seen: Mapping[str, Any], instructions: tuple[str, ...], device: torch.device) -> Tensor:
-    known = {text: place for place, text in enumerate(instructions)}
-    return torch.tensor([known.get(text, 0) for text in seen[TASK]], device=device)
+    index_of_text = {text: place for place, text in enumerate(instructions)}
+    return torch.tensor([index_of_text.get(text, 0) for text in seen[TASK]], device=device)

@@ -42,15 +42,15 @@ class Recap:
         config, data = self.config, lesson.data
         network_to_tell(policy).guidance.fill_(config.guidance)
         better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
-        told = torch.where(better, int(Improvement.POSITIVE), int(Improvement.NEGATIVE))
+        indicators = torch.where(better, int(Improvement.POSITIVE), int(Improvement.NEGATIVE))
         draws = generators["indicator"]
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            found = lesson.recorded(rows, policy.spec)
+            minibatch = lesson.recorded(rows, policy.spec)
             # Classifier-free guidance needs the network without its condition as well.
-            hidden = torch.rand(len(rows), generator=draws, device=draws.device).to(told.device) < config.dropout
-            found["observation"][IMPROVEMENT] = told[rows].masked_fill(hidden, int(Improvement.NONE))
-            return found
+            hidden = torch.rand(len(rows), generator=draws, device=draws.device).to(indicators.device) < config.dropout
+            minibatch["observation"][IMPROVEMENT] = indicators[rows].masked_fill(hidden, int(Improvement.NONE))
+            return minibatch
 
         loss = imitate(policy, batch, len(data), config, step, generators, where)
         return {"loss": loss, "positive": float(better.float().mean())}
@@ -58,11 +58,11 @@ class Recap:
 
 def network_to_tell(policy: Trainable) -> AdvantageConditioned:
     """Return the network of `policy` with an input for the indicator; raises ConfigError when it cannot have one."""
-    refused = (
+    message = (
         f"recap tells the policy's network what to do, and {type(policy).__name__} is no DenoisingPolicy: "
         "weighted_imitation and best_of take any policy."
     )
-    return condition_on_advantage(require_denoising(policy, refused))
+    return condition_on_advantage(require_denoising(policy, message))
 
 
 class FilteredImitation:
@@ -85,14 +85,14 @@ class FilteredImitation:
             better = successful(lesson)
         else:
             better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
-        kept = better.nonzero().flatten()
-        if not len(kept):
+        indices = better.nonzero().flatten()
+        if not len(indices):
             raise ConfigError("filtered_imitation found no recorded decision that is better than the others.")
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            return lesson.recorded(kept[rows], policy.spec)
+            return lesson.recorded(indices[rows], policy.spec)
 
-        loss = imitate(policy, batch, len(kept), config, step, generators, where)
+        loss = imitate(policy, batch, len(indices), config, step, generators, where)
         return {"loss": loss, "positive": float(better.float().mean())}
 
 
@@ -113,8 +113,8 @@ def advantages(
         frames, generator = lesson.data.frame[rows], generators["own"]
         chunks = actions_at(policy, lesson.episodes, frames, generator, samples=config.decisions)
         state = data.state[rows].repeat_interleave(config.decisions, 0)
-        found, _ = lesson.values(state, lesson.interface.to_agent(chunks.flatten(0, 1)))
-        means.append(found.reshape(len(rows), -1).mean(1))
+        values, _ = lesson.values(state, lesson.interface.to_agent(chunks.flatten(0, 1)))
+        means.append(values.reshape(len(rows), -1).mean(1))
     return q - torch.cat(means)
 
 

@@ -75,25 +75,25 @@ def improve_in_rounds(
     """
     improver.prepare(policy)
     place = None if run is None else run.path / "resume" / "rounds"
-    saved = None if place is None else load_trainer(place)
+    state = None if place is None else load_trainer(place)
     done = 0
     step = 1.0
     records = list[dict[str, Any]]()
-    if saved is not None:
-        done = int(saved["round"])
-        step = float(saved["step"])
-        records = list(saved["records"])
-        policy.load_state_dict(saved["policy"])
+    if state is not None:
+        done = int(state["round"])
+        step = float(state["step"])
+        records = list(state["records"])
+        policy.load_state_dict(state["policy"])
     if run is not None:
         run.rewind("round", done)
-        if saved is None:
+        if state is None:
             policy.save(run.path / "base")
             policy.save(run.checkpoint)
     device = next(policy.parameters()).device
     with progress("Gated rounds", rounds) as advance:
         advance(done)
         for number in range(done + 1, rounds + 1):
-            started = time.perf_counter()
+            start = time.perf_counter()
             candidate = copy.deepcopy(policy)
             # Of the round's number alone: it draws alike whether earlier rounds were accepted, refused or resumed.
             generators = Generators(derive(seed, f"round/{number}"), device)
@@ -103,7 +103,7 @@ def improve_in_rounds(
             accepted = verdict is None or verdict.accepted
             if verdict is not None:
                 record |= {"gate": verdict.line(f"round {number}"), "verdict": verdict.to_json()}
-            record |= {"accepted": accepted, "seconds": time.perf_counter() - started}
+            record |= {"accepted": accepted, "seconds": time.perf_counter() - start}
             if accepted:
                 # In place, as callers hold this policy.
                 policy.load_state_dict(candidate.state_dict())
