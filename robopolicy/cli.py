@@ -77,9 +77,9 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception as error:
             if is_interruption(error):
                 return _interrupted(arguments[0])
-            if not (said := in_a_sentence(error)):
+            if not (message := in_a_sentence(error)):
                 raise
-            text = f"[bold red]Error:[/] {escape(said)}"
+            text = f"[bold red]Error:[/] {escape(message)}"
             Console(stderr=True, emoji=False).print(text, highlight=False, soft_wrap=True)
             return 2
     except KeyboardInterrupt:
@@ -120,17 +120,17 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     verb = declaration(name)
     from robopolicy.configuration import compose  # imports hydra: only once a verb is known
 
-    asked = next((place for place, argument in enumerate(arguments) if argument in HELP), None)
-    if asked is not None:
-        after = [argument for argument in arguments[asked:] if argument not in HELP]
-        settings = arguments[:asked] + [argument for argument in after if "=" in argument]
+    help_place = next((place for place, argument in enumerate(arguments) if argument in HELP), None)
+    if help_place is not None:
+        after = [argument for argument in arguments[help_place:] if argument not in HELP]
+        settings = arguments[:help_place] + [argument for argument in after if "=" in argument]
         sections = [argument for argument in after if "=" not in argument]
         print_help(name, verb, compose(overrides(name, verb, settings), sections=verb.sections), output, sections)
         return 0
     origin = partial(_in_origin, verb) if verb.world_from else None
-    given = overrides(name, verb, arguments)
-    config = compose(given, origin, verb.sections)
-    _say_unread(name, verb, config, given)
+    all_overrides = overrides(name, verb, arguments)
+    config = compose(all_overrides, origin, verb.sections)
+    _say_unread(name, verb, config, all_overrides)
     if config.json is not None:
         from robopolicy.core.storage import require_writable  # imports safetensors
 
@@ -141,8 +141,8 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     except RobopolicyError as error:
         from robopolicy.configuration.description import with_sections
 
-        own = sorted(verb.sections, key=lambda section: (section != name, section in ("run", "world")))
-        error.args = (with_sections(str(error), own, config),)
+        own_sections = sorted(verb.sections, key=lambda section: (section != name, section in ("run", "world")))
+        error.args = (with_sections(str(error), own_sections, config),)
         raise
 
 
@@ -158,8 +158,8 @@ def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -
     verbs.
     """
     keys = [setting.partition("=")[0].lstrip("+~") for setting in given]
-    others = {item.name for item in fields(config)} - set(verb.sections)
-    unread = [key for key in keys if "." in key and key.partition(".")[0] in others and key not in NAMING]
+    other_sections = {item.name for item in fields(config)} - set(verb.sections)
+    unread = [key for key in keys if "." in key and key.partition(".")[0] in other_sections and key not in NAMING]
     if unread:
         text = f"'{name}' does not read {', '.join(unread)}: it reads {', '.join(verb.sections)}."
         Console(stderr=True, emoji=False).print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
@@ -218,12 +218,12 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
     """
     from robopolicy.configuration import described
 
-    width, found = min(output.width, WIDEST), described(verb.sections, config)
+    width, described_sections = min(output.width, WIDEST), described(verb.sections, config)
     if sections:
-        chosen = _chosen(name, found, sections)
-        if chosen[0].path == "world":
+        selected = _chosen(name, described_sections, sections)
+        if selected[0].path == "world":
             print_groups(output, width)
-        for part in chosen:
+        for part in selected:
             print_section(part, output, width)
         return
     target = "".join(f" [{key.split('.')[1].upper()}]" for key in verb.targets)
@@ -234,8 +234,8 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
         output.print()
         print_groups(output, width)
         output.print(f"What a recipe sets: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
-    folded = [part for part in found if _is_folded(part.path, name)]
-    for part in found:
+    folded = [part for part in described_sections if _is_folded(part.path, name)]
+    for part in described_sections:
         if part not in folded:
             print_section(part, output, width, page=True)
     if folded:
@@ -273,15 +273,15 @@ def print_section(section: "Described", output: Console, width: int, page: bool 
             unset = [key for key, value, _ in rows if value == "null"]
             rows = [(key, value, re.split(r"(?<=\.) (?=[A-Z0-9])", meaning)[0]) for key, value, meaning in rows]
             rows = [row for row in rows if row[0] not in unset]
-        named = {"Not set (null)": unset, "Seldom set": rare}
-        said = " ".join(f"{what}: {', '.join(keys)}." for what, keys in named.items() if keys)
-        if said:
-            said = f"{said} All in full: --help {section.path}"
-            output.print(textwrap.fill(said, width - 2, initial_indent="  ", subsequent_indent="    "), highlight=False)
+        short_lists = {"Not set (null)": unset, "Seldom set": rare}
+        line = " ".join(f"{title}: {', '.join(keys)}." for title, keys in short_lists.items() if keys)
+        if line:
+            line = f"{line} All in full: --help {section.path}"
+            output.print(textwrap.fill(line, width - 2, initial_indent="  ", subsequent_indent="    "), highlight=False)
     if width < NARROW:
         for key, value, meaning in rows:
-            said = textwrap.fill(f"  {key}={value}  {meaning}", width, subsequent_indent=4 * " ")
-            text = Text(said, style="dim")
+            line = textwrap.fill(f"  {key}={value}  {meaning}", width, subsequent_indent=4 * " ")
+            text = Text(line, style="dim")
             text.stylize("not dim bold", 2, 2 + len(key))
             text.stylize("not dim cyan", 3 + len(key), 3 + len(key) + len(value))
             output.print(text, highlight=False, soft_wrap=True)

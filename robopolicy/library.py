@@ -42,8 +42,10 @@ def make_world(name: str, batch_size: int = 128, **options: Any) -> World:
     history, seed and device. Raises ConfigError with the closest name.
     """
     if name in (WORLD_MODEL, DEMONSTRATIONS):
-        own = {key: options.pop(key) for key in ("history", "seed", "device") if key in options}
-        return made_of_files(from_plain(WorldSection, to_plain({**options, "name": name}), "world"), batch_size, **own)
+        arguments = {key: options.pop(key) for key in ("history", "seed", "device") if key in options}
+        return made_of_files(
+            from_plain(WorldSection, to_plain({**options, "name": name}), "world"), batch_size, **arguments
+        )
     from sims.registry import make_world as make
 
     return make(name, batch_size, **options)
@@ -64,10 +66,10 @@ def evaluate(
     world: a world, or its name, which is then built with the policy's cameras and history. deterministic: without
     exploration noise. Raises SpecError when policy and world do not fit.
     """
-    made, chosen = None, choose_device(RunSection(device=device))
+    own_world, torch_device = None, choose_device(RunSection(device=device))
     if isinstance(world, str):
         viewer = policy if is_policy(policy) else None
-        world = made = build_world(WorldSection(name=world), viewer, episodes=episodes, device=chosen)
+        world = own_world = build_world(WorldSection(name=world), viewer, episodes=episodes, device=torch_device)
     try:
         return evaluate_policy(
             world,
@@ -75,11 +77,11 @@ def evaluate(
             episode_seeds(seed, "evaluate", episodes),
             deterministic=deterministic,
             generator_seed=seed,
-            device=chosen,
+            device=torch_device,
         )
     finally:
-        if made is not None:
-            made.close()
+        if own_world is not None:
+            own_world.close()
 
 
 def collect(*settings: str) -> dict[str, Any]:

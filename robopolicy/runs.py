@@ -101,17 +101,17 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     folder = RunFolder(path)
     sweep(path)
     text = to_yaml(config, sections)
-    written = path / "config.yaml"
-    if written.exists() and _has_begun(path):
+    config_file = path / "config.yaml"
+    if config_file.exists() and _has_begun(path):
         way_out = _way_out(config, verb, path)
         try:  # what an older version had no setting for is at its default
-            earlier = from_plain(Config, read_yaml(written))
+            earlier = from_plain(Config, read_yaml(config_file))
         except ConfigError as error:
             raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
         old, new = ({name: to_plain(getattr(each, name)) for name in sections} for each in (earlier, config))
-        changed = _differences(_with_default_size(old, new), new)
-        if changed:
-            raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changed[:4])}). {way_out}")
+        changes = _differences(_with_default_size(old, new), new)
+        if changes:
+            raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changes[:4])}). {way_out}")
         if not (path / RESULT).exists():
             _say_other_ground(folder, config.run.threads)
     else:
@@ -139,8 +139,8 @@ def _follow(folder: RunFolder, config: Config, verb: str, sections: Sequence[str
 
 def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> None:
     """Raise ConfigError when an input of the run lies in its own folder, which run.overwrite would remove."""
-    given = ((f"{name}.{key}", value) for name in sections for key, value in vars(getattr(config, name)).items())
-    for setting, value in given:
+    inputs = ((f"{name}.{key}", value) for name in sections for key, value in vars(getattr(config, name)).items())
+    for setting, value in inputs:
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, Path) and each.resolve().is_relative_to(path.resolve()):
                 raise ConfigError(
@@ -164,8 +164,8 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     half-written by a killed process are removed.
     """
     folder, settings = open_folder(run_path(config, verb)), to_yaml(config, sections)
-    written = folder.path / "config.yaml"
-    if written.exists() and written.read_text() != settings:
+    config_file = folder.path / "config.yaml"
+    if config_file.exists() and config_file.read_text() != settings:
         if is_complete(folder.path):
             output.print(
                 f"{folder.path} holds a run with other settings, which this one replaces; run.name=NAME keeps both.",
@@ -181,10 +181,10 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
 
 
 def _say_other_ground(folder: RunFolder, threads: int) -> None:
-    changed = folder.describe_resumption(threads)
-    if changed:
+    changes = folder.describe_resumption(threads)
+    if changes:
         warnings.warn(
-            f"{folder.path} goes on, but not to where it would have ended unbroken: {'; '.join(changed)}. It is noted "
+            f"{folder.path} goes on, but not to where it would have ended unbroken: {'; '.join(changes)}. It is noted "
             "in versions.json; for figures that repeat, start over with run.overwrite=true.",
             RobopolicyWarning,
             stacklevel=3,
@@ -259,8 +259,8 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
     """
     path = given if given is not None else run_path(config, verb) / part
     if not path.exists() and not recover_folder(path).exists():
-        made = f"'robopolicy {verb}' makes it; or set" if given is None else "check"
-        raise CheckpointError(f"{path} does not exist: {made} {key}=PATH.")
+        advice = f"'robopolicy {verb}' makes it; or set" if given is None else "check"
+        raise CheckpointError(f"{path} does not exist: {advice} {key}=PATH.")
     return path
 
 
@@ -279,8 +279,8 @@ def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str,
 
     if world is None or world["image_size"] != DRAWN[0] or new["world"]["image_size"] is not None:
         return old
-    drawn = not world["cameras"] or world["name"] in OURS
-    return {**old, "world": {**world, "image_size": None}} if drawn else old
+    had_default = not world["cameras"] or world["name"] in OURS
+    return {**old, "world": {**world, "image_size": None}} if had_default else old
 
 
 def _differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -308,10 +308,10 @@ def runs_of(paths: Sequence[Path]) -> list[str]:
     Raises ConfigError if one occurs twice.
     """
     places = [path.absolute() for path in paths]
-    own = [place for place in places if _is_of_a_run(place)]
-    known = dict(zip(own, _told_apart([place.parts[-4:-1] for place in own]), strict=True))
+    run_folders = [place for place in places if _is_of_a_run(place)]
+    name_of = dict(zip(run_folders, _told_apart([place.parts[-4:-1] for place in run_folders]), strict=True))
     for length in range(1, 1 + max((len(place.parts) for place in places), default=1)):
-        names = [known.get(place) or _end(place, length) for place in places]
+        names = [name_of.get(place) or _end(place, length) for place in places]
         if len(set(names)) == len(names):
             return names
     raise ConfigError(f"These do not differ in verb, name or seed: {', '.join(map(str, paths))}.")

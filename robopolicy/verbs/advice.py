@@ -60,14 +60,14 @@ class Evidence:
     @staticmethod
     def of(records: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None = None) -> "Evidence":
         """Read the evidence from the records of metrics.jsonl; best: the evaluation whose weights were saved."""
-        found = [record for record in records if record.get("iteration", 0) > 0 and "episodes" in record]
+        iterations = [record for record in records if record.get("iteration", 0) > 0 and "episodes" in record]
 
         def column(name: str) -> tuple[float, ...]:
-            return tuple(float(record[name]) for record in found if record.get(name) is not None)
+            return tuple(float(record[name]) for record in iterations if record.get(name) is not None)
 
-        stops, kept = column("kl_stop"), (best or {}).get("iteration")
+        stops, best_iteration = column("kl_stop"), (best or {}).get("iteration")
         return Evidence(
-            iterations=len(found),
+            iterations=len(iterations),
             learned=sum(steps > 0 for steps in column("actor_steps")),
             episodes=round(sum(column("episodes"))),
             success=column("success"),
@@ -77,7 +77,7 @@ class Evidence:
             kl=column("kl"),
             clip_fraction=column("clip_fraction"),
             stops=sum(stops) / len(stops) if stops else 0.0,
-            best=None if kept is None else int(kept),
+            best=None if best_iteration is None else int(best_iteration),
         )
 
 
@@ -120,21 +120,21 @@ def nothing_paid(seen: Evidence, config: FinetuneConfig, world: str = "", inside
     )
     if ":" in world:  # an outside environment, whose reward is an option
         ways = f"pay for steps on the way (world.options.reward=package.module:NAME), {ways}"
-    whole = f"{seen.episodes}{inside} episodes"
+    subject = f"{seen.episodes}{inside} episodes"
     if not any(seen.paid):
         if not seen.episodes:
             return (
                 f"Nothing was paid in {seen.iterations} iterations, and no{inside} episode ended in them: play further "
                 f"in an iteration, finetune.rollout_length={4 * config.rollout_length}; or {ways}."
             )
-        return f"None of {whole} was paid anything: there was nothing to learn from. Try to {ways}."
+        return f"None of {subject} was paid anything: there was nothing to learn from. Try to {ways}."
     if seen.signal and not any(seen.signal):
         return (
-            f"No start had episodes that were paid differently, in {whole}: nothing tells good from bad. Play more of "
-            f"each, finetune.group_size={2 * config.group_size}; or {ways}."
+            f"No start had episodes that were paid differently, in {subject}: nothing tells good from bad. Play more "
+            f"of each, finetune.group_size={2 * config.group_size}; or {ways}."
         )
     if len(seen.returns) > 1 and max(seen.returns) == min(seen.returns):
-        return f"All of {whole} were paid the same, {seen.returns[0]:.4g}: nothing to learn from. Try to {ways}."
+        return f"All of {subject} were paid the same, {seen.returns[0]:.4g}: nothing to learn from. Try to {ways}."
     return ""
 
 
@@ -166,12 +166,12 @@ def _other_reward(seen: Evidence) -> str:
     """Check whether the return rose while success fell: the reward does not match success."""
     if min(len(seen.success), len(seen.returns)) < 4:
         return ""
-    (began, ended), (low, high) = _ends(seen.success), _ends(seen.returns)
-    if ended >= began - 0.1 or high <= low:
+    (began, end), (low, high) = _ends(seen.success), _ends(seen.returns)
+    if end >= began - 0.1 or high <= low:
         return ""
     return (
         f"While collecting, the return rose from {low:.3g} to {high:.3g} and success fell from {began:.0%} to "
-        f"{ended:.0%}: the reward pays for something other than success. Pay for success alone "
+        f"{end:.0%}: the reward pays for something other than success. Pay for success alone "
         "(finetune.rewards=[success_only]), or mend the reward."
     )
 
@@ -219,8 +219,8 @@ def print_advice(
     horizon: control steps per episode, 0 if unknown; iterations: number of iterations, None if there were enough; seen:
     recorded metrics, None if there are none; world: name of the world.
     """
-    base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
-    if tuned.score > base.score:
+    base, tuned_result = (verdicts[name].deterministic for name in ("base", "tuned"))
+    if tuned_result.score > base.score:
         return
     failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
     causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` looks for other causes."
@@ -233,7 +233,7 @@ def print_advice(
         )
         return
     if seen is not None and seen.iterations:
-        evident = evident_cause(seen, base, tuned, section, compare(base, tuned), world)
+        evident = evident_cause(seen, base, tuned_result, section, compare(base, tuned_result), world)
         if evident:
             output.print(f"{failed} {evident}", markup=False, soft_wrap=True)
             return
@@ -257,10 +257,10 @@ def print_advice(
             f"finetune.learning_rate, finetune.epochs=2, or twice finetune.groups. {causes}"
         )
     # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.
-    ahead = 1 / max(1 - section.discount, 1e-9)
-    if critic and horizon and ahead > horizon and section.time_limit == "cut":
+    horizon_steps = 1 / max(1 - section.discount, 1e-9)
+    if critic and horizon and horizon_steps > horizon and section.time_limit == "cut":
         output.print(
-            f"The critic looks 1 / (1 - finetune.discount) = {ahead:.0f} control steps ahead, further than an "
+            f"The critic looks 1 / (1 - finetune.discount) = {horizon_steps:.0f} control steps ahead, further than an "
             f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "
             "finetune.time_limit=end first."
         )

@@ -43,39 +43,43 @@ PAPERS = "papers"
 def run(config: Config) -> int:
     """Print all entries, the papers, or the entries named `algorithms.name`."""
     name = config.algorithms.name
-    chosen = entries_at(name) if is_dotted(name) else [entry for entry in mechanisms() if name in ("", entry.name)]
+    entries_of_name = (
+        entries_at(name) if is_dotted(name) else [entry for entry in mechanisms() if name in ("", entry.name)]
+    )
     presets = {key: preset for key, preset in PRESETS.items() if name in ("", key)}
-    if not chosen and not presets:
-        named = [paper for paper in papers() if name in (PAPERS, paper.id)]
-        if not named:
-            known = [PAPERS, *PRESETS, *(entry.name for entry in mechanisms()), *(paper.id for paper in papers())]
-            near = nearest(name, known)
-            meant = f"Did you mean '{near}'?" if near else f"Without a name all are listed; '{PAPERS}' lists papers."
-            raise ConfigError(f"No algorithm, mechanism or paper is called '{name}'. {meant}")
-        show_papers(named)
-        publish(config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in named]})
+    if not entries_of_name and not presets:
+        listed_papers = [paper for paper in papers() if name in (PAPERS, paper.id)]
+        if not listed_papers:
+            names = [PAPERS, *PRESETS, *(entry.name for entry in mechanisms()), *(paper.id for paper in papers())]
+            near = nearest(name, names)
+            hint = f"Did you mean '{near}'?" if near else f"Without a name all are listed; '{PAPERS}' lists papers."
+            raise ConfigError(f"No algorithm, mechanism or paper is called '{name}'. {hint}")
+        show_papers(listed_papers)
+        publish(
+            config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in listed_papers]}
+        )
         return 0
     resolved = AlgorithmConfig(name).resolved() if name in PRESETS else None
-    for measured in (True, False):
-        listed = {key: preset for key, preset in presets.items() if is_measured(key) is measured}
-        entries = [entry for entry in chosen if entry.measured is measured]
-        if not measured and (listed or entries):
+    for is_shown_measured in (True, False):
+        shown_presets = {key: preset for key, preset in presets.items() if is_measured(key) is is_shown_measured}
+        entries = [entry for entry in entries_of_name if entry.measured is is_shown_measured]
+        if not is_shown_measured and (shown_presets or entries):
             output.print(f"[bold]{UNMEASURED}[/]\n")
-        if listed:
-            show_presets(listed)
-        if listed and resolved is not None:
+        if shown_presets:
+            show_presets(shown_presets)
+        if shown_presets and resolved is not None:
             show_resolved(resolved)
         for slot in Slot:
-            if here := [entry for entry in entries if entry.slot is slot]:
-                show_slot(slot, here)
+            if slot_entries := [entry for entry in entries if entry.slot is slot]:
+                show_slot(slot, slot_entries)
     if name:
-        for entry in chosen:
+        for entry in entries_of_name:
             explain(entry)
             if is_dotted(name):
                 output.print(f"  finetune.{written(entry.slot, name)}\n", markup=False)
     figures: dict[str, Any] = {
         "presets": {key: to_plain(value) for key, value in presets.items()},
-        "mechanisms": list(map(row, chosen)),
+        "mechanisms": list(map(row, entries_of_name)),
     }
     publish(config, figures if resolved is None else {**figures, "resolved": resolved_rows(resolved)})
     return 0
@@ -88,13 +92,13 @@ def is_measured(preset: str) -> bool:
 
 def entries_at(path: str) -> list[Mechanism]:
     """Return the mechanisms at an import path; raises ConfigError when there is none."""
-    found = declared_at(path)
-    if not found:
+    entries = declared_at(path)
+    if not entries:
         raise ConfigError(
             f"'{path}' is not decorated as a mechanism (robopolicy.rl.registry.mechanism), which says its slot and "
             f"what it needs. A plain function goes into a slot as it is, such as finetune.advantage={path}."
         )
-    return found
+    return entries
 
 
 def show_presets(presets: dict[str, dict[str, Any]]) -> None:

@@ -55,27 +55,27 @@ def run(config: Config) -> int:
         require_success(world, "judge by gate.by=return")
     truth: list[float] = []
     for name, policy in zip(names, policies, strict=True):
-        found = evaluate_policy(world, as_seen_in(world, policy), seeds, device=device, label=f"truth: {name}")
-        truth.append(float((found.success if by_success else found.returns).mean()))
+        true_result = evaluate_policy(world, as_seen_in(world, policy), seeds, device=device, label=f"truth: {name}")
+        truth.append(float((true_result.success if by_success else true_result.returns).mean()))
     world.close()
     scores: dict[str, JudgeScore] = {}
     values: dict[str, list[float]] = {}
-    refused: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for judge in judges:
         name = judge.name if judge.name not in scores else f"{judge.name} ({len(scores) + 1})"
         try:
-            asked = np.stack([judge.values(policy) for policy in policies])
+            judge_values = np.stack([judge.values(policy) for policy in policies])
         except DataError as error:
             if not isinstance(judge, ImportanceJudge):
                 raise
-            refused[name] = str(error)
+            refusals[name] = str(error)
             output.print(f"{name} refuses: {error}", markup=False, soft_wrap=True)
             continue
-        values[name] = asked.mean(1).tolist()
+        values[name] = judge_values.mean(1).tolist()
         scores[name] = score_judge(
             name,
             np.array(truth),
-            asked,
+            judge_values,
             threshold=section.threshold,
             margin=config.gate.margin,
             relative=config.gate.relative,
@@ -84,18 +84,18 @@ def run(config: Config) -> int:
             ceiling=ceiling_of(judge),
         )
     warn_of_divergence(judges)
-    what = config.gate.by
+    metric = config.gate.by
     table = [[name, f"{value:.3f}", *(f"{values[judge][place]:.3f}" for judge in values)] for place, (name, value) in
              enumerate(zip(names, truth, strict=True))]  # fmt: skip
-    print_table("Policies", ("policy", f"true {what}", *values), table)
+    print_table("Policies", ("policy", f"true {metric}", *values), table)
     print_table(f"Judges, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
-    chosen = best_judge(scores)
-    output.print(f"Use: {chosen}." if chosen else _why_none(scores.values()), soft_wrap=True)
+    best = best_judge(scores)
+    output.print(f"Use: {best}." if best else _why_none(scores.values()), soft_wrap=True)
     result: dict[str, Any] = {
         "policies": dict(zip(names, truth, strict=True)),
         "judges": {name: score.to_json() | {"values": values[name]} for name, score in scores.items()},
-        "best": chosen,
-        "refused": refused,
+        "best": best,
+        "refused": refusals,
         **clipped(judges),
     }
     finish(config, folder, _without_nan(result))

@@ -158,8 +158,8 @@ def run(config: Config) -> int:
     refuse_unread(config, benchmark)
     folder = config.run.root / "bench" / name.replace(":", "-")
     if "seeds" in benchmark.reads:
-        seeds, taken = [str(seed) for seed in config.bench.seeds], "give other seeds with bench.seeds=[NUMBER]"
-        root = open_folder(folder, seeds, taken).path
+        seeds, advice = [str(seed) for seed in config.bench.seeds], "give other seeds with bench.seeds=[NUMBER]"
+        root = open_folder(folder, seeds, advice).path
     else:
         root = open_folder(folder).path
     figures = benchmark.measure(config, root)
@@ -167,8 +167,8 @@ def run(config: Config) -> int:
         for summary in ("benchmark.json", "report.html"):
             sweep(root, summary)
         write_json(root / "benchmark.json", figures)
-        made = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
-        publish(config, made | without(figures, benchmark.bulky))
+        setup = {"command": command_of(config), "versions": versions(), "threads": torch.get_num_threads()}
+        publish(config, setup | without(figures, benchmark.bulky))
         report = Report(title=name.replace("_", " ").capitalize(), subtitle=benchmark.claim)
         report.sections += benchmark.sections(figures, root)
         for table in benchmark.tables(figures):
@@ -208,17 +208,17 @@ def require_table(name: str, table: object, root: Path) -> None:
 
     name: name of the benchmark.
     """
-    kept = f"The figures are in {root / 'benchmark.json'}."
+    place = f"The figures are in {root / 'benchmark.json'}."
     if not isinstance(table, Table):
         raise ConfigError(
             f"tables() of '{name}' returns {table!r:.80} where a robopolicy.verbs.bench.Table(title, header, lines) is "
-            f"expected. {kept}"
+            f"expected. {place}"
         )
     for line in (table.header, *table.lines):
         if len(line) != len(table.header) or not all(isinstance(cell, str) for cell in line):
             raise ConfigError(
                 f"The table '{table.title}' of '{name}' has the line {line!r:.80}: a line is {len(table.header)} "
-                f"texts, one under each of {', '.join(map(str, table.header))}. {kept}"
+                f"texts, one under each of {', '.join(map(str, table.header))}. {place}"
             )
 
 
@@ -226,10 +226,10 @@ def refuse_unread(config: Config, benchmark: Benchmark) -> None:
     """Raise ConfigError when a `bench.` setting is given that this benchmark does not use."""
     defaults = type(config.bench)()
     for item in dataclasses.fields(config.bench):
-        changed = getattr(config.bench, item.name) != getattr(defaults, item.name)
-        if changed and item.name not in ("name", *benchmark.reads):
-            known = ", ".join(f"bench.{key}" for key in benchmark.reads) or "no setting of bench"
-            raise ConfigError(f"bench.{item.name} says nothing to '{config.bench.name}', which reads {known}.")
+        is_changed = getattr(config.bench, item.name) != getattr(defaults, item.name)
+        if is_changed and item.name not in ("name", *benchmark.reads):
+            readable = ", ".join(f"bench.{key}" for key in benchmark.reads) or "no setting of bench"
+            raise ConfigError(f"bench.{item.name} says nothing to '{config.bench.name}', which reads {readable}.")
 
 
 def command_of(config: Config) -> str:

@@ -65,17 +65,17 @@ def run(config: Config) -> int:
     target = config.check.target
     if not target:
         raise ConfigError("Check what? Write: robopolicy check TARGET, a checkpoint or package.module:Name")
-    what, check = checker(config, target)
+    kind_text, check = checker(config, target)
     try:
         lines = check()
     except AssertionError as error:
-        output.print(f"{target}: {what} that breaks its contract.\n  {error}", markup=False, soft_wrap=True)
-        publish(config, {"target": target, "is": what, "passed": False, "failure": str(error)})
+        output.print(f"{target}: {kind_text} that breaks its contract.\n  {error}", markup=False, soft_wrap=True)
+        publish(config, {"target": target, "is": kind_text, "passed": False, "failure": str(error)})
         return 1
-    output.print(f"{target}: {what} that keeps its contract.", markup=False, soft_wrap=True)
+    output.print(f"{target}: {kind_text} that keeps its contract.", markup=False, soft_wrap=True)
     for line in lines:
         output.print(f"  {line}", markup=False, soft_wrap=True)
-    publish(config, {"target": target, "is": what, "passed": True, "allows": lines})
+    publish(config, {"target": target, "is": kind_text, "passed": True, "allows": lines})
     return 0
 
 
@@ -92,18 +92,20 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
         return "a world", partial(world_lines, config, target)
     if not is_dotted(target):
         raise ConfigError(f"'{target}' is neither a folder, nor registered, nor a dotted path, package.module:Name.")
-    found = load_dotted(target, "Target")
+    target_object = load_dotted(target, "Target")
     if entries := declared_at(target):
         return "a mechanism", partial(mechanism_lines, entries, target)
-    if isinstance(found, Benchmark):
-        return "a benchmark", partial(benchmark_lines, found, target)
-    if is_controller(found):
+    if isinstance(target_object, Benchmark):
+        return "a benchmark", partial(benchmark_lines, target_object, target)
+    if is_controller(target_object):
         return "a controller", partial(controller_lines, config, target)
-    config_of = getattr(found, "configuration", None) or (found if hasattr(found, "builds") else None)
+    config_of = getattr(target_object, "configuration", None) or (
+        target_object if hasattr(target_object, "builds") else None
+    )
     if config_of is None:
         return "a world", partial(world_lines, config, target)
-    made = load_dotted(found.builds, "Target") if hasattr(found, "builds") else found
-    return kind_checker(config, POLICIES if hasattr(made, "act") else WORLD_MODELS, target)
+    policy_class = load_dotted(target_object.builds, "Target") if hasattr(target_object, "builds") else target_object
+    return kind_checker(config, POLICIES if hasattr(policy_class, "act") else WORLD_MODELS, target)
 
 
 def is_controller(found: Any) -> bool:
@@ -123,12 +125,12 @@ def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
     """
     lines: list[str] = []
     for entry in entries:
-        given = CALLED_WITH[entry.slot]
+        arguments = CALLED_WITH[entry.slot]
         try:
-            inspect.signature(entry.function).bind(*given)
+            inspect.signature(entry.function).bind(*arguments)
         except TypeError as error:
             raise AssertionError(
-                f"{entry.slot.value} calls '{entry.name}' with ({', '.join(given)}): {error}. Options are "
+                f"{entry.slot.value} calls '{entry.name}' with ({', '.join(arguments)}): {error}. Options are "
                 "keyword-only, with defaults."
             ) from error
         lines += [f"You can finetune with it: finetune.{written(entry.slot, target)}. {entry.line}"]
@@ -139,9 +141,11 @@ def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
 
 def benchmark_lines(found: Benchmark, target: str) -> list[str]:
     """Check that a benchmark reads existing settings, and describe how to run it; raises AssertionError otherwise."""
-    known = {item.name for item in fields(BenchSection)} - {"name"}
-    unknown = [key for key in found.reads if key not in known]
-    assert not unknown, f"it reads bench.{unknown[0]}, which there is not:{did_you_mean(unknown[0], known)}"
+    settings = {item.name for item in fields(BenchSection)} - {"name"}
+    unknown_settings = [key for key in found.reads if key not in settings]
+    assert not unknown_settings, (
+        f"it reads bench.{unknown_settings[0]}, which there is not:{did_you_mean(unknown_settings[0], settings)}"
+    )
     reads = ", ".join(f"bench.{key}" for key in found.reads) or "no setting of bench"
     return [f"You can run it: robopolicy bench {target}. {found.claim}", f"It reads {reads}."]
 
@@ -154,8 +158,8 @@ def controller_lines(config: Config, target: str) -> list[str]:
         won = record(world, load_controller(target, world.spec), np.arange(EPISODES)).success
     finally:
         world.close()
-    judged = "nobody says when an episode has succeeded" if won is None else f"{won.sum()} of {EPISODES} succeeded"
-    return [f"You can collect with it (collect.controller={target}): {judged}.", tried_in(config)]
+    result_text = "nobody says when an episode has succeeded" if won is None else f"{won.sum()} of {EPISODES} succeeded"
+    return [f"You can collect with it (collect.controller={target}): {result_text}.", tried_in(config)]
 
 
 def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], list[str]]]:
@@ -179,14 +183,14 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
 def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.device) -> list[str]:
     """Report whether a policy fits the configured world, and what is missing to drive a robot with it."""
     world = config.world.name
-    found = [] if policy.spec.fps else [f"Not on a robot: {no_rate(folder)}"]
+    problems = [] if policy.spec.fps else [f"Not on a robot: {no_rate(folder)}"]
     if not world:
-        return ["Whether it fits a world: world=NAME.", *found]
+        return ["Whether it fits a world: world=NAME.", *problems]
     try:
         build_world(config.world, policy, batch_size=1, seed=config.run.seed, device=device).close()
     except RobopolicyError as error:
-        return [f"Not in {world}, where it does not fit: {error} For another world: world=NAME.", *found]
-    return [f"It fits {world}; for another world: world=NAME.", *found]
+        return [f"Not in {world}, where it does not fit: {error} For another world: world=NAME.", *problems]
+    return [f"It fits {world}; for another world: world=NAME.", *problems]
 
 
 def load_at_best(folder: Path, device: torch.device) -> Policy:
@@ -263,11 +267,11 @@ def world_lines(config: Config, name: str) -> list[str]:
     if config.world.cameras:
         size = config.world.image_size
         options |= {"cameras": config.world.cameras, **({} if size is None else {"image_size": size})}
-    opened: list[World] = []
+    worlds: list[World] = []
 
     def make(rows: int) -> World:
-        opened.append(make_world(name, rows, **options))
-        return opened[-1]
+        worlds.append(make_world(name, rows, **options))
+        return worlds[-1]
 
     with collected_notes() as notes:
         try:
@@ -277,24 +281,30 @@ def world_lines(config: Config, name: str) -> list[str]:
             renders = isinstance(first, Renders) and works(first.render)
             check_world(make, snapshots=snapshots, renders=renders)
         finally:
-            for world in opened:
+            for world in worlds:
                 world.close()
     more = f"Snapshots: {'yes' if snapshots else 'no'}. Images of it: {'yes' if renders else 'no'}."
     cameras: Mapping[str, str] = getattr(first, "available_cameras", {})
-    known = ", ".join(f"{camera} ({what})" for camera, what in cameras.items())
-    seen = [f"Cameras: {known}. world.cameras=[NAME] shows one."] if known else []
-    return [f"You can {WORLD_ALLOWS}.", *spec_lines(first.spec), *seen, more, *(f"Note: {text}" for text in notes)]
+    listing = ", ".join(f"{camera} ({description})" for camera, description in cameras.items())
+    camera_lines = [f"Cameras: {listing}. world.cameras=[NAME] shows one."] if listing else []
+    return [
+        f"You can {WORLD_ALLOWS}.",
+        *spec_lines(first.spec),
+        *camera_lines,
+        more,
+        *(f"Note: {text}" for text in notes),
+    ]
 
 
 @contextmanager
 def collected_notes() -> Iterator[list[str]]:
     """Collect the texts of robopolicy's warnings, each once; if the body raises, they are issued as warnings."""
     texts: list[str] = []
-    theirs = warnings.showwarning
+    previous_hook = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
         if not issubclass(category, RobopolicyWarning):
-            theirs(message, category, *rest)
+            previous_hook(message, category, *rest)
         elif str(message) not in texts:
             texts.append(str(message))
 
@@ -305,34 +315,34 @@ def collected_notes() -> Iterator[list[str]]:
             yield texts
         except BaseException:
             for text in texts:
-                theirs(RobopolicyWarning(text), RobopolicyWarning, __file__, 0)
+                previous_hook(RobopolicyWarning(text), RobopolicyWarning, __file__, 0)
             raise
 
 
 def spec_lines(spec: WorldSpec) -> list[str]:
     """Describe a world's observations, actions and success criterion: what is needed to write a controller for it."""
-    shown = [f"Shows {key} {described(field)}" for key, field in spec.observation.items()]
+    field_lines = [f"Shows {key} {described(field)}" for key, field in spec.observation.items()]
     low, high = (np.broadcast_to(limit, spec.action.shape) for limit in (spec.action.low, spec.action.high))
     limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
     bounds = ", ".join(limits if len(set(limits)) > 1 else limits[:1])
     beyond = "" if spec.clips_actions else " (executed as decided, also beyond)"
-    taken = (
+    action_line = (
         f"Takes actions {described(spec.action)}; {bounds}{beyond}; {spec.fps:g} a second, {spec.horizon} in an episode"
     )
-    judged = (
+    criterion = (
         spec.success or "it says so"
         if spec.reports_success
         else "nobody says so; world.options.success or world.options.success_key can"
     )
-    return [*shown, taken, f"An episode has succeeded: {judged.removesuffix('.')}."]
+    return [*field_lines, action_line, f"An episode has succeeded: {criterion.removesuffix('.')}."]
 
 
 def described(field: Field) -> str:
     """Return shape, unit and element names of a field; names that differ only by an index are given as a range."""
     names: list[str] = []
     for base, group in groupby(field.names, lambda name: name.partition("[")[0]):
-        found = list(group)
-        index = found[-1].removeprefix(base)
-        names += [f"{found[0]} to {index}"] if index and len(found) > 1 else found
+        members = list(group)
+        index = members[-1].removeprefix(base)
+        names += [f"{members[0]} to {index}"] if index and len(members) > 1 else members
     parts = [str(list(field.shape)), f" ({', '.join(names)})" if names else "", f", {field.unit}" if field.unit else ""]
     return "".join(parts)

@@ -112,7 +112,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
         actor = policy or build_noisy_expert(
             config.world, world, level, derive(config.run.seed, f"collect/noise/{index}"), section.controller
         )
-        played = record(
+        episodes = record(
             world,
             actor,
             episode_seeds(config.run.seed, f"collect/{index}", share),
@@ -122,7 +122,7 @@ def collect(config: Config, unfinished: Unfinished) -> Episodes:
             teacher=teacher,
             kept=unfinished.part(str(index), share),
         )
-        parts.append(played)
+        parts.append(episodes)
     world.close()
     if isinstance(teacher, Foresight):
         teacher.close()
@@ -145,11 +145,11 @@ def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, di
         episode_seeds(config.run.seed, "collect/0", section.episodes),
         Generators(config.run.seed, device),
     )
-    kept = unfinished.part("chains", section.episodes)
-    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"], kept=kept)
+    stored = unfinished.part("chains", section.episodes)
+    episodes, chains = record_chains(world, policy, seeds, generator=generator["act"], kept=stored)
     world.close()
-    known = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
-    return episodes, known.columns(episodes.step_count)
+    scored_chains = with_densities(policy, episodes.to(device), chains.to(device)).to("cpu")
+    return episodes, scored_chains.columns(episodes.step_count)
 
 
 def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
@@ -160,8 +160,8 @@ def collect_corrected(config: Config, unfinished: Unfinished) -> Episodes:
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
     expert = build_controller(config.world, world, section.controller)
     seeds, draws = episode_seeds(config.run.seed, "collect/0", section.episodes), Generators(config.run.seed, device)
-    kept = unfinished.part("corrected", section.episodes)
-    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"], kept=kept)
+    stored = unfinished.part("corrected", section.episodes)
+    episodes = record_corrected(world, policy, expert, seeds, section.correct, generator=draws["act"], kept=stored)
     world.close()
     return episodes
 

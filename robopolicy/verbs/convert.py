@@ -33,13 +33,13 @@ def run(config: Config) -> int:
     if section.target is not None:
         require_target(section.target, sources, config.run.overwrite)
     with Conversion(sources, section, section.format) as conversion:
-        found = conversion.table
-        print_table(f"{section.source} ({conversion.title})", ["key", "holds", "becomes"], found)
+        rows = conversion.table
+        print_table(f"{section.source} ({conversion.title})", ["key", "holds", "becomes"], rows)
         for note in conversion.notes:
             output.print(f"Note: {note}", markup=False)
         figures = {
             "format": conversion.title,
-            "columns": {key: becomes for key, _, becomes in found},
+            "columns": {key: becomes for key, _, becomes in rows},
             "fps": conversion.fps,
             "episodes": len(conversion.chosen),
         }

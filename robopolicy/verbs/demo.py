@@ -33,7 +33,7 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Run all stages and write one report."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     root = config.run.root / "demo" / config.demo.recipe / str(config.run.seed)
     folder = open_folder(root)
     begin(root)
@@ -53,14 +53,14 @@ def run(config: Config) -> int:
     stage("5. Both policies in simulator and world model", "rank", with_ranking(stages))
     output.print(Rule("[bold]6. Serving the tuned policy to a simulated robot", align="left"))
     began = time.perf_counter()
-    driven = serve_and_drive(stages, root)
+    drive_result = serve_and_drive(stages, root)
     seconds["6. Serving the tuned policy to a simulated robot"] = time.perf_counter() - began
     verbs = ("collect", "train", "worldmodel", "finetune", "rank")
     results = {verb: finished(RunFolder(run_path(stages, verb))) for verb in verbs}
-    total = time.perf_counter() - started
+    total = time.perf_counter() - start
     suggested = next_steps(config.demo.recipe, stages)
     times = {"seconds_by_stage": seconds, "seconds": total}
-    finish(config, folder, {**results, "drive": driven, **times, "next_steps": suggested})
+    finish(config, folder, {**results, "drive": drive_result, **times, "next_steps": suggested})
     report = report_for_run(folder.path)
     output.print(f"\nDone in {total / 60:.1f} minutes. Report: {report}\n\nWhat to try next:")
     for line in suggested:
@@ -83,8 +83,8 @@ def with_policies(stages: Config) -> Config:
 
 def with_ranking(stages: Config) -> Config:
     """Rank the base and the tuned policy together with experts of several noise levels."""
-    base, tuned = run_path(stages, "train") / "checkpoint", run_path(stages, "finetune") / "checkpoint"
-    return dataclasses.replace(stages, rank=dataclasses.replace(stages.rank, policies=(base, tuned)))
+    base, tuned_path = run_path(stages, "train") / "checkpoint", run_path(stages, "finetune") / "checkpoint"
+    return dataclasses.replace(stages, rank=dataclasses.replace(stages.rank, policies=(base, tuned_path)))
 
 
 def serve_and_drive(stages: Config, root: Path) -> dict[str, Any]:
@@ -110,19 +110,19 @@ def announced_port(server: subprocess.Popen[str]) -> int:
     """Wait until the server prints its address, and return the port."""
     assert server.stdout is not None
     for line in server.stdout:
-        if (found := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
-            return int(found[1])
+        if (match := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
+            return int(match[1])
     raise RobopolicyError(f"The policy server ended before it listened (exit status {server.wait()}): see server.log.")
 
 
 def next_steps(recipe: str, stages: Config) -> list[str]:
     """Return suggested commands to run after the demo."""
-    base, tuned, model = (run_path(stages, verb) / "checkpoint" for verb in ("train", "finetune", "worldmodel"))
+    base, tuned_path, model = (run_path(stages, verb) / "checkpoint" for verb in ("train", "finetune", "worldmodel"))
     world = stages.world.name
     return [
         f"robopolicy evaluate {base} recipe={recipe} plan.model={model}   # no training, a look ahead instead",
-        f"robopolicy evaluate {tuned} world={world} evaluate.episodes=500",
-        f"robopolicy serve {tuned}",
+        f"robopolicy evaluate {tuned_path} world={world} evaluate.episodes=500",
+        f"robopolicy serve {tuned_path}",
         " && ".join(f"robopolicy {verb} recipe=pick_place" for verb in ("collect", "train", "finetune")),
         f"robopolicy doctor recipe={recipe}",
         "robopolicy train --help",

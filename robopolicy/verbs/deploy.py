@@ -41,25 +41,27 @@ def run(config: Config) -> int:
         "base": default_path(config, "train", "checkpoint", section.base, "deploy.base"),
     }
     folder = open_fresh_run(config, "deploy", VERB.sections)
-    tuned, base = (load_policy(paths[name], device) for name in ("policy", "base"))
+    tuned_policy, base = (load_policy(paths[name], device) for name in ("policy", "base"))
     world = build_world(config.world, base, batch_size=section.wave, device=device)
     require_success(world)
-    tuned, base = as_seen_in(world, tuned), as_seen_in(world, base)
-    told = known_base(world, base, episode_seeds(seed, "known", section.known), section.coin, seed=seed, device=device)
-    rate = float(np.mean(told["success"]))
+    tuned_policy, base = as_seen_in(world, tuned_policy), as_seen_in(world, base)
+    base_results = known_base(
+        world, base, episode_seeds(seed, "known", section.known), section.coin, seed=seed, device=device
+    )
+    rate = float(np.mean(base_results["success"]))
     deployment = Deployment((1 - section.drop) * rate, section.confidence)
-    deployment.tell(0.0, **told)
-    found = both(config, world, base, tuned, deployment, device)
+    deployment.tell(0.0, **base_results)
+    deployments = both(config, world, base, tuned_policy, deployment, device)
     world.close()
     print_table(
         f"{section.episodes} episodes, floor {deployment.floor:.1%} ({section.drop:.0%} below the base's {rate:.1%})",
         ("", "success", "share at last", "worst below the floor (standard errors)"),
         [
             [name, f"{each.success.mean():.1%}", f"{each.shares[-1]:.0%}", shown(each.margin, "+.1f")]
-            for name, each in found.items()
+            for name, each in deployments.items()
         ],
     )
-    deployed = {name: each.to_json() for name, each in found.items()}
+    deployed = {name: each.to_json() for name, each in deployments.items()}
     finish(config, folder, {"deployed": deployed, "known": rate, **{name: str(path) for name, path in paths.items()}})
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

@@ -66,11 +66,11 @@ def run(config: Config) -> int:
     seed = derive(config.run.seed, "distill")
     clock = folder.clock()
     if isinstance(teacher, BehindEncoder):  # the encoder stays as it is
-        few, fitted = distill(teacher.inner, encoded(teacher.encoder, episodes), settings, folder, seed=seed)
+        few, fit_result = distill(teacher.inner, encoded(teacher.encoder, episodes), settings, folder, seed=seed)
         student = teacher.around(few)
     else:
-        student, fitted = distill(teacher, episodes, settings, folder, seed=seed)
-    taken = clock.seconds
+        student, fit_result = distill(teacher, episodes, settings, folder, seed=seed)
+    fit_seconds = clock.seconds
     remember_origin(student, origin_of(teacher))
     remember_renaming(student, renaming_of(teacher))
     student.save(folder.checkpoint)
@@ -81,9 +81,9 @@ def run(config: Config) -> int:
         "teacher_checkpoint": str(path),
         "observations": episodes.step_count,
         "env_steps": 0 if section.data else episodes.step_count,
-        "training_steps": fitted.steps,
-        "losses": dict(fitted.losses),
-        "seconds": taken,
+        "training_steps": fit_result.steps,
+        "losses": dict(fit_result.losses),
+        "seconds": fit_seconds,
         "times_faster": faster,
         **{f"seconds_{name}": value for name, value in seconds.items()},
     }
@@ -118,13 +118,15 @@ def asked_at(config: Config, teacher: Policy, device: torch.device) -> Episodes:
         return episodes
     world = build_world(config.world, teacher, episodes=section.episodes, device=device)
     seeds = episode_seeds(config.run.seed, "distill", section.episodes)
-    played = record(world, teacher, seeds, generator=Generators(config.run.seed, device)["distill/play"])
+    teacher_episodes = record(world, teacher, seeds, generator=Generators(config.run.seed, device)["distill/play"])
     world.close()
-    return played
+    return teacher_episodes
 
 
 def seconds_of(policies: dict[str, Policy], episodes: Episodes, device: torch.device) -> dict[str, float]:
     """Return the median seconds per policy call of each policy, timed in turns on the first observation."""
     first = next(iter(policies.values())).spec
-    seen = observed_at(episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation))
-    return {name: each.median for name, each in timed(policies, seen, TIMED).items()}
+    observation = observed_at(
+        episodes.to(device), torch.zeros(1, dtype=torch.int64), first.history, list(first.observation)
+    )
+    return {name: each.median for name, each in timed(policies, observation, TIMED).items()}

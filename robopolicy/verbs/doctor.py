@@ -52,14 +52,14 @@ def run(config: Config) -> int:
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
     require_known(config.doctor.rename, (data,))
-    recorded = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
-    chosen = config.doctor.episodes
-    chosen = 0 if isinstance(chosen, int) else chosen
-    episodes = chosen_episodes(recorded, data, "doctor", chosen, config.doctor.without)
+    all_episodes = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
+    numbers = config.doctor.episodes
+    numbers = 0 if isinstance(numbers, int) else numbers
+    episodes = chosen_episodes(all_episodes, data, "doctor", numbers, config.doctor.without)
     world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)
-    findings += [*check_columns(data), *check_statistics(recorded, data)]
+    findings += [*check_columns(data), *check_statistics(all_episodes, data)]
     if policy is not None:
         findings += check_plan(Path(trained), policy, episodes.to(device))
     if world is not None:
@@ -86,9 +86,9 @@ def judged_success(checkpoint: Path, data: Path) -> float | None:
         return None
     result = read_object(path)
     with reading(path):
-        judged = result.get("policy", {}).get("deterministic", {})
+        metrics = result.get("policy", {}).get("deterministic", {})
         same = "data" in result and Path(result["data"]).resolve() == data.resolve()
-        return float(judged["success_rate"]) if same and judged.get("reports_success") else None
+        return float(metrics["success_rate"]) if same and metrics.get("reports_success") else None
 
 
 def show(findings: list[Finding]) -> None:

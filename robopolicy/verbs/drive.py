@@ -74,14 +74,14 @@ def _run_robot(config: Config) -> int:
     section = config.drive
     attached = narrowed(AttachedRobot, section)
     with connected(section, section.patience) as client:
-        made = make_lerobot_robot(section.robot, section.robot_options)
+        lerobot_robot = make_lerobot_robot(section.robot, section.robot_options)
 
         def wire(shows: Mapping[str, Any], takes: Mapping[str, Any]) -> Wiring:
             return wired(client.metadata, shows, takes, section.rename, section.scale)
 
         settings = _settings(config, client)
         robot = AttachedLeRobot(
-            made, wire, answers_within=section.answers_within, camera_age=section.camera_age, settings=settings
+            lerobot_robot, wire, answers_within=section.answers_within, camera_age=section.camera_age, settings=settings
         )
         output.print(robot.wiring.text(), markup=False)
         with _ended_by_signals(), robot:
@@ -102,7 +102,7 @@ def _run_robot(config: Config) -> int:
 def _as_seen(section: WorldSection, client: PolicyClient) -> WorldSection:
     """Return the world with the cameras that the served policy reads, if any."""
     described_policy(client.metadata)  # which says what is wrong with a server that describes none
-    fields = {key: Field(tuple(read["shape"])) for key, read in client.metadata["observation"].items()}
+    fields = {key: Field(tuple(field["shape"])) for key, field in client.metadata["observation"].items()}
     return replace(section, **images_of(fields))
 
 
@@ -110,14 +110,14 @@ def _settings(config: Config, client: PolicyClient) -> RobotSettings:
     """Return the robot settings; warns when prefetch has no effect because the server's policy determines it."""
     settings = as_served(narrowed(RobotSettings, config.drive), client.metadata)
     policy = described_policy(client.metadata)
-    for said in _without_effect(config, policy):
-        warnings.warn(said, RobopolicyWarning, stacklevel=2)
+    for message in _without_effect(config, policy):
+        warnings.warn(message, RobopolicyWarning, stacklevel=2)
     if settings.prefetch and (policy.overlap or policy.ahead):
-        asked = (
+        when_asked = (
             "as soon as a chunk of its plan has been executed" if policy.overlap else "by the steps it decides ahead"
         )
         warnings.warn(
-            f"drive.prefetch={settings.prefetch} is not used: this server is asked {asked}.",
+            f"drive.prefetch={settings.prefetch} is not used: this server is asked {when_asked}.",
             RobopolicyWarning,
             stacklevel=2,
         )

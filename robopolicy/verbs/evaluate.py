@@ -66,27 +66,27 @@ def controlled(
 
     Returns nothing if evaluate.instruction already overrides the world's instruction.
     """
-    asked = () if config.evaluate.instruction else config.evaluate.controls
+    names = () if config.evaluate.instruction else config.evaluate.controls
 
     def play(told: Policy, control: str) -> EvaluationResult:
         label_here = f"{label}, {control}"
-        given = {"generator_seed": config.run.seed, "device": device, "label": label_here, "kept": kept}
-        return evaluate_policy(world, told, beside.seeds, **given)
+        options = {"generator_seed": config.run.seed, "device": device, "label": label_here, "kept": kept}
+        return evaluate_policy(world, told, beside.seeds, **options)
 
-    return judge_controls(policy, world.spec, controls_of(world.spec, asked), beside, play)
+    return judge_controls(policy, world.spec, controls_of(world.spec, names), beside, play)
 
 
 def conditions(section: EvaluateSection) -> dict[str, str]:
     """Return non-default evaluation conditions as description -> value; usually empty."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     if section.instruction:
-        said = {WRONG: "another instruction of the world's", PARAPHRASE: "the same in other words"}
-        found["told"] = said.get(section.instruction, f"'{section.instruction}'")
+        wording = {WRONG: "another instruction of the world's", PARAPHRASE: "the same in other words"}
+        texts["told"] = wording.get(section.instruction, f"'{section.instruction}'")
     if section.latency_steps:
-        found["a decision takes"] = f"{section.latency_steps} control steps"
+        texts["a decision takes"] = f"{section.latency_steps} control steps"
     if section.chunking != SYNCHRONOUS:
-        found["chunking"] = section.chunking
-    return found
+        texts["chunking"] = section.chunking
+    return texts
 
 
 def require_time_to_act(section: EvaluateSection, world: World) -> None:
@@ -110,9 +110,9 @@ def delayed(section: EvaluateSection, policy: Policy) -> tuple[Policy, Callable[
 
 def print_controls(controls: Mapping[str, Mapping[str, Control]]) -> None:
     """Print success under each language control, one line per policy and control."""
-    for name, judged in controls.items():
-        for control, found in judged.items():
-            output.print(f"{name}, {control.replace('_', ' ')}: {found.text}", markup=False, soft_wrap=True)
+    for name, controls_of_policy in controls.items():
+        for control, result in controls_of_policy.items():
+            output.print(f"{name}, {control.replace('_', ' ')}: {result.text}", markup=False, soft_wrap=True)
 
 
 def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> KeptWaves:
@@ -129,10 +129,10 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
     path = folder.path / WAVES
     if config.run.overwrite:
         path.unlink(missing_ok=True)
-    kept = KeptWaves(path, of)
-    if kept.episodes:
-        output.print(f"Goes on: {kept.episodes} episodes were played before it was broken off.")
-    return kept
+    stored = KeptWaves(path, of)
+    if stored.episodes:
+        output.print(f"Goes on: {stored.episodes} episodes were played before it was broken off.")
+    return stored
 
 
 def run(config: Config) -> int:
@@ -154,7 +154,7 @@ def run(config: Config) -> int:
     seeds = evaluation_seeds(config, section.episodes)
     anchors = None if section.anchors is None else read_anchors(section.anchors)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
-    kept = kept_waves(config, folder, [path for path in paths.values() if path is not None])
+    stored = kept_waves(config, folder, [path for path in paths.values() if path is not None])
     result: dict[str, Any] = {}
     verdicts: dict[str, Verdict] = {}
     controls: dict[str, dict[str, Control]] = {}
@@ -167,17 +167,19 @@ def run(config: Config) -> int:
             anchors.require_world(world.spec.name)
         acting, meter = delayed(section, as_seen_in(world, policy))
         policy = with_instruction(acting, section.instruction, world.spec)
-        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter, kept=kept)
-        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name, kept)
+        verdicts[name] = judge(world, policy, seeds, device, config.run.seed, name, meter=meter, kept=stored)
+        controls[name] = controlled(config, world, acting, verdicts[name].deterministic, device, name, stored)
         result[name] = {"checkpoint": str(paths[name]), **verdicts[name].to_json()}
         film_alone(world, policy, seeds[: section.videos], folder, name, device)
         world.close()
     if len(verdicts) > 1:
-        beside = next(iter(verdicts.values()))
-        result["difference"] = compare(beside.deterministic, verdicts["policy"].deterministic).to_json()
+        reference = next(iter(verdicts.values()))
+        result["difference"] = compare(reference.deterministic, verdicts["policy"].deterministic).to_json()
     if any(controls.values()):
-        told = {name: {control: each.to_json() for control, each in found.items()} for name, found in controls.items()}
-        result["controls"] = told
+        control_results = {
+            name: {control: each.to_json() for control, each in results.items()} for name, results in controls.items()
+        }
+        result["controls"] = control_results
     if special := conditions(section):
         result["conditions"] = special
         output.print("Judged so: " + "; ".join(map(" ".join, special.items())), markup=False, soft_wrap=True)
@@ -186,6 +188,6 @@ def run(config: Config) -> int:
         output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)
     print_controls(controls)
     finish(config, folder, result | normalised(verdicts, anchors))
-    kept.remove()
+    stored.remove()
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0

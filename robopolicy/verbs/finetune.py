@@ -75,9 +75,9 @@ def tune(config: Config) -> int:
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
-    held = base.module if isinstance(base, HoldsModule) else base
-    if isinstance(held, nn.Module):
-        share(policy, held)
+    base_module = base.module if isinstance(base, HoldsModule) else base
+    if isinstance(base_module, nn.Module):
+        share(policy, base_module)
     world = build_world(config.world, base, batch_size=section.num_envs, device=device)
     say_memory(config, policy, base, world)
     judging = build_world(config.world, base, episodes=section.evaluate_episodes, device=device)
@@ -90,7 +90,7 @@ def tune(config: Config) -> int:
 
     clock = job.folder.clock()
     critic = build_critic(world, section, config.run.seed).to(device)
-    tuned = finetune(
+    finetuning = finetune(
         policy,
         critic,
         world,
@@ -106,11 +106,11 @@ def tune(config: Config) -> int:
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
     for each in (world, judging):
         each.close()
-    output.print(f"Ended after {tuned.iterations} iterations: {tuned.ended.value}.")
+    output.print(f"Ended after {finetuning.iterations} iterations: {finetuning.ended.value}.")
     print_verdicts(verdicts)
-    seen = Evidence.of(job.folder.metrics(), tuned.best)
-    print_advice(verdicts, section, world.spec.horizon, tuned.iterations, seen, config.world.name)
-    result = {**began_from(path), **tuned.course, "env_steps": tuned.env_steps, "seconds": seconds}
+    evidence = Evidence.of(job.folder.metrics(), finetuning.best)
+    print_advice(verdicts, section, world.spec.horizon, finetuning.iterations, evidence, config.world.name)
+    result = {**began_from(path), **finetuning.course, "env_steps": finetuning.env_steps, "seconds": seconds}
     job.finish(compared(verdicts) | result)
     return 0
 
@@ -170,15 +170,15 @@ def memory_of(config: Config, policy: Trainable, base: Policy, world: World, dev
     rows, length = world.batch_size, learning.rollout_length
     if Need.CRITIC not in algorithm.needs:
         rows, length = learning.groups * learning.group_size, -(-world.spec.horizon // policy.spec.chunk)
-    whole = by_episode(algorithm, learning)
-    minibatch = minibatch_rows(algorithm, learning, rows) * (length if whole else 1)
+    takes_episodes = by_episode(algorithm, learning)
+    minibatch = minibatch_rows(algorithm, learning, rows) * (length if takes_episodes else 1)
     stores = algorithm.replay is not None and isinstance(algorithm.replay(), StoresPairs)
-    others = stores or config.finetune.teacher is not None or config.plan.model is not None
-    images = keeps_images(policy, None, algorithm, others=others)
-    chosen: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
+    others_read = stores or config.finetune.teacher is not None or config.plan.model is not None
+    images = keeps_images(policy, None, algorithm, others=others_read)
+    options: dict[str, Any] = {"micro_batch": learning.micro_batch, "optimiser": learning.optimiser, "images": images}
     if images and learning.packed_images:  # in the processor's memory
-        chosen["packed"] = what_packing_leaves(world) if device.type == "cpu" else 0.0
-    plan = partial(plan_memory, device=device, **chosen)
+        options["packed"] = what_packing_leaves(world) if device.type == "cpu" else 0.0
+    plan = partial(plan_memory, device=device, **options)
     holders = held_by(algorithm.needs, learning)
     with learning_in(learning.precision):
         budget = plan(policy, rows * length, minibatch, learning.scored_steps, holders)

@@ -107,9 +107,9 @@ def record_graded(
         noise = episode_seeds(seed, f"collect/{quality}/noise", section.episodes)
         plan = schedule(quality, noise, world.spec.horizon, **ground.levels)
         seeds, generator = episode_seeds(seed, f"collect/{quality}", section.episodes), Generators(seed, device)["act"]
-        kept = unfinished.part(quality, len(seeds))
-        actor = _disturbed(config, world, policy, plan.select(kept.left(len(seeds))))
-        episodes = record(world, actor, seeds, generator=generator, deterministic=True, kept=kept)
+        stored = unfinished.part(quality, len(seeds))
+        actor = _disturbed(config, world, policy, plan.select(stored.left(len(seeds))))
+        episodes = record(world, actor, seeds, generator=generator, deterministic=True, kept=stored)
         settings = _settings(config, quality, ground, world.spec.horizon)
     finally:
         world.close()
@@ -138,7 +138,7 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
 
     The anchors' seeds are the same in every run, so all datasets of a task share one scale. Raises as `record_graded`.
     """
-    section, known = config.collect, _known(file, config)
+    section, measurements = config.collect, _known(file, config)
     scripted = policy is None and not section.controller  # scripted experts read the state, and images take time
     place = dataclasses.replace(config.world, cameras=()) if scripted else config.world
     most = max(section.trial_episodes, section.anchor_episodes)
@@ -146,19 +146,19 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
     trials: list[Trial] = []
 
     def measured(name: str, level: float, kind: str, count: int, seed: int) -> Performance:
-        if name not in known:
+        if name not in measurements:
             noise = episode_seeds(seed, f"collect/{kind}/noise", count)
             actor = _disturbed(config, world, policy, fixed(np.full(count, level), noise, world.spec.horizon))
             seeds = episode_seeds(seed, f"collect/{kind}", count)
             result = evaluate_policy(world, actor, seeds, generator_seed=seed, device=device, label=name)
-            known[name] = Performance.of(result.returns, result.success).to_json()
-            write_json(file, known)
-        return Performance(**known[name])
+            measurements[name] = Performance.of(result.returns, result.success).to_json()
+            write_json(file, measurements)
+        return Performance(**measurements[name])
 
     def trial(level: float) -> Trial:
         name = f"trial {len(trials) + 1}: {Disturbance.at(level).text}"
-        found = measured(name, level, "trial", section.trial_episodes, config.run.seed)
-        trials.append(Trial(level, found.success_rate, found.episodes))
+        performance = measured(name, level, "trial", section.trial_episodes, config.run.seed)
+        trials.append(Trial(level, performance.success_rate, performance.episodes))
         return trials[-1]
 
     try:
@@ -185,10 +185,10 @@ def _known(file: Path, config: Config) -> dict[str, Any]:
     """Return earlier measurements of this actor, if it has not changed: a checkpoint may have been trained further
     since.
     """
-    drawn = {"noise": NOISE_VERSION} if config.collect.policy is not None else {}
-    actor = fingerprint({"version": VERSION, "actor": who_acts(config), **drawn})
-    found = read_object(file) if file.exists() else {}
-    return found if found.get("actor") == actor else {"actor": actor}
+    noise_version = {"noise": NOISE_VERSION} if config.collect.policy is not None else {}
+    actor = fingerprint({"version": VERSION, "actor": who_acts(config), **noise_version})
+    content = read_object(file) if file.exists() else {}
+    return content if content.get("actor") == actor else {"actor": actor}
 
 
 def _disturbed(
@@ -224,8 +224,8 @@ def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) ->
 
 
 def _tried(trials: tuple[Trial, ...], level: float) -> str:
-    found = [trial for trial in trials if trial.level == level]
-    return f", success {found[-1].success:.1%} of {found[-1].episodes} episodes" if found else ""
+    matches = [trial for trial in trials if trial.level == level]
+    return f", success {matches[-1].success:.1%} of {matches[-1].episodes} episodes" if matches else ""
 
 
 def _say_missed(quality: Quality, found: Performance) -> None:

@@ -107,46 +107,48 @@ def run(config: Config) -> int:
     if job is None:
         return 0
     folder, device = job.folder, job.device
-    section, chosen = config.finetune, config.imagine
-    if chosen.refresh_every % section.checkpoint_every:
+    section, imagine_section = config.finetune, config.imagine
+    if imagine_section.refresh_every % section.checkpoint_every:
         raise ConfigError(
-            f"imagine.refresh_every={chosen.refresh_every} must be a multiple of finetune.checkpoint_every="
+            f"imagine.refresh_every={imagine_section.refresh_every} must be a multiple of finetune.checkpoint_every="
             f"{section.checkpoint_every}: a model is refreshed where a run can be taken up again."
         )
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
-    model = default_path(config, "worldmodel", "checkpoint", chosen.model, "imagine.model")
+    model = default_path(config, "worldmodel", "checkpoint", imagine_section.model, "imagine.model")
     base, policy = load_policy(path, device), require_trainable(load_alone(path, device))
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     remember_origin(policy, origin_of_section(config.world) or origin_of(base))
     worlds = open_worlds(config, base, model, device)
     require_target(section.target_success, worlds.real)
     inside = {"base": as_seen_in(worlds.imagined, base), "tuned": policy}
-    refresh = refresh_of(config, worlds, model, folder) if chosen.refresh_every else None
+    refresh = refresh_of(config, worlds, model, folder) if imagine_section.refresh_every else None
     clock = folder.clock()
-    tuned = learn(config, policy, worlds, model, folder, refresh)
+    finetuning = learn(config, policy, worlds, model, folder, refresh)
     seconds = clock.seconds
     if isinstance(worlds.imagined.model, DecoderFree):
         save_encoder(worlds.imagined.model, folder.checkpoint)
     outside = {"base": worlds.in_reality(base), "tuned": worlds.in_reality(policy)}
     episodes = section.evaluate_episodes
     verdicts = job.judge(worlds.real, outside, episodes)
-    imagined = job.judge(worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()}, episodes)
+    imagined_verdicts = job.judge(
+        worlds.imagined, {f"{name}, imagined": each for name, each in inside.items()}, episodes
+    )
     films = {"base": outside["base"], "tuned in imagination": outside["tuned"]}
     job.film(worlds.real, films, episodes, section.videos)
     worlds.close()
-    print_verdicts({**verdicts, **imagined})
-    output.print(said_at_the_end(tuned))
-    seen = Evidence.of(folder.metrics(), tuned.best)
-    print_advice(tuned, verdicts, narrowed(FinetuneConfig, section), seen)
+    print_verdicts({**verdicts, **imagined_verdicts})
+    output.print(said_at_the_end(finetuning))
+    evidence = Evidence.of(folder.metrics(), finetuning.best)
+    print_advice(finetuning, verdicts, narrowed(FinetuneConfig, section), evidence)
     result = compared(verdicts) | {
-        "imagined": {name: verdict.to_json() for name, verdict in imagined.items()},
+        "imagined": {name: verdict.to_json() for name, verdict in imagined_verdicts.items()},
         **began_from(path),
         "model": str(model),
-        **tuned.course,
-        "imagined_steps": tuned.env_steps,
+        **finetuning.course,
+        "imagined_steps": finetuning.env_steps,
         "env_steps": 0 if refresh is None else refresh.env_steps,
         "watched_steps": watched_steps(folder),
-        "kept": dict(tuned.best),
+        "kept": dict(finetuning.best),
         "seconds": seconds,
     }
     job.finish(result)
@@ -161,21 +163,21 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
     inside = config.world.imagined_by(model)
     training = build_world(inside, base, batch_size=section.num_envs, seed=seed, device=device)
     uncut = ImaginationSection(debounce=config.world.imagination.debounce)
-    judged = replace(inside, imagination=uncut)
-    imagined = build_world(judged, base, episodes=section.evaluate_episodes, device=device)
+    judging_section = replace(inside, imagination=uncut)
+    imagined_world = build_world(judging_section, base, episodes=section.evaluate_episodes, device=device)
     episodes = max(config.imagine.watch, section.evaluate_episodes)
     assert isinstance(training, ImaginedWorld)
-    assert isinstance(imagined, ImaginedWorld)
-    real = build_world(config.world, behind(imagined.model, base), episodes=episodes, device=device)
-    return Worlds(training, imagined, real)
+    assert isinstance(imagined_world, ImaginedWorld)
+    real = build_world(config.world, behind(imagined_world.model, base), episodes=episodes, device=device)
+    return Worlds(training, imagined_world, real)
 
 
 def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -> ModelRefresh:
     """Return the hook that trains the model, in both imagined worlds, on new real episodes of the policy."""
-    chosen = config.imagine
+    imagine_section = config.imagine
     in_reality = worlds.in_reality
-    if chosen.refresh_uncertainty is not None:
-        optimistic = replace(config.plan, uncertainty=chosen.refresh_uncertainty)
+    if imagine_section.refresh_uncertainty is not None:
+        optimistic = replace(config.plan, uncertainty=imagine_section.refresh_uncertainty)
         exploring = planned_acting(optimistic, worlds.training, model, choose_device(config.run))
         if exploring is None:
             raise ConfigError("imagine.refresh_uncertainty explores by planning: set plan.model, imagine.model say.")
@@ -185,9 +187,9 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
         worlds.real,
         model.parent / "dataset",
         folder,
-        chosen.refresh_every,
-        chosen.refresh_episodes,
-        chosen.refresh_steps,
+        imagine_section.refresh_every,
+        imagine_section.refresh_episodes,
+        imagine_section.refresh_steps,
         config.run.seed,
         in_reality,
     )
@@ -201,24 +203,24 @@ def learn(
 
     model: checkpoint of the world model.
     """
-    section, chosen = config.finetune, config.imagine
+    section, imagine_section = config.finetune, config.imagine
     device = choose_device(config.run)
     validation = episode_seeds(config.run.seed, "validate", section.evaluate_episodes)
     watch = TwoWorlds(
         worlds.imagined,
         worlds.real,
         validation,
-        validation[: chosen.watch],
-        chosen.gap,
+        validation[: imagine_section.watch],
+        imagine_section.gap,
         device,
         worlds.in_reality,
-        by_real=chosen.keep == "real",
+        by_real=imagine_section.keep == "real",
         confirming=partial(confirming_seeds, config),
     )
-    if chosen.method == "sft":
+    if imagine_section.method == "sft":
         acting = planned_acting(config.plan, worlds.training, model, device)
         return imitate(config, policy, worlds.training, watch, folder, acting)
-    tuning, leash = held_near(narrowed(FinetuneConfig, section), chosen)
+    tuning, leash = held_near(narrowed(FinetuneConfig, section), imagine_section)
     return finetune(
         policy,
         build_critic(worlds.training, section, config.run.seed).to(device),
@@ -230,7 +232,7 @@ def learn(
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training, model, policy),
         after_checkpoint=refresh,
-        oversight=Oversight(chosen.patience, leash, chosen.tighten),
+        oversight=Oversight(imagine_section.patience, leash, imagine_section.tighten),
     )
 
 
@@ -257,20 +259,20 @@ def imitate(
     """Run the rounds of synthesis, filtering and imitation; acting: wraps the acting policy, None for the policy
     itself.
     """
-    chosen = config.imagine
+    imagine_section = config.imagine
     policy.requires_grad_(True)
     return synthesise_and_imitate(
         policy,
         training_world,
-        rounds=chosen.rounds,
-        rollouts=chosen.synthetic,
-        steps=chosen.imitate_steps,
-        batch_size=chosen.imitate_batch_size,
-        learning_rate=chosen.imitate_learning_rate,
+        rounds=imagine_section.rounds,
+        rollouts=imagine_section.synthetic,
+        steps=imagine_section.imitate_steps,
+        batch_size=imagine_section.imitate_batch_size,
+        learning_rate=imagine_section.imitate_learning_rate,
         seed=config.run.seed,
         evaluate=watch.evaluate,
         confirm=watch.confirm,
-        course=Course(Oversight(chosen.patience), config.finetune.target_success),
+        course=Course(Oversight(imagine_section.patience), config.finetune.target_success),
         run=folder,
         acting=acting,
     )
@@ -288,17 +290,17 @@ def said_at_the_end(tuned: FinetuneResult) -> str:
     line = f"Ended after {tuned.iterations} iterations: {tuned.ended.value}."
     if not best:
         return f"{line} Nothing was evaluated on the way: the last policy is kept."
-    kept = f"{line} Kept is the policy of iteration {best['iteration']:g}"
+    prefix = f"{line} Kept is the policy of iteration {best['iteration']:g}"
     if "deterministic_return" in best:
         figures = {name: best.get(f"deterministic_{name}return") for name in ("", "real_")}
-        shown = zip(figures.values(), WHERE, strict=True)
-        return f"{kept}: {', '.join(f'return {value:.4g} {where}' for value, where in shown if value is not None)}."
-    imagined = f"{best['deterministic_success']:.1%} in imagination"
+        pairs = zip(figures.values(), WHERE, strict=True)
+        return f"{prefix}: {', '.join(f'return {value:.4g} {place}' for value, place in pairs if value is not None)}."
+    imagined_text = f"{best['deterministic_success']:.1%} in imagination"
     if "deterministic_real_success" not in best:
-        return f"{kept}: {imagined}, not watched for real."
+        return f"{prefix}: {imagined_text}, not watched for real."
     real, low, high = (best[f"deterministic_real_{name}"] for name in ("success", "low", "high"))
     gap = 100 * best["deterministic_gap"]
-    return f"{kept}: {real:.1%} [{low:.1%}, {high:.1%}] for real, {imagined} (gap {gap:+.1f} points)."
+    return f"{prefix}: {real:.1%} [{low:.1%}, {high:.1%}] for real, {imagined_text} (gap {gap:+.1f} points)."
 
 
 def print_advice(
@@ -311,10 +313,10 @@ def print_advice(
 
     section: settings of the fine-tuning; seen: recorded metrics; None if unknown.
     """
-    base, tuned = (verdicts[name].deterministic for name in ("base", "tuned"))
-    if tuned.score > base.score:
+    base, tuned_result = (verdicts[name].deterministic for name in ("base", "tuned"))
+    if tuned_result.score > base.score:
         return
-    what = "success" if base.reports_success else "the return"
+    metric = "success" if base.reports_success else "the return"
     advice = ADVICE[result.ended] if "deterministic_score" in result.best else UNWATCHED
     target = None if section is None else section.target_success
     if result.ended is Ended.TARGET and target is not None and base.score < target:
@@ -323,6 +325,6 @@ def print_advice(
             "finetune.evaluate_episodes=1000, or set finetune.target_success higher."
         )
     if section is not None and seen is not None and seen.iterations and result.ended is not Ended.PARTED:
-        difference = compare(base, tuned) if result.ended is not Ended.TARGET else None
-        advice = evident_cause(seen, base, tuned, section, difference, inside=" imagined") or advice
-    output.print(f"Judged on fresh starts, {what} did not rise. {advice}", markup=False, soft_wrap=True)
+        difference = compare(base, tuned_result) if result.ended is not Ended.TARGET else None
+        advice = evident_cause(seen, base, tuned_result, section, difference, inside=" imagined") or advice
+    output.print(f"Judged on fresh starts, {metric} did not rise. {advice}", markup=False, soft_wrap=True)

@@ -82,10 +82,10 @@ class Job:
         seeds = episode_seeds(self.config.run.seed, "validate", episodes)
 
         def evaluate(policy: Policy, deterministic: bool = True) -> dict[str, float]:
-            found = evaluate_policy(
+            result = evaluate_policy(
                 world, policy, seeds, deterministic=deterministic, device=self.device, label="validate"
             )
-            return found.figures()
+            return result.figures()
 
         return evaluate
 
@@ -167,8 +167,8 @@ def require_target(target: float | None, world: World) -> None:
 def began_from(checkpoint: Path) -> dict[str, str]:
     """Return the result entries of the initial checkpoint: its path and the hash of its weights."""
     weights = checkpoint_in(checkpoint) / WEIGHTS
-    told = {"base_checkpoint": str(checkpoint)}
-    return {**told, "base_weights": file_hash(weights)} if weights.is_file() else told
+    entry = {"base_checkpoint": str(checkpoint)}
+    return {**entry, "base_weights": file_hash(weights)} if weights.is_file() else entry
 
 
 def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | None = None) -> None:
@@ -183,8 +183,8 @@ def say_model(policy: Trainable, section: RegressionConfig, lesson: Regressor | 
         return
     free = free_memory(next(policy.parameters()).device)
     with learning_in(section.precision):
-        said = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, lesson)
-    output.print(said, soft_wrap=True, highlight=False)
+        message = plan_pretraining(policy, section.batch_size, free, section.micro_batch, section.fit.optimiser, lesson)
+    output.print(message, soft_wrap=True, highlight=False)
 
 
 def print_verdicts(verdicts: dict[str, Verdict]) -> None:
@@ -210,13 +210,13 @@ def print_verdicts(verdicts: dict[str, Verdict]) -> None:
 
 def print_instructions(verdicts: Mapping[str, Verdict]) -> None:
     """Print deterministic success per instruction, one column per policy; nothing if there is only one instruction."""
-    found = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
-    if found is None:
+    table_rows = instruction_table([(name, verdict.deterministic.summary()) for name, verdict in verdicts.items()])
+    if table_rows is None:
         return
     table = Table(box=None, padding=(0, 2))
-    for column in found[0]:
-        table.add_column(column, justify="left" if column == found[0][0] else "right")
-    for row in found[1]:
+    for column in table_rows[0]:
+        table.add_column(column, justify="left" if column == table_rows[0][0] else "right")
+    for row in table_rows[1]:
         table.add_row(*row)
     output.print(table)
 
@@ -228,10 +228,10 @@ def normalised(verdicts: Mapping[str, Verdict], anchors: Anchors | None) -> dict
     """
     if anchors is None:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    scores_of: dict[str, dict[str, Any]] = {}
     for name, verdict in verdicts.items():
         modes = {"deterministic": verdict.deterministic, "stochastic": verdict.stochastic}
         scores = {mode: normalised_score(result, anchors) for mode, result in modes.items()}
         output.print(f"{name}: {', '.join(f'{mode} {score.text}' for mode, score in scores.items())}", markup=False)
-        found[name] = {mode: score.to_json() for mode, score in scores.items()}
-    return {"normalised": found}
+        scores_of[name] = {mode: score.to_json() for mode, score in scores.items()}
+    return {"normalised": scores_of}

@@ -48,31 +48,31 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     parts += [read_log(path, policy, section) for path in section.more]
     episodes = Episodes.concatenate(parts)
     draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
-    training, held = episodes.split(config.gate.holdout, draws)
-    output.print(f"Of {len(episodes)} episodes, {len(held)} are kept from training, for the judges.")
-    return training.to(device), held.to(device)
+    training, held_out = episodes.split(config.gate.holdout, draws)
+    output.print(f"Of {len(episodes)} episodes, {len(held_out)} are kept from training, for the judges.")
+    return training.to(device), held_out.to(device)
 
 
 def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple[int, ...] = ()) -> Episodes:
     """Return the episodes of a dataset except those in `without`, with rewards as offline.reward specifies; raises as
     `split_data`.
     """
-    renamed = section.rename or renaming_of(policy)
-    read = read_dataset(path, rename=renamed)
-    recorded = delayed(read, steps_ahead(policy.spec.observation, policy.spec.action))
-    require_fit_of(path, recorded, policy.spec)
-    episodes = chosen_episodes(recorded, path, "offline", without=without)
+    renaming = section.rename or renaming_of(policy)
+    dataset = read_dataset(path, rename=renaming)
+    delayed_episodes = delayed(dataset, steps_ahead(policy.spec.observation, policy.spec.action))
+    require_fit_of(path, delayed_episodes, policy.spec)
+    episodes = chosen_episodes(delayed_episodes, path, "offline", without=without)
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
-    used = dict.fromkeys((*policy.spec.observation, *vectors))
-    reading = describe_reading(path, read_information(path, renamed)["features"], episodes, tuple(used))
+    columns = dict.fromkeys((*policy.spec.observation, *vectors))
+    reading = describe_reading(path, read_information(path, renaming)["features"], episodes, tuple(columns))
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if without:
         output.print(f"Left out by offline.without: {len(without)} episodes.")
-    if said := interventions_in_words(episodes):
-        output.print(f"{said}; the critic learns from everything.", soft_wrap=True)
+    if text := interventions_in_words(episodes):
+        output.print(f"{text}; the critic learns from everything.", soft_wrap=True)
     if nonfinite_columns(episodes):
         try:
-            require_finite_columns(recorded, rewards=True)
+            require_finite_columns(delayed_episodes, rewards=True)
         except DataError as error:
             raise DataError(f"{path}: {error} offline.without=[NUMBER] leaves episodes out.") from error
     return require_paid(path, with_reward(episodes, section.reward))
@@ -84,21 +84,23 @@ def require_paid(path: Path, episodes: Episodes) -> Episodes:
     If only success is recorded, the task ends with success and every other end counts as a time limit; this is printed.
     """
     if episodes.terminated is None and episodes.success is not None:
-        ended = int(episodes.success.sum())
+        success_count = int(episodes.success.sum())
         output.print(
-            f"{path} does not record where the task ended (next.terminated): {ended} episodes end by success, the "
-            f"other {len(episodes) - ended} are taken for cut by a time limit.",
+            f"{path} does not record where the task ended (next.terminated): {success_count} episodes end by success, "
+            f"the other {len(episodes) - success_count} are taken for cut by a time limit.",
             markup=False,
             soft_wrap=True,
         )
         episodes = replace(episodes, terminated=episodes.success)
     if episodes.reward is None or episodes.terminated is None:
-        lacking = "rewards (next.reward)" if episodes.reward is None else "where the task ended (next.terminated)"
+        missing_column = (
+            "rewards (next.reward)" if episodes.reward is None else "where the task ended (next.terminated)"
+        )
         raise DataError(
-            f"{path} records no {lacking}, in any episode, and critics learn from nothing else. offline.reward=success "
-            "pays for recorded success (next.success), offline.reward=head:WORLDMODEL for what the success head of a "
-            "world model sees, offline.reward=package.module:function for what you say; or improve the policy in a "
-            "world model (robopolicy imagine)."
+            f"{path} records no {missing_column}, in any episode, and critics learn from nothing else. "
+            f"offline.reward=success pays for recorded success (next.success), offline.reward=head:WORLDMODEL for what "
+            f"the success head of a world model sees, offline.reward=package.module:function for what you say; or "
+            f"improve the policy in a world model (robopolicy imagine)."
         )
     return episodes
 
@@ -117,16 +119,16 @@ def with_reward(episodes: Episodes, reward: str) -> Episodes:
                 "offline.reward=success, and the data does not say which steps succeeded (next.success): "
                 "offline.reward=head:WORLDMODEL asks the success head of a world model."
             )
-        ended = episodes.terminated if episodes.terminated is not None else episodes.success
-        return replace(episodes, rewards={"success": _first(episodes, episodes.step_success)}, terminated=ended)
+        terminated = episodes.terminated if episodes.terminated is not None else episodes.success
+        return replace(episodes, rewards={"success": _first(episodes, episodes.step_success)}, terminated=terminated)
     if reward.startswith(HEAD):
-        seen = succeeded_by_head(episodes, Path(reward.removeprefix(HEAD)))
-        paid = replace(episodes, step_success=seen, rewards={"success": _first(episodes, seen)})
-        return replace(paid, terminated=paid.success)
-    found = load_dotted(reward, "offline.reward")(episodes)
-    if not isinstance(found, torch.Tensor) or found.shape != (episodes.step_count,):
+        step_success = succeeded_by_head(episodes, Path(reward.removeprefix(HEAD)))
+        rewarded = replace(episodes, step_success=step_success, rewards={"success": _first(episodes, step_success)})
+        return replace(rewarded, terminated=rewarded.success)
+    rewards = load_dotted(reward, "offline.reward")(episodes)
+    if not isinstance(rewards, torch.Tensor) or rewards.shape != (episodes.step_count,):
         raise ConfigError(f"{reward} must return a tensor [{episodes.step_count}], one reward a step.")
-    return replace(episodes, rewards={"reward": found.float()})
+    return replace(episodes, rewards={"reward": rewards.float()})
 
 
 @torch.no_grad()
@@ -156,24 +158,26 @@ def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
     states = vector.pack(episodes.observation)[steps + episodes.episode_of_step + 1]
     reached = torch.cat([heads.succeeded(part) for part in states.split(8192)])
     before = reached.long().cumsum(0) - reached.long()
-    seen = reached | (before > before[episodes.starts][episodes.episode_of_step])
-    found = replace(episodes, step_success=seen).success
-    assert found is not None
-    output.print(f"The success head of {path} sees success in {int(found.sum())} of {len(episodes)} episodes.")
-    return seen
+    has_succeeded = reached | (before > before[episodes.starts][episodes.episode_of_step])
+    episode_success = replace(episodes, step_success=has_succeeded).success
+    assert episode_success is not None
+    output.print(
+        f"The success head of {path} sees success in {int(episode_success.sum())} of {len(episodes)} episodes."
+    )
+    return has_succeeded
 
 
 def say_decisions(data: Decisions) -> None:
     """Print the number of decisions used and why others are omitted; raises DataError when none is left."""
     steps = data.episodes.step_count
-    missing = steps - len(data)
+    left_out = steps - len(data)
     reason = (
-        f"; {missing} steps are left out: a decision that begins there ends in the observation after an episode's last "
-        "action, which is not recorded, and the task had not ended"
+        f"; {left_out} steps are left out: a decision that begins there ends in the observation after an episode's "
+        f"last action, which is not recorded, and the task had not ended"
     )
     if not len(data):
         raise DataError(f"Of {steps} recorded steps no decision is left{reason}. Record longer episodes, or the end.")
-    output.print(f"Decisions: {len(data)} of {steps} steps{reason if missing else ''}.", soft_wrap=True)
+    output.print(f"Decisions: {len(data)} of {steps} steps{reason if left_out else ''}.", soft_wrap=True)
 
 
 def _first(episodes: Episodes, success: Tensor) -> Tensor:

@@ -74,13 +74,15 @@ def run(config: Config) -> int:
     improver: Improver = IMPROVERS.builds(section.improve.kind)(section.improve.config)
     if getattr(section.improve.config, "tunes_chain", False):
         policy.prepare_finetuning(config.finetune.finetuned_steps, train_encoder=config.finetune.train_encoder)
-    training, held = split_data(config, policy, device)
+    training, held_out = split_data(config, policy, device)
     judges: list[Judge] = []
     gate = None
     if section.gated:
-        own = config.gate
-        judges = build_judges(config, policy, held, device, [section.model] if section.model is not None else [])
-        gate = Gate(judges, margin=own.margin, relative=own.relative, confidence=own.confidence)
+        gate_section = config.gate
+        judges = build_judges(config, policy, held_out, device, [section.model] if section.model is not None else [])
+        gate = Gate(
+            judges, margin=gate_section.margin, relative=gate_section.relative, confidence=gate_section.confidence
+        )
     clock = folder.clock()
     lesson = learn_critic(config, policy, training, folder, device)
     if isinstance(improver, Wraps):
@@ -88,30 +90,30 @@ def run(config: Config) -> int:
     remember_origin(policy, origin_of(base))
     remember_renaming(policy, section.rename or renaming_of(base))
     seed = derive(config.run.seed, "offline")
-    found = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
+    rounds = improve_in_rounds(policy, lesson, improver, gate, section.rounds, seed=seed, run=folder)
     seconds = clock.seconds
     for each in judges:
         if isinstance(each, FittedJudge):  # rounds before a kill were judged by another process
-            verdicts = (record.get("verdict", {}) for record in found.records)
+            verdicts = (record.get("verdict", {}) for record in rounds.records)
             each.clipped = [share for verdict in verdicts for share in verdict.get("clipped", ())]
-    for line in found.lines:
+    for line in rounds.lines:
         output.print(line, markup=False, soft_wrap=True)
     warn_of_divergence(judges)
     result: dict[str, Any] = {
         **began_from(path),
         "episodes": len(training),
-        "held_out": len(held),
+        "held_out": len(held_out),
         "steps": training.step_count,
-        "rounds": list(found.records),
-        "accepted": found.accepted,
-        "env_steps": sum(int(record.get("verdict", {}).get("env_steps", 0)) for record in found.records),
+        "rounds": list(rounds.records),
+        "accepted": rounds.accepted,
+        "env_steps": sum(int(record.get("verdict", {}).get("env_steps", 0)) for record in rounds.records),
         "selected_by": [each.name for each in judges],
         "seconds": seconds,
         **clipped(judges),
     }
-    judged = judged_for_real(config, base, policy, device)
-    say(found, section.rounds)
-    job.finish(judged | result)
+    real_verdicts = judged_for_real(config, base, policy, device)
+    say(rounds, section.rounds)
+    job.finish(real_verdicts | result)
     return 0
 
 
@@ -163,8 +165,8 @@ def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: tor
         parts["imagined"] = imagined_episodes(config, policy, device)
     if "guided" in section.data:
         draws = Generators(derive(seed, "offline/guided"), device)
-        made = guided_episodes(policy, recorded, section.guided, draws, derive(seed, "guided weights"))
-        parts["guided"] = made.to(device)
+        generated = guided_episodes(policy, recorded, section.guided, draws, derive(seed, "guided weights"))
+        parts["guided"] = generated.to(device)
     if set(parts) == {"recorded"}:
         return recorded
     counts = ", ".join(f"{len(part)} {name} ({part.step_count} steps)" for name, part in parts.items())
@@ -199,9 +201,9 @@ def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> E
         inside = replace(inside, imagination=short, data=path)
     world = build_world(inside, policy, episodes=section.imagined, device=device)
     seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined)
-    found = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])
+    episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])
     world.close()
-    return found.to(device)
+    return episodes.to(device)
 
 
 def judged_for_real(config: Config, base: Policy, policy: Policy, device: torch.device) -> dict[str, Any]:

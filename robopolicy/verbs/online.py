@@ -88,15 +88,15 @@ def run(config: Config) -> int:
     section = config.online
     folder, device = job.folder, job.device
     path = policy_path(config)
-    given = None if path is None else load_policy(path, device)
-    world = build_world(config.world, given, batch_size=section.num_envs, device=device)
+    base_policy = None if path is None else load_policy(path, device)
+    world = build_world(config.world, base_policy, batch_size=section.num_envs, device=device)
     clock = folder.clock()
-    beginning = begin(config, given, world, folder, device)
+    beginning = begin(config, base_policy, world, folder, device)
     policy = beginning.policy
-    base = copy.deepcopy(policy) if given is None else load_policy(path or Path(), device)
+    base = copy.deepcopy(policy) if base_policy is None else load_policy(path or Path(), device)
     remember_origin(policy, origin_of_section(config.world, world) or origin_of(base))
     judging = build_world(config.world, policy, episodes=section.evaluate_episodes, device=device)
-    found = learn_online(
+    online_result = learn_online(
         policy,
         world,
         beginning.frozen,
@@ -112,15 +112,15 @@ def run(config: Config) -> int:
     for each in (world, judging):
         each.close()
     print_verdicts(verdicts)
-    say(found, section.method)
+    say(online_result, section.method)
     result: dict[str, Any] = {
         **({"base_checkpoint": None} if path is None else began_from(path)),
         "method": section.method,
-        "env_steps": found.env_steps,
-        "updates": found.updates,
-        "collected_episodes": found.episodes,
-        "evaluations": list(found.evaluations),
-        "dip": found.dip(by_of(found)),
+        "env_steps": online_result.env_steps,
+        "updates": online_result.updates,
+        "collected_episodes": online_result.episodes,
+        "evaluations": list(online_result.evaluations),
+        "dip": online_result.dip(by_of(online_result)),
         "seconds": seconds,
     }
     job.finish(compared(verdicts) | result)
@@ -237,10 +237,10 @@ def why_no_gain(curve: Sequence[tuple[int, float]], success: bool, method: str) 
     first, last = curve[0][1], curve[-1][1]
     best = max(value for _, value in curve)
     if success and best == 0:
-        recorded = " or with recorded episodes that succeed (online.dataset=DATASET)" if method == "actions" else ""
+        alternative = " or with recorded episodes that succeed (online.dataset=DATASET)" if method == "actions" else ""
         return (
             "No evaluation ever succeeded, so there was hardly a success to learn from: begin with a policy that does "
-            f"now and then (online.policy=CHECKPOINT){recorded}."
+            f"now and then (online.policy=CHECKPOINT){alternative}."
         )
     if success and first >= CEILING:
         return f"There is next to nothing to gain: it began at {first:.1%}."

@@ -84,34 +84,34 @@ def run(config: Config) -> int:
         ENGINES.path(name)
     policy = load_policy(path, device)
     folder = open_fresh_run(config, "optimize", VERB.sections)
-    seen = observations(config, policy, device)
-    ways = ways_for(section, policy, seen)
-    made, refused = policies_of(policy, ways)
-    errors = errors_of(made, seen)
+    observation = observations(config, policy, device)
+    ways = ways_for(section, policy, observation)
+    policies, refusals = policies_of(policy, ways)
+    errors = errors_of(policies, observation)
     for name, error in list(errors.items()):
         if ways[name].exact and error > EXACT:
-            refused[name] = f"its actions are off by {error:.2g} standard deviations, and it should be exact"
-            del made[name], errors[name]
-    times = timed(made, first_rows(seen, section.batch), section.rounds)
-    allowed = [name for name in made if errors[name] <= max(section.error, EXACT)]
-    chosen = min(allowed, key=lambda name: times[name].least)
-    rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in made}
-    print_table("A decision", ways_header(), way_rows(rows, chosen))
-    for name, why in refused.items():
-        output.print(f"{name}: left out, {why}", markup=False, soft_wrap=True)
+            refusals[name] = f"its actions are off by {error:.2g} standard deviations, and it should be exact"
+            del policies[name], errors[name]
+    times = timed(policies, first_rows(observation, section.batch), section.rounds)
+    allowed = [name for name in policies if errors[name] <= max(section.error, EXACT)]
+    fastest = min(allowed, key=lambda name: times[name].least)
+    rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in policies}
+    print_table("A decision", ways_header(), way_rows(rows, fastest))
+    for name, reason in refusals.items():
+        output.print(f"{name}: left out, {reason}", markup=False, soft_wrap=True)
     plan = InferencePlan(
-        ways[chosen].config,
+        ways[fastest].config,
         weights_hash(path),
-        ways[chosen].cache,
+        ways[fastest].cache,
         device=device_name(device),
         batch=section.batch,
-        measured=rows[chosen],
+        measured=rows[fastest],
     )
     save_plan(path, plan)
-    result: dict[str, Any] = {"checkpoint": str(path), "chosen": chosen, "ways": rows, "left_out": refused}
-    finish(config, folder, result | judged(config, {REFERENCE: policy, chosen: made[chosen]}, device))
-    faster = times[REFERENCE].least / times[chosen].least
-    output.print(f"Chosen: {chosen}, {faster:.1f} times as fast as the reference; kept in {path / 'inference.json'}.")
+    result: dict[str, Any] = {"checkpoint": str(path), "chosen": fastest, "ways": rows, "left_out": refusals}
+    finish(config, folder, result | judged(config, {REFERENCE: policy, fastest: policies[fastest]}, device))
+    faster = times[REFERENCE].least / times[fastest].least
+    output.print(f"Chosen: {fastest}, {faster:.1f} times as fast as the reference; kept in {path / 'inference.json'}.")
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
 
@@ -201,24 +201,24 @@ def cached_ways(
     if not budgets or not section.schedulers:
         return {}
     try:
-        found: Calibration = calibrate(policy, seen, torch.Generator(policy.device).manual_seed(0))
+        calibration: Calibration = calibrate(policy, seen, torch.Generator(policy.device).manual_seed(0))
     except ConfigError as error:
         output.print(f"No block caches: {error}", markup=False, soft_wrap=True)
         return {}
-    budgets = [budget for budget in budgets if budget < found.steps]
-    plans = plans_to_try(found, section.schedulers, budgets, section.orders)
+    budgets = [budget for budget in budgets if budget < calibration.steps]
+    plans = plans_to_try(calibration, section.schedulers, budgets, section.orders)
     return {name: Way(engine, plan) for name, plan in plans.items()}
 
 
 def policies_of(policy: Policy, ways: Mapping[str, Way]) -> tuple[dict[str, Policy], dict[str, str]]:
     """Return the policy with each inference method, and the reasons why some methods are not supported."""
-    made, refused = dict[str, Policy](), dict[str, str]()
+    policies, refusals = dict[str, Policy](), dict[str, str]()
     for name, way in ways.items():
         try:
-            made[name] = with_engine(policy, way.config, way.cache)
+            policies[name] = with_engine(policy, way.config, way.cache)
         except ConfigError as error:
-            refused[name] = str(error)
-    return made, refused
+            refusals[name] = str(error)
+    return policies, refusals
 
 
 def errors_of(policies: Mapping[str, Policy], seen: TensorObservation) -> dict[str, float]:

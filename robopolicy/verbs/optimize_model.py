@@ -75,10 +75,10 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
     plans = plans_for(section, model, episodes, begin)
     models = {REFERENCE: model, **{name: model.with_caching(plan) for name, plan in plans.items()}}
     chains = _chains(model, episodes, begin, steps)
-    made = cast(Mapping[str, ChunkModel], models)
-    errors = errors_of(made, chains, _present(episodes, begin))
-    times = _timed(made, chains.first(section.batch), section.rounds)
-    chosen = min((name for name in models if errors[name] <= section.error), key=lambda name: times[name].least)
+    chunk_models = cast(Mapping[str, ChunkModel], models)
+    errors = errors_of(chunk_models, chains, _present(episodes, begin))
+    times = _timed(chunk_models, chains.first(section.batch), section.rounds)
+    fastest = min((name for name in models if errors[name] <= section.error), key=lambda name: times[name].least)
     rows = {
         name: {
             "error": errors[name],
@@ -88,21 +88,21 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
         }
         for name in models
     }
-    measured = f"{steps} imagined steps"
-    print_table(measured, ways_header(CHANGE), way_rows(rows, chosen))
+    subject = f"{steps} imagined steps"
+    print_table(subject, ways_header(CHANGE), way_rows(rows, fastest))
     plan = InferencePlan(
         InferenceConfig(),
         weights_hash(path),
-        plans.get(chosen),
+        plans.get(fastest),
         device=device_name(device),
         batch=section.batch,
-        measured=rows[chosen],
+        measured=rows[fastest],
     )
     save_plan(path, plan)
-    told = {"measured": measured, "error_of": CHANGE}
-    finish(config, folder, {"checkpoint": str(path), "chosen": chosen, "ways": rows, "left_out": {}, **told})
+    labels = {"measured": subject, "error_of": CHANGE}
+    finish(config, folder, {"checkpoint": str(path), "chosen": fastest, "ways": rows, "left_out": {}, **labels})
     output.print(
-        f"Chosen: {chosen}, {rows[chosen]['times_as_fast']:.1f} times as fast as the reference; kept in "
+        f"Chosen: {fastest}, {rows[fastest]['times_as_fast']:.1f} times as fast as the reference; kept in "
         f"{path / 'inference.json'}."
     )
     output.print(f"Report: {report_for_run(folder.path)}")
@@ -118,8 +118,8 @@ def plans_for(section: OptimizeSection, model: Cacheable, episodes: Episodes, be
             f"optimize.budgets={list(section.budgets)} makes fewer of."
         )
         return {}
-    found = calibrate_model(model, episodes, begin, model.chunk)
-    return plans_to_try(found, section.schedulers, budgets, section.orders)
+    calibration = calibrate_model(model, episodes, begin, model.chunk)
+    return plans_to_try(calibration, section.schedulers, budgets, section.orders)
 
 
 def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Episodes:
@@ -129,8 +129,8 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
         if not folder.exists():
             raise ConfigError(f"{folder} does not exist: name recorded episodes with optimize.data=[FOLDER].")
     cameras = [key.removeprefix(IMAGE_PREFIX) for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
-    read = [read_dataset(folder, cameras=cameras, rename=renaming_of(model)) for folder in folders]
-    episodes = Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in read])
+    datasets = [read_dataset(folder, cameras=cameras, rename=renaming_of(model)) for folder in folders]
+    episodes = Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in datasets])
     require_recorded("the recorded data", episodes, fields_read(model), model.spec.action, "world model")
     return episodes
 
@@ -138,8 +138,8 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
 def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:
     """Return up to `count` recorded steps [N] that are followed by at least one chain length of recorded steps."""
     every = torch.arange(episodes.step_count)
-    left = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - every
-    fitting = every[left >= steps]
+    remaining = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - every
+    fitting = every[remaining >= steps]
     if not len(fitting):
         raise ConfigError(f"No recorded episode has the {steps} steps that a chain imagines.")
     draws = torch.Generator().manual_seed(derive(seed, "optimize"))
@@ -163,22 +163,28 @@ def errors_of(models: Mapping[str, ChunkModel], chains: Chains, present: Mapping
     """Return the relative image error of each model: RMS pixel difference from the reference, divided by the RMS change
     of the reference's images since the present image; 1 is as wrong as an image that does not change.
     """
-    seen: dict[str, dict[str, Tensor]] = {}
+    images_of: dict[str, dict[str, Tensor]] = {}
     with progress("Comparing", len(models)) as advance:
         for name, model in models.items():
-            seen[name] = chains.imagined(model)
+            images_of[name] = chains.imagined(model)
             advance()
-    own = seen[REFERENCE]
-    moved = sum(float((value - present[key][:, None].to(value)).square().sum()) for key, value in own.items())
+    reference_images = images_of[REFERENCE]
+    change = sum(
+        float((value - present[key][:, None].to(value)).square().sum()) for key, value in reference_images.items()
+    )
     return {
-        name: (sum(float((each[key] - own[key]).square().sum()) for key in own) / max(moved, 1e-12)) ** 0.5
-        for name, each in seen.items()
+        name: (
+            sum(float((each[key] - reference_images[key]).square().sum()) for key in reference_images)
+            / max(change, 1e-12)
+        )
+        ** 0.5
+        for name, each in images_of.items()
     }
 
 
 def _timed(models: Mapping[str, ChunkModel], chains: Chains, rounds: int) -> dict[str, Timing]:
     """Return the seconds per chunk by model, timed in turns; the first call of each is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in models}
+    seconds_of: dict[str, list[float]] = {name: [] for name in models}
     with progress("Timing", rounds) as advance:
         for turn in range(rounds + 1):
             for name, model in models.items():
@@ -187,6 +193,6 @@ def _timed(models: Mapping[str, ChunkModel], chains: Chains, rounds: int) -> dic
                 if chains.actions.device.type == "cuda":
                     torch.cuda.synchronize()
                 if turn:
-                    found[name].append(time.perf_counter() - began)
+                    seconds_of[name].append(time.perf_counter() - began)
             advance() if turn else None
-    return {name: Timing(np.array(values)) for name, values in found.items()}
+    return {name: Timing(np.array(values)) for name, values in seconds_of.items()}

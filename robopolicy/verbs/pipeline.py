@@ -38,24 +38,26 @@ def run(config: Config) -> int:
     section = config.pipeline
     if not section.stages:
         raise ConfigError("A pipeline of no stages: choose recipe=rl100, or list yours in pipeline.stages.")
-    named = config if config.run.name else replace(config, run=replace(config.run, name=section.recipe))
-    folder = open_run(named, "pipeline", VERB.sections)
+    run_config = config if config.run.name else replace(config, run=replace(config.run, name=section.recipe))
+    folder = open_run(run_config, "pipeline", VERB.sections)
     if finished(folder) is not None:
         output.print(f"{folder.path} is done; run.overwrite=true starts over.")
         return 0
     stages = stages_of(config, folder.path)  # all of them, so that a wrong setting shows before the first one runs
     seconds = folder.path / "seconds.json"
-    taken: dict[str, float] = read_object(seconds) if seconds.exists() else {}
+    seconds_of: dict[str, float] = read_object(seconds) if seconds.exists() else {}
     for name, (verb, settings) in stages.items():
         output.print(Rule(f"[bold]{name}: robopolicy {verb}", align="left"))
         began = time.perf_counter()
         VERBS.load(verb)(settings)
-        taken[name] = taken.get(name, 0.0) + time.perf_counter() - began
-        write_json(seconds, taken)
-    told = {name: stage_summary(verb, result_of(each, verb), taken[name]) for name, (verb, each) in stages.items()}
+        seconds_of[name] = seconds_of.get(name, 0.0) + time.perf_counter() - began
+        write_json(seconds, seconds_of)
+    summaries = {
+        name: stage_summary(verb, result_of(each, verb), seconds_of[name]) for name, (verb, each) in stages.items()
+    }
     folders = {name: str(run_path(settings, verb)) for name, (verb, settings) in stages.items()}
-    finish(config, folder, {"stages": told, "folders": folders, "seconds": sum(taken.values())})
-    print_table(f"{section.recipe}, seed {config.run.seed}", STAGES, stage_rows(told))
+    finish(config, folder, {"stages": summaries, "folders": folders, "seconds": sum(seconds_of.values())})
+    print_table(f"{section.recipe}, seed {config.run.seed}", STAGES, stage_rows(summaries))
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
 
@@ -68,7 +70,7 @@ def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
     """
     section, seed = config.pipeline, str(config.run.seed)
     shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
-    found: dict[str, tuple[str, Config]] = {}
+    stages: dict[str, tuple[str, Config]] = {}
     places = {"seed": seed}
     for name, (verb, *settings) in section.stages.items():
         if verb not in VERBS or verb in ("pipeline", "demo", "bench"):
@@ -77,11 +79,11 @@ def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
         later = [each for each in section.stages if each not in places and any(f"{{{each}}}" in s for s in settings)]
         if later:
             raise ConfigError(f"pipeline.stages.{name} builds on {later[0]}, which does not come before it.")
-        given = [_filled(setting, places) for setting in (*section.overrides, *settings)]
+        overrides = [_filled(setting, places) for setting in (*section.overrides, *settings)]
         basis = [f"recipe={section.recipe}", *shared, f"run.device={config.run.device}", f"run.name={name}"]
-        found[name] = verb, compose([*basis, *given])
-        places[name] = str(run_path(found[name][1], verb))
-    return found
+        stages[name] = verb, compose([*basis, *overrides])
+        places[name] = str(run_path(stages[name][1], verb))
+    return stages
 
 
 def _filled(setting: str, places: Mapping[str, str]) -> str:
@@ -93,7 +95,7 @@ def _filled(setting: str, places: Mapping[str, str]) -> str:
 def result_of(config: Config, verb: str) -> dict[str, Any]:
     """Return the results of a finished stage; raises ConfigError when there are none."""
     folder = RunFolder(run_path(config, verb))
-    found = finished(folder)
-    if found is None:
+    result = finished(folder)
+    if result is None:
         raise ConfigError(f"{folder.path} has no result.json: '{verb}' is no stage of a pipeline.")
-    return found
+    return result

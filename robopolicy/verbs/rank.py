@@ -46,13 +46,15 @@ def run(config: Config) -> int:
     folder = open_fresh_run(config, "rank", VERB.sections)
     candidates = load_candidates(config)
     require_seen_by_experts(models.values(), config.rank.noise)
-    imagined = {name: config.world.imagined_by(path) for name, path in models.items()}
-    require_fitting(config, (config.world, *imagined.values()), candidates)
+    model_worlds = {name: config.world.imagined_by(path) for name, path in models.items()}
+    require_fitting(config, (config.world, *model_worlds.values()), candidates)
     real = score(config, config.world, candidates, "simulator")
     rankings: dict[str, RankingResult] = {}
-    for name, section in imagined.items():
-        found = score(config, section, candidates, name)
-        rankings[name] = rank(real=real, model=found, generator=numpy_generator(config.run.seed, "rank/bootstrap"))
+    for name, section in model_worlds.items():
+        model_scores = score(config, section, candidates, name)
+        rankings[name] = rank(
+            real=real, model=model_scores, generator=numpy_generator(config.run.seed, "rank/bootstrap")
+        )
     show(rankings)
     figures = {name: {"path": str(models[name]), **ranking.to_json()} for name, ranking in rankings.items()}
     finish(config, folder, {"models": figures})
@@ -113,8 +115,8 @@ def score(
         require_success(world, "compare policies by robopolicy evaluate, which has returns too")
         if isinstance(candidate, str):
             seed = derive(config.run.seed, f"rank/{name}")
-            own = config.collect.controller
-            actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed, own)
+            controller = config.collect.controller
+            actor: Policy | Controller = build_noisy_expert(section, world, candidate, seed, controller)
         else:
             actor = as_seen_in(world, candidate)
         results[name] = evaluate_policy(

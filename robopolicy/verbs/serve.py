@@ -46,6 +46,6 @@ def run(config: Config) -> int:
         scheme = "ws" if section.certificate is None else "wss"
         print(f"Serving {section.policy} at {scheme}://{section.host}:{port} (Ctrl-C stops)", flush=True)
 
-    given = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed, "device": device}
-    serve(policy, ServerSettings(**given), announce)
+    settings = vars(narrowed(ServerConfig, section)) | {"api_key": key, "seed": config.run.seed, "device": device}
+    serve(policy, ServerSettings(**settings), announce)
     return 0

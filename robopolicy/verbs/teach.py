@@ -59,12 +59,12 @@ def run(config: Config) -> int:
     seed = config.run.seed
     policy = None if section.teacher == EXPERT else load_acting(InferenceSection(), teacher_path(config), device)
     reach = reach_of(config.policy.config)
-    shown = world_for_both(config.world, policy, reach)
-    world = build_world(shown, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
+    world_section = world_for_both(config.world, policy, reach)
+    world = build_world(world_section, policy, episodes=section.episodes, seed=seed, device=device, filmed=True)
     teacher = the_expert(config, world, reach) if policy is None else Teacher(policy, lambda _: policy)
     plan(config, teacher, world, device)
     clock = folder.clock()
-    taught = teach(
+    teaching = teach(
         teacher,
         world,
         lambda episodes: new_policy(config, episodes, device),
@@ -78,14 +78,14 @@ def run(config: Config) -> int:
     world.close()
     if isinstance(teacher.says, Foresight):
         teacher.says.close()
-    student = taught.student
+    student = teaching.student
     remember_origin(student, origin_of_section(config.world, world))
     student.save(folder.checkpoint)
     result: dict[str, Any] = {
         "teacher": section.teacher or str(teacher_path(config)),
-        "env_steps": taught.env_steps,
+        "env_steps": teaching.env_steps,
         "seconds": seconds,
-        "rounds": taught.rounds,
+        "rounds": teaching.rounds,
     }
     if section.evaluate_episodes:
         result |= judged(job, teacher.says, student)
@@ -103,20 +103,20 @@ def plan(config: Config, teacher: Teacher, world: World, device: torch.device) -
         return
     section = config.teach
     seeds, draws = episode_seeds(config.run.seed, "teach/plan", 1), torch.Generator(device)
-    played = record(world, teacher.plays(0), seeds, generator=draws)
-    student = new_policy(config, played, device)
+    episodes = record(world, teacher.plays(0), seeds, generator=draws)
+    student = new_policy(config, episodes, device)
     say_model(student, section)
     if section.auxiliary_keys:
-        new_head(student, played, section, config.run.seed)
+        new_head(student, episodes, section, config.run.seed)
     if section.keep_conditions:
-        steps = section.rounds * section.episodes * played.step_count
-        output.print(plan_conditions(student, played, steps, section.precision))
+        steps = section.rounds * section.episodes * episodes.step_count
+        output.print(plan_conditions(student, episodes, steps, section.precision))
 
 
 def teacher_path(config: Config) -> Path:
     """Return the teacher's checkpoint; raises CheckpointError where there is none."""
-    given = Path(config.teach.teacher) if config.teach.teacher else None
-    return default_path(config, "finetune", "checkpoint", given, "teach.teacher")
+    explicit_path = Path(config.teach.teacher) if config.teach.teacher else None
+    return default_path(config, "finetune", "checkpoint", explicit_path, "teach.teacher")
 
 
 def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach | None) -> WorldSection:
@@ -137,13 +137,13 @@ def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach
 
 def the_expert(config: Config, world: World, student: Reach | None) -> Teacher:
     """Return the expert or collect.controller as a teacher of action chunks; raises ConfigError when there is none."""
-    own = config.collect.controller
+    controller = config.collect.controller
 
     def plays(number: int) -> Controller:
         seed = derive(config.run.seed, f"teach/noise/{number}")
-        return build_noisy_expert(config.world, world, config.teach.noise, seed, own)
+        return build_noisy_expert(config.world, world, config.teach.noise, seed, controller)
 
-    return Teacher(build_foresight(config.world, world, student.prediction if student else 1, own), plays)
+    return Teacher(build_foresight(config.world, world, student.prediction if student else 1, controller), plays)
 
 
 def judged(job: Job, teacher: Policy | Controller | Foresight, student: Policy) -> dict[str, Any]:

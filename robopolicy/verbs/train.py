@@ -69,54 +69,56 @@ def run(config: Config) -> int:
     folder, device = job.folder, job.device
     data = default_path(config, "collect", "dataset", config.train.data, "train.data")
     base = None if config.train.policy is None else continued(config, config.train.policy, device)
-    renamed = config.train.rename or renaming_of(base)
-    episodes = recorded_episodes = demonstrations(config, data, renamed)
+    renaming = config.train.rename or renaming_of(base)
+    episodes = recorded_episodes = demonstrations(config, data, renaming)
     encoder = None
     if config.train.encoder is not None:
         place = default_path(config, "worldmodel", "checkpoint", config.train.encoder, "train.encoder")
         encoder = load_encoder(place, device)
         episodes = encoded(encoder, episodes)
     policy = new_policy(config, episodes, device) if base is None else base
-    remember_renaming(policy, renamed)
+    remember_renaming(policy, renaming)
     if base is not None:
         require_learnable(data, base, episodes)
     say_model(policy, config.train)
-    seen = behind(encoder, policy) if encoder is not None else policy
+    acting_policy = behind(encoder, policy) if encoder is not None else policy
     reads_text = getattr(policy, "reads_instructions", None)
-    reading = say_reading(config, (data, *config.train.more), renamed, recorded_episodes, seen.spec, reads_text)
+    reading = say_reading(
+        config, (data, *config.train.more), renaming, recorded_episodes, acting_policy.spec, reads_text
+    )
     say_targets(episodes, policy)
     count = config.train.evaluate_episodes
-    recorded = with_latency_options(recorded_origin(data), config.world.options)
+    data_origin = with_latency_options(recorded_origin(data), config.world.options)
     world: World | None = None
     if count:  # before training, so that a policy that does not fit is refused before it costs anything
-        world = build_world(config.world, seen, episodes=count, seed=config.run.seed, device=device)
+        world = build_world(config.world, acting_policy, episodes=count, seed=config.run.seed, device=device)
     judged_in = None if world is None else origin_of_section(config.world, world)
-    remember_origin(policy, judged_in or recorded)
+    remember_origin(policy, judged_in or data_origin)
     clock = folder.clock()
-    fitted = learn(config, policy, episodes, folder)
+    fit_result = learn(config, policy, episodes, folder)
     seconds = clock.seconds
     if encoder is not None:
         save_encoder(encoder, folder.checkpoint)
-    first = say_losses(folder, fitted)
+    first = say_losses(folder, fit_result)
     result: dict[str, Any] = {
         "data": str(data),
         **({} if config.train.policy is None else began_from(config.train.policy)),
         "episodes": len(episodes),
         "steps": episodes.step_count,
         "read": reading.to_json(),
-        "training_steps": fitted.steps,
+        "training_steps": fit_result.steps,
         "first_losses": first,
-        "losses": dict(fitted.losses),
+        "losses": dict(fit_result.losses),
         "seconds": seconds,
         "parameters": sum(parameter.numel() for parameter in policy.parameters()),
     }
     if world is not None:
-        judged: dict[str, Policy] = {"policy": policy}
+        policies: dict[str, Policy] = {"policy": policy}
         if isinstance(policy, PlansInternally) and (reactive := policy.without_planning()) is not None:
-            judged = {UNPLANNED: reactive, **judged}
+            policies = {UNPLANNED: reactive, **policies}
         if encoder is not None:
-            judged = {name: behind(encoder, each) for name, each in judged.items()}
-        verdicts = job.judge(world, judged, count)
+            policies = {name: behind(encoder, each) for name, each in policies.items()}
+        verdicts = job.judge(world, policies, count)
         world.close()
         print_verdicts(verdicts)
         result |= {name: verdict.to_json() for name, verdict in verdicts.items()}
@@ -137,7 +139,9 @@ def say_reading(
     renamed: new names for their columns; reads_text: whether the policy reads instructions, None if it does not declare
     it.
     """
-    features = {name: what for path in places for name, what in read_information(path, renamed)["features"].items()}
+    features = {
+        name: feature for path in places for name, feature in read_information(path, renamed)["features"].items()
+    }
     reading = describe_reading(" and ".join(map(str, places)), features, episodes, spec.observation, reads_text)
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
@@ -149,11 +153,13 @@ def say_targets(episodes: Episodes, policy: Trainable) -> None:
     """Print which actions are learned, when they are a teacher's or a person's instead of the executed ones."""
     if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
         output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
-        said, steps = episodes.labels.shape[1], policy.spec.prediction
-        if 1 < said < steps:
-            output.print(f"It said {said} steps ahead: what the policy predicts beyond, up to {steps}, is not learned.")
-    elif said := interventions_in_words(episodes):
-        output.print(f"{said}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
+        label_length, steps = episodes.labels.shape[1], policy.spec.prediction
+        if 1 < label_length < steps:
+            output.print(
+                f"It said {label_length} steps ahead: what the policy predicts beyond, up to {steps}, is not learned."
+            )
+    elif label_length := interventions_in_words(episodes):
+        output.print(f"{label_length}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
 
 
 def continued(config: Config, path: Path, device: torch.device | str = "cpu") -> Trainable:
@@ -173,8 +179,8 @@ def continued(config: Config, path: Path, device: torch.device | str = "cpu") ->
         output.print(f"{path} was fine-tuned: its frozen base is left behind, and one network learns all steps.")
         policy = policy.without_base()
     policy = require_trainable(policy)
-    told = config.policy.config
-    if config.policy != Config().policy and told != getattr(policy, "config", told):
+    policy_config = config.policy.config
+    if config.policy != Config().policy and policy_config != getattr(policy, "config", policy_config):
         output.print(f"policy.* is not read: {path} goes on as the policy that it is.", soft_wrap=True)
     output.print(f"Goes on from {path}; its normalisers stay as they are.", markup=False, soft_wrap=True)
     return policy
@@ -204,10 +210,10 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
     require_known(section.rename, (data, *section.more))
     renamed = section.rename if renamed is None else renamed
-    recorded = recorded_in(config.world.options, read_dataset(data, rename=renamed))
-    episodes = chosen_episodes(recorded, data, "train", section.episodes, section.without)
+    all_episodes = recorded_in(config.world.options, read_dataset(data, rename=renamed))
+    episodes = chosen_episodes(all_episodes, data, "train", section.episodes, section.without)
     if nonfinite_columns(episodes, keys, rewards=False):
-        require_finite_columns(recorded, keys)  # which counts as the settings do
+        require_finite_columns(all_episodes, keys)  # which counts as the settings do
     places = [path.resolve() for path in (data, *section.more)]
     if twice := [path for path in section.more if places.count(path.resolve()) > 1]:
         warnings.warn(f"{twice[0]} is learned from twice: its episodes weigh double.", RobopolicyWarning, stacklevel=2)
@@ -224,11 +230,11 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
 def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
     """Print the first and last logged mean of each loss (only the last if logged once); return the first ones."""
     records = folder.metrics()
-    logged = {name: [float(each[name]) for each in records if name in each] for name in fitted.losses}
-    first = {name: values[0] for name, values in logged.items() if values}
+    losses_of = {name: [float(each[name]) for each in records if name in each] for name in fitted.losses}
+    first = {name: values[0] for name, values in losses_of.items() if values}
     for name, last in fitted.losses.items():
-        begun = f"{first[name]:.4g} at first, " if len(logged[name]) > 1 else ""
-        output.print(escape(f"Loss '{name}': {begun}{last:.4g} at last"))
+        first_text = f"{first[name]:.4g} at first, " if len(losses_of[name]) > 1 else ""
+        output.print(escape(f"Loss '{name}': {first_text}{last:.4g} at last"))
     output.print(f"Training steps: {fitted.steps}")
     return first
 
@@ -237,14 +243,14 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     """Train the policy, save it, and return the training result."""
     if not isinstance(policy, Staged):
         return pretrain(policy, episodes, narrowed(PretrainConfig, config.train), folder, seed=config.run.seed)
-    given = [name for name in ("micro_batch", "keep_conditions", "auxiliary_keys") if getattr(config.train, name)]
-    if given:
-        named = ", ".join(f"train.{name}={getattr(config.train, name)}" for name in given)
+    settings = [name for name in ("micro_batch", "keep_conditions", "auxiliary_keys") if getattr(config.train, name)]
+    if settings:
+        listing = ", ".join(f"train.{name}={getattr(config.train, name)}" for name in settings)
         raise ConfigError(
-            f"{named}: {type(policy).__name__} learns in stages, from whole batches of observations. Leave that out."
+            f"{listing}: {type(policy).__name__} learns in stages, from whole batches of observations. Leave that out."
         )
     require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)
-    *_, fitted = fit_stages(policy, episodes, config.train.fit, generators, folder)
+    *_, fit_result = fit_stages(policy, episodes, config.train.fit, generators, folder)
     policy.save(folder.checkpoint)
-    return fitted
+    return fit_result

@@ -32,8 +32,8 @@ class Unfinished:
     @cached_property
     def _own(self) -> Path:
         """Return the folder of this actor's episodes; those of another actor are removed with a warning."""
-        own = self.folder / fingerprint(_what_counts(self.config))
-        if self.folder.exists() and not own.exists():
+        actor_folder = self.folder / fingerprint(_what_counts(self.config))
+        if self.folder.exists() and not actor_folder.exists():
             warnings.warn(
                 f"{self.folder.parent} holds unfinished episodes of another policy, or of other code of a world or "
                 "controller: all are recorded anew.",
@@ -41,22 +41,22 @@ class Unfinished:
                 stacklevel=2,
             )
             self.remove()
-        return own
+        return actor_folder
 
     def part(self, name: str, episodes: int) -> Kept:
         """Return the saved episodes of a part with this many `episodes`; warns if some exist and others are still to be
         played.
         """
-        kept = Kept(self._own / name)
-        if kept.known and (left := len(kept.left(episodes))):
-            self.played_later += left
+        stored = Kept(self._own / name)
+        if stored.known and (remaining := len(stored.left(episodes))):
+            self.played_later += remaining
             warnings.warn(
-                f"{len(kept.known)} of {episodes} episodes are recorded already, and the others are played now; "
+                f"{len(stored.known)} of {episodes} episodes are recorded already, and the others are played now; "
                 "run.overwrite=true records all anew.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
-        return kept
+        return stored
 
     @property
     def figures(self) -> dict[str, int]:
@@ -71,8 +71,8 @@ class Unfinished:
 def _what_counts(config: Config) -> dict[str, Any]:
     """Return the inputs that may change under the same settings, JSON-serialisable: checkpoints and user files."""
     section, label = config.collect, config.collect.label_policy
-    named = (config.world.name, section.controller, label)
-    sources = [file_hash(file) for name in named if (file := source_of(name)) is not None]
+    paths = (config.world.name, section.controller, label)
+    sources = [file_hash(file) for name in paths if (file := source_of(name)) is not None]
     teacher = hashes(Path(label)) if label else {}
     return {"actor": who_acts(config), "teacher": teacher, "sources": sources, "noise": NOISE_VERSION}
 
@@ -83,8 +83,8 @@ def who_acts(config: Config) -> dict[str, Any]:
     """
     section, plan = config.collect, config.plan
     if section.policy is not None:
-        ahead = {} if plan.model is None else {"plan": {**to_plain(plan), "model": hashes(plan.model)}}
-        return {"kind": "policy", "files": hashes(section.policy), **ahead}
+        plan_entry = {} if plan.model is None else {"plan": {**to_plain(plan), "model": hashes(plan.model)}}
+        return {"kind": "policy", "files": hashes(section.policy), **plan_entry}
     if section.controller:
         return {"kind": "controller", "path": section.controller}
     return {"kind": "expert"}
@@ -96,10 +96,14 @@ def source_of(name: str) -> Path | None:
         return Path(name) if name and Path(name).is_file() else None
     add_working_folder()
     try:
-        found = importlib.util.find_spec(name.partition(":")[0])
+        module_spec = importlib.util.find_spec(name.partition(":")[0])
     except (ImportError, ValueError):  # who builds it says what is missing
         return None
-    return None if found is None or found.origin is None or not Path(found.origin).is_file() else Path(found.origin)
+    return (
+        None
+        if module_spec is None or module_spec.origin is None or not Path(module_spec.origin).is_file()
+        else Path(module_spec.origin)
+    )
 
 
 def hashes(checkpoint: Path) -> dict[str, str]:

@@ -67,10 +67,10 @@ class Verb:
 def declaration(name: str) -> Verb:
     """Return the declaration of the verb `name`; raises ConfigError when there is none."""
     module = VERBS.path(name).partition(":")[0]
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
+    module_spec = importlib.util.find_spec(module)
+    if module_spec is None or module_spec.origin is None:
         raise ConfigError(f"The verb '{name}' names the module {module}, which does not exist.")
-    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    tree = ast.parse(Path(module_spec.origin).read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _names(node) == ["VERB"]:
             return Verb(**_literals(node.value, module), text=ast.get_docstring(tree) or "")

@@ -82,7 +82,7 @@ def run(config: Config) -> int:
     remember_renaming(model, section.rename)
     world.close()
     clock = folder.clock()
-    fitted = fit_stages(model, training, section.fit, generators, folder)
+    fit_results = fit_stages(model, training, section.fit, generators, folder)
     seconds = clock.seconds
     model.calibrate(validation)
     rows, steps = section.validation_episodes, section.validation_steps
@@ -90,7 +90,7 @@ def run(config: Config) -> int:
     result = {
         "episodes": len(episodes),
         "success_rate": float(won.float().mean()) if won is not None else None,
-        "losses": {name: value for each in fitted for name, value in each.losses.items()},
+        "losses": {name: value for each in fit_results for name, value in each.losses.items()},
         "seconds": seconds,
         "validation": examine(model, validation, generators["examine"], rows=rows, steps=steps),
     }
@@ -117,16 +117,16 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     section, seed = config.worldmodel, config.run.seed
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     require_known(section.rename, paths)
-    read = [read_dataset(path, cameras=config.world.cameras, rename=section.rename) for path in paths]
-    read[0] = chosen_episodes(read[0], paths[0], "worldmodel", section.episodes, section.without)
-    parts = [recorded_in(config.world.options, each) for each in read]
+    datasets = [read_dataset(path, cameras=config.world.cameras, rename=section.rename) for path in paths]
+    datasets[0] = chosen_episodes(datasets[0], paths[0], "worldmodel", section.episodes, section.without)
+    parts = [recorded_in(config.world.options, each) for each in datasets]
     for path, part in zip(paths, parts, strict=True):
-        shown = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}
-        require_recorded(path, part, shown, world.spec.action, "world")
+        fields = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}
+        require_recorded(path, part, fields, world.spec.action, "world")
     if config.world.name == DEMONSTRATIONS:  # where nothing new can be played
         return Episodes.concatenate(parts)
-    missing = section.transitions - sum(part.step_count for part in parts)
-    if missing <= 0:
+    steps_missing = section.transitions - sum(part.step_count for part in parts)
+    if steps_missing <= 0:
         return Episodes.concatenate(parts)
     policies = section.policies
     if section.include_base:
@@ -143,7 +143,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
         seeds = episode_seeds(seed, f"worldmodel/{index}/{turn}", world.batch_size)
         return record(world, actors[index], seeds, generator=generator)
 
-    share = missing // max(1, len(actors))
+    share = steps_missing // max(1, len(actors))
     parts += [record_until(share, partial(play, index=index)) for index in range(len(actors)) if share]
     return Episodes.concatenate(parts)
 
@@ -175,8 +175,8 @@ def film(model: LearnedModel, episodes: Episodes, folder: RunFolder) -> None:
     if not images_imagined(model):
         return
     longest = episodes.lengths.argsort(descending=True, stable=True)[:FILMED]
-    followed = follow(model, episodes, episodes.starts[longest], int(episodes.lengths[longest].max()))
-    write_video(above(followed.real, followed.imagined, model.spec.fps), folder.path / f"{IMAGINED}.mp4")
+    rollout = follow(model, episodes, episodes.starts[longest], int(episodes.lengths[longest].max()))
+    write_video(above(rollout.real, rollout.imagined, model.spec.fps), folder.path / f"{IMAGINED}.mp4")
 
 
 def show(validation: Mapping[str, Any]) -> None:
