@@ -133,29 +133,33 @@ def time_per_iteration(config: Config, root: Path, task: str, rounds: int = 5) -
         for turn in range(rounds):
             for name, settings in EQUAL_LEAVES.items():
                 quick = ("finetune.iterations=2", "finetune.evaluate_every=0", "finetune.target_kl=null")
-                chosen = compose([f"recipe={task}", *GENTLE, *settings, *quick])
-                last = few_iterations(chosen, base, Path(folder) / f"{turn} {name}", turn)
+                run_config = compose([f"recipe={task}", *GENTLE, *settings, *quick])
+                last = few_iterations(run_config, base, Path(folder) / f"{turn} {name}", turn)
                 seconds[name].append((last["seconds_collect"], last["seconds_update"]))
                 advance()
-    medians = {name: np.median(np.array(found), axis=0) for name, found in seconds.items()}
-    whole = medians[next(iter(medians))].sum()
+    medians = {name: np.median(np.array(samples), axis=0) for name, samples in seconds.items()}
+    reference_seconds = medians[next(iter(medians))].sum()
     return {
-        name: {"collect": float(found[0]), "update": float(found[1]), "share_of_grpo": float(found.sum() / whole)}
-        for name, found in medians.items()
+        name: {
+            "collect": float(medians_of_name[0]),
+            "update": float(medians_of_name[1]),
+            "share_of_grpo": float(medians_of_name.sum() / reference_seconds),
+        }
+        for name, medians_of_name in medians.items()
     }
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table a task, each method beside the base that it started from, and the time of an iteration."""
-    found = [table_of(task, rows) for task, rows in figures["tasks"].items()]
+    result_tables = [table_of(task, rows) for task, rows in figures["tasks"].items()]
     for task, rows in figures.get("iteration", {}).items():
         lines = [
             [name, f"{row['collect']:.2f}", f"{row['update']:.2f}", f"{row['share_of_grpo']:.2f}"]
             for name, row in rows.items()
         ]
         header = ["at equal leaves", "collect, s", "update, s", "iteration / GRPO's"]
-        found.append(Table(f"{task}: time of an iteration (median over rounds, taking turns)", header, lines))
-    return found
+        result_tables.append(Table(f"{task}: time of an iteration (median over rounds, taking turns)", header, lines))
+    return result_tables
 
 
 def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:

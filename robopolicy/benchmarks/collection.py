@@ -58,30 +58,30 @@ def speed_of(config: Config, root: Path, task: str, name: str) -> dict[str, dict
     """
     run_variant(config, root, task, f"good_{name}", POLICIES[name], config.bench.seeds[0])
     checkpoint = root / task / "finetune" / f"good_{name}" / str(config.bench.seeds[0]) / "checkpoint"
-    chosen = compose([f"recipe={task}", *LEARNING, "finetune.groups=32", *config.bench.overrides])
-    device, section = choose_device(chosen.run), narrowed(FinetuneConfig, chosen.finetune)
+    run_config = compose([f"recipe={task}", *LEARNING, "finetune.groups=32", *config.bench.overrides])
+    device, section = choose_device(run_config.run), narrowed(FinetuneConfig, run_config.finetune)
     policy = require_trainable(load_policy(checkpoint, device))
     collectors = {}
     for way, share in SHARES.items():
-        world = build_world(chosen.world, policy, batch_size=section.groups * section.group_size, device=device)
+        world = build_world(run_config.world, policy, batch_size=section.groups * section.group_size, device=device)
         settings, draws = replace(section, overprovision=share), torch.Generator(device).manual_seed(0)
         collectors[way] = EpisodeCollector(world, policy, build_algorithm(settings), settings, 0, draws)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in SHARES}
+    rows_of: dict[str, list[dict[str, float]]] = {way: [] for way in SHARES}
     with progress(f"{task}, {name}", config.bench.rounds * len(SHARES)) as advance:
         for turn in range(config.bench.rounds):
             for way, collector in collectors.items():
-                found[way].append(timed(collector, turn))
+                rows_of[way].append(timed(collector, turn))
                 advance()
     for collector in collectors.values():
         collector.world.close()
-    return {way: summary(rows[len(rows) // 4 :]) for way, rows in found.items()}  # it takes turns to fill the backlog
+    return {way: summary(rows[len(rows) // 4 :]) for way, rows in rows_of.items()}  # it takes turns to fill the backlog
 
 
 def timed(collector: EpisodeCollector, turn: int) -> dict[str, float]:
     """Collect once; return seconds, and what came of it."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     rollouts = collector.collect(turn)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
         "episodes": len(rollouts.group),
@@ -103,30 +103,30 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def learned(config: Config, root: Path, task: str, way: str) -> list[dict[str, Any]]:
     """Return, seed by seed, success of base and fine-tuned policy, and the episodes that were played."""
-    found = []
+    rows = []
     for seed in config.bench.seeds:
         pretrained(config, root, task, "diffusion", seed)
         variant = Variant("diffusion", (*LEARNING, f"finetune.overprovision={SHARES[way]}", "finetune.videos=0"))
         run = run_variant(config, root, task, way.replace(" ", "_"), variant, seed)
         rates = {when: short(run.result[when]["deterministic"]) for when in ("base", "tuned")}
         episodes = sum(row["episodes"] for row in run.records if "episodes" in row)
-        found.append({**rates, "collected": int(episodes), "env_steps": run.result["env_steps"]})
-    return found
+        rows.append({**rates, "collected": int(episodes), "env_steps": run.result["env_steps"]})
+    return rows
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table of speed and one of learning a task."""
-    found = []
+    result_tables = []
     for task, policies in figures["speed"].items():
         lines = []
         for policy, ways in policies.items():
-            whole = next(iter(ways.values()))["episodes_per_second"]
+            reference_speed = next(iter(ways.values()))["episodes_per_second"]
             for way, row in ways.items():
                 speed = row["episodes_per_second"]
-                numbers = [f"{speed:.0f}", f"{speed / whole:.2f}", f"{100 * row['success_rate']:.1f} %"]
+                numbers = [f"{speed:.0f}", f"{speed / reference_speed:.2f}", f"{100 * row['success_rate']:.1f} %"]
                 lines.append([f"{policy}, {way}", *numbers, f"{row['staleness']:.2f}", str(row["held"])])
         header = ["policy, groups", "episodes / s", "ratio", "success", "age, iterations", "most groups left over"]
-        found.append(Table(f"{task}: collecting 256 episodes of mixed length (median of turns)", header, lines))
+        result_tables.append(Table(f"{task}: collecting 256 episodes of mixed length (median of turns)", header, lines))
     for task, ways in figures["learning"].items():
         lines = []
         for way, rows in ways.items():
@@ -134,8 +134,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             steps = np.mean([row["env_steps"] for row in rows])
             lines.append([way, *spreads, ", ".join(rate_text(row["tuned"]) for row in rows), f"{steps / 1e3:,.0f}"])
         header = ["groups", "base", "fine-tuned", "each seed", "steps / 1e3"]
-        found.append(Table(f"{task}: learning from them, mean over seeds (range)", header, lines))
-    return found
+        result_tables.append(Table(f"{task}: learning from them, mean over seeds (range)", header, lines))
+    return result_tables
 
 
 BENCHMARK = Benchmark(

@@ -84,21 +84,21 @@ class Scale:
 
 def measure(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     """Return, by actor, the error of its imagined rollouts and what its exploration is worth to the model."""
-    found = value_of_exploring(seed, scale)
+    results = value_of_exploring(seed, scale)
     for name, error in imagined_errors(seed, scale).items():
-        found.setdefault(name, {})["imagined_error"] = error
-    return found
+        results.setdefault(name, {})["imagined_error"] = error
+    return results
 
 
 def imagined_errors(seed: int, scale: Scale) -> dict[str, float]:
     """Return, by actor, how far imagined rollouts on push_cube are from the simulator's, in standard deviations."""
     study = scale.cautious
     world = make_world(study.task, 64, seed=seed)
-    shown, policy = demonstrations_and_policy(world, study, scale, seed)
+    demonstrations, policy = demonstrations_and_policy(world, study, scale, seed)
     world.close()
-    model = train_model(world, shown, scale, seed)
+    model = train_model(world, demonstrations, scale, seed)
     actors = {name: actor_of(name, policy, model, study, scale) for name in SIGNS}
-    return {name: imagined_error(model, actor, shown, scale, seed) for name, actor in actors.items()}
+    return {name: imagined_error(model, actor, demonstrations, scale, seed) for name, actor in actors.items()}
 
 
 def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
@@ -107,27 +107,27 @@ def value_of_exploring(seed: int, scale: Scale) -> dict[str, dict[str, float]]:
     """
     study, held_out = scale.curious, episode_seeds(seed, "held out", scale.held_out)
     world = make_world(study.task, 64, seed=seed)
-    shown, policy = demonstrations_and_policy(world, study, scale, seed)
-    before = train_model(world, shown, scale, seed)
+    demonstrations, policy = demonstrations_and_policy(world, study, scale, seed)
+    before = train_model(world, demonstrations, scale, seed)
     later = [record(world, expert(world, scale.play, derive(seed, "player")), held_out)]
-    models, found = {"before": before}, {}
+    models, results = {"before": before}, {}
     for name in EXPLORERS:
         model = before
         actor = actor_of(name, policy, before, study, scale)
-        seen = [shown]
+        datasets = [demonstrations]
         for turn in range(scale.rounds):
-            seen.append(explore(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
-            model = train_model(world, Episodes.concatenate(seen), scale, seed)
+            datasets.append(explore(world, actor, scale.explored, derive(seed, f"explored/{turn}")))
+            model = train_model(world, Episodes.concatenate(datasets), scale, seed)
             actor = actor_of(name, policy, model, study, scale)
         later.append(record(world, actor, held_out, generator=Generators(seed)["act"]))
-        success = Episodes.concatenate(seen[1:]).success
+        success = Episodes.concatenate(datasets[1:]).success
         assert success is not None
-        models[name], found[name] = model, {"explored_success": float(success.float().mean())}
+        models[name], results[name] = model, {"explored_success": float(success.float().mean())}
     world.close()
     for name, model in models.items():
         errors = [following_error(model, each) for each in later]
-        found.setdefault(name, {})["model_error"] = sum(errors) / len(errors)
-    return found
+        results.setdefault(name, {})["model_error"] = sum(errors) / len(errors)
+    return results
 
 
 def actor_of(
@@ -144,7 +144,7 @@ def actor_of(
 
 def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: int) -> tuple[Episodes, DenoisingPolicy]:
     """Return nearly clean demonstrations and a policy that imitates them, with exploration noise."""
-    shown = record(
+    demonstrations = record(
         world,
         expert(world, DEMONSTRATED, derive(seed, "expert")),
         episode_seeds(seed, "demonstrations", study.demonstrations),
@@ -158,16 +158,16 @@ def demonstrations_and_policy(world: World, study: Study, scale: Scale, seed: in
     )
     policy = DenoisingPolicy(
         config,
-        shown.observation_fields,
-        shown.action_field,
-        values={**shown.observation, "action": shown.actions},
-        fps=shown.fps,
+        demonstrations.observation_fields,
+        demonstrations.action_field,
+        values={**demonstrations.observation, "action": demonstrations.actions},
+        fps=demonstrations.fps,
         instructions=world.spec.instructions,
         seed=derive(seed, "policy"),
     )
     fitting = FitConfig(steps=scale.clone, learning_rate=1e-3, checkpoint_every=10**9)
-    pretrain(policy, shown, PretrainConfig(256, fitting), seed=seed)
-    return shown, policy
+    pretrain(policy, demonstrations, PretrainConfig(256, fitting), seed=seed)
+    return demonstrations, policy
 
 
 def explore(world: World, actor: Policy, steps: int, seed: int) -> Episodes:
@@ -191,10 +191,13 @@ def train_model(world: World, episodes: Episodes, scale: Scale, seed: int) -> En
 def imagined_error(model: EnsembleModel, actor: Policy, shown: Episodes, scale: Scale, seed: int) -> float:
     """Return how far imagined rollouts are from the simulator's, in standard deviations of recorded states."""
     inside = ImaginedWorld(model, recorded_starts(shown), scale.imagined)
-    played = record(inside, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
-    data, spread = recorded_transitions(played), recorded_transitions(shown).state.std(0, correction=0).clamp_min(1e-6)
-    long = played.lengths >= scale.steps
-    first = played.starts[long]
+    episodes = record(inside, actor, episode_seeds(seed, "imagined", scale.imagined), generator=Generators(seed)["act"])
+    data, spread = (
+        recorded_transitions(episodes),
+        recorded_transitions(shown).state.std(0, correction=0).clamp_min(1e-6),
+    )
+    long = episodes.lengths >= scale.steps
+    first = episodes.starts[long]
     index = first[:, None] + torch.arange(scale.steps)
     true = replay(data.state[first], data.action[index])
     return float(((data.next_state[index] - true) / spread).square().mean().sqrt())

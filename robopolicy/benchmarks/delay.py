@@ -77,7 +77,7 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
     path = root / task / "kinds" / kind / f"{seed}.json"
     if path.exists():
         return read_json(path)
-    chunk, found = course_of(task).chunk, dict[str, Any]()
+    chunk, results = course_of(task).chunk, dict[str, Any]()
     for share in ANSWERED.get(kind, tuple(SHARES)):
         steps = round(SHARES[share] * chunk)
         late, case = kind in ANSWERED, (config, root, task, seed)
@@ -85,10 +85,10 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
             place = decides_ahead(*case, steps) if kind == AHEAD else finetuned(*case, steps)
         else:
             place = trained(*case, kind == GIVEN)
-        chosen = compose([*settings_of(*case), *([_latency(steps)] if late else [])])
-        device = choose_device(chosen.run)
+        run_config = compose([*settings_of(*case), *([_latency(steps)] if late else [])])
+        device = choose_device(run_config.run)
         policy = load_policy(place / "checkpoint", device)
-        world = build_world(chosen.world, policy, episodes=EPISODES, device=device)
+        world = build_world(run_config.world, policy, episodes=EPISODES, device=device)
         acting = policy if late else with_chunking(policy, kind, Delay(steps, positions=("gripper",)))
         meter = SmoothnessMeter(
             acting.seams if isinstance(acting, HasSeams) else (0,), 0 if late else steps, policy.spec.action
@@ -98,9 +98,9 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
             world, acting, seeds, deterministic=True, generator_seed=seed, device=device, watch=meter
         )
         world.close()
-        found[share] = {"steps": steps, **short(result.to_json()), "smoothness": meter.measured().to_json()}
-    write_json(path, found)
-    return found
+        results[share] = {"steps": steps, **short(result.to_json()), "smoothness": meter.measured().to_json()}
+    write_json(path, results)
+    return results
 
 
 def course_of(task: str) -> Course:
@@ -146,8 +146,8 @@ def finetuned(config: Config, root: Path, task: str, seed: int, steps: int) -> P
     if not is_complete(folder):
         base = decides_ahead(config, root, task, seed, steps) / "checkpoint"
         output.print(Rule(f"[bold]{task}, seed {seed}: fine-tuned for a delay of {steps}", align="left"))
-        chosen = f"run.name={name}", f"finetune.policy={base}", _latency(steps), *TUNED.settings
-        finetune.run(compose([*settings_of(config, root, task, seed), *chosen]))
+        settings = f"run.name={name}", f"finetune.policy={base}", _latency(steps), *TUNED.settings
+        finetune.run(compose([*settings_of(config, root, task, seed), *settings]))
     return folder
 
 
@@ -173,21 +173,23 @@ def at(seeds: Mapping[str, Any], delay: str) -> dict[str, float]:
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table a task, a row a chunking."""
     header = ["chunking", *SHARES, f"kept at {HALF}", "jump at borders", "elsewhere"]
-    found: list[Table] = []
+    result_tables: list[Table] = []
     for task, kinds in figures["tasks"].items():
         lines, count = list[list[str]](), max(map(len, kinds.values()))
         for kind, seeds in kinds.items():
             name = kind if len(seeds) == count else f"{kind} (seed {', '.join(seeds)})"
             rates = {delay: at(seeds, delay) for delay in _delays(seeds)}
-            kept = rates[HALF]["success_rate"] / max(rates["0"]["success_rate"], 1 / EPISODES)
+            ratio = rates[HALF]["success_rate"] / max(rates["0"]["success_rate"], 1 / EPISODES)
             jumps = [_mean(seeds, name) for name in ("border_jump", "inner_jump")]
-            shown = [rate_text(rates[delay]) if delay in rates else "" for delay in SHARES]
-            lines.append([name, *shown, f"{100 * kept:.0f} %", *jumps])
+            cells = [rate_text(rates[delay]) if delay in rates else "" for delay in SHARES]
+            lines.append([name, *cells, f"{100 * ratio:.0f} %", *jumps])
         title = (
             f"{task}: success where a decision takes so many chunks of {COURSES[task].chunk} steps, {count} seeds of"
         )
-        found.append(Table(f"{title} {EPISODES} episodes; mean jump of an action at a delay of {HALF}", header, lines))
-    return found
+        result_tables.append(
+            Table(f"{title} {EPISODES} episodes; mean jump of an action at a delay of {HALF}", header, lines)
+        )
+    return result_tables
 
 
 def _delays(seeds: Mapping[str, Any]) -> tuple[str, ...]:

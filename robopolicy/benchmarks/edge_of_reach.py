@@ -79,8 +79,8 @@ class PointModel:
         state = latent["state"]
         after = state + STEP * actions.float().clamp(-1, 1)
         never = torch.zeros(len(state), dtype=torch.bool)
-        paid = {"cost": -COST * state.norm(dim=1)}
-        return {"state": after}, Imagined({STATE: after}, paid, never, never, torch.zeros(len(state)))
+        rewards = {"cost": -COST * state.norm(dim=1)}
+        return {"state": after}, Imagined({STATE: after}, rewards, never, never, torch.zeros(len(state)))
 
 
 def starts(seeds: np.ndarray) -> Context:
@@ -162,7 +162,7 @@ def point_problem(seed: int) -> Problem:
     state = torch.from_numpy(starts(episode_seeds(seed, "recorded", RECORDED)).last(STATE))
     action = 2 * torch.rand(RECORDED, AXES, generator=generator) - 1
     never = torch.zeros(RECORDED, dtype=torch.bool)
-    recorded = Transitions(state, action, -COST * state.norm(dim=1), state + STEP * action, never)
+    transitions = Transitions(state, action, -COST * state.norm(dim=1), state + STEP * action, never)
     agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
@@ -171,7 +171,7 @@ def point_problem(seed: int) -> Problem:
     return Problem(
         imagined,
         ImaginedWorld(PointModel(), starts, EPISODES),
-        recorded,
+        transitions,
         agent,
         5,
         0.01,
@@ -184,14 +184,14 @@ def task_problem(task: str, seed: int) -> Problem:
 
     Two imagined steps: bounded joints leave less room to extrapolate than open space, so the edge must be near.
     """
-    recorded, starts = random_play(MujocoWorld(load_task(task), ROWS, seed=seed), seed)
+    transitions, starts = random_play(MujocoWorld(load_task(task), ROWS, seed=seed), seed)
     agent = SacConfig(width=64, depth=2, rate=3e-3, tau=0.1, temperature=1e-4, learn_temperature=False)
 
     def imagined(truncation: Truncation, penalty: float) -> World:
         simulator = MujocoWorld(load_task(task), ROWS, seed=seed)
         return ImaginedWorld(OracleModel(simulator), starts, ROWS, truncation=truncation, penalty=penalty)
 
-    return Problem(imagined, make_world(task, EPISODES, seed=seed), recorded, agent, 2, 1.0)
+    return Problem(imagined, make_world(task, EPISODES, seed=seed), transitions, agent, 2, 1.0)
 
 
 def build_problem(name: str, seed: int) -> Problem:
@@ -218,10 +218,10 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
         return newest, world.snapshot(np.arange(world.batch_size))
 
     before, snapshot = present()
-    for played in player:
-        state, action = played.info
-        step = played.step
-        rows = np.flatnonzero(played.running)
+    for part in player:
+        state, action = part.info
+        step = part.step
+        rows = np.flatnonzero(part.running)
         reward, following = torch.from_numpy(step.reward[:, 0]).float(), interface.state(step.observation)
         every = Transitions(state, action, reward, following, torch.from_numpy(step.terminated))
         parts.append(every.take(torch.from_numpy(rows)))
@@ -230,13 +230,13 @@ def random_play(world: MujocoWorld, seed: int) -> tuple[Transitions, Starts]:
         if sum(map(len, parts)) >= RECORDED:
             break
         before, snapshot = present()
-    seen = {key: np.concatenate([frame[key] for frame in frames]) for key in frames[0]}
+    frames_of = {key: np.concatenate([frame[key] for frame in frames]) for key in frames[0]}
     states = {name: np.concatenate([arrays[name] for arrays in snapshots]) for name in snapshots[0]}
 
     def starts(seeds: np.ndarray) -> Context:
-        index = np.asarray(seeds) % len(next(iter(seen.values())))
-        chosen = Snapshot(states).take(index).arrays
-        return Context({key: value[index] for key, value in seen.items()}, state=chosen)
+        index = np.asarray(seeds) % len(next(iter(frames_of.values())))
+        simulator_states = Snapshot(states).take(index).arrays
+        return Context({key: value[index] for key, value in frames_of.items()}, state=simulator_states)
 
     return Transitions.join(parts), starts
 
@@ -257,13 +257,13 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
     agent = Sac(SacConfig(**settings), interface.size, interface.actions, derive(seed, "agent"))
     agent.fit_statistics(problem.recorded.state)
     world = problem.imagined(Truncation(steps=None if arm.whole else problem.steps), arm.penalty)
-    edge_value, recorded = problem.edge_value if arm.patched else None, problem.recorded
+    edge_value, data = problem.edge_value if arm.patched else None, problem.recorded
     if edge_value is not None:
-        paid = recorded.reward + edge_value(recorded.next_state)
-        recorded = replace(recorded, reward=paid, terminated=torch.ones_like(recorded.terminated))
-    records = learn_in_imagination(agent, world, recorded, config, Generators(seed), seed=seed, edge_value=edge_value)
+        rewards = data.reward + edge_value(data.next_state)
+        data = replace(data, reward=rewards, terminated=torch.ones_like(data.terminated))
+    records = learn_in_imagination(agent, world, data, config, Generators(seed), seed=seed, edge_value=edge_value)
     seeds = episode_seeds(seed, "judge", EPISODES)
-    judged = evaluate_policy(problem.real, AgentController(agent, interface), seeds, label=name)
+    evaluation = evaluate_policy(problem.real, AgentController(agent, interface), seeds, label=name)
     last = records[-1]
     return {
         "arm": name,
@@ -271,25 +271,25 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
         "value": last["value"],
         "beyond_bound": last["beyond_bound"],
         "edge_share": last["edge_share"],
-        "return": float(judged.returns.mean()),
-        "success": judged.success_rate,
+        "return": float(evaluation.returns.mean()),
+        "success": evaluation.success_rate,
         "records": records,
     }
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"problems": {problem: {arm: {seed: figures}}}}, after running what is missing."""
-    chosen = chosen_from(config, ARMS)
-    found: dict[str, Any] = {}
+    arms_to_run = chosen_from(config, ARMS)
+    results: dict[str, Any] = {}
     for problem, arms in PROBLEMS.items():
-        found[problem] = {arm: {} for arm in arms if arm in chosen}
+        results[problem] = {arm: {} for arm in arms if arm in arms_to_run}
         for seed in config.bench.seeds:
-            for arm in found[problem]:
+            for arm in results[problem]:
                 path = root / problem / arm / f"{seed}.json"
                 if not path.exists():
                     write_json(path, measure(build_problem(problem, seed), arm, seed, LENGTH))
-                found[problem][arm][str(seed)] = read_json(path)
-    return {"problems": found}
+                results[problem][arm][str(seed)] = read_json(path)
+    return {"problems": results}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
@@ -310,9 +310,11 @@ def table_of(problem: str, arms: Mapping[str, Mapping[str, Any]]) -> Table:
     lines = []
     for arm, seeds in arms.items():
         runs: Sequence[Mapping[str, Any]] = list(seeds.values())
-        value, beyond, paid = (median_of([run[key] for run in runs]) for key in ("value", "beyond_bound", "return"))
+        value, beyond, real_return = (
+            median_of([run[key] for run in runs]) for key in ("value", "beyond_bound", "return")
+        )
         impossible = sum(run["beyond_bound"] > 0 for run in runs)
-        lines.append([arm, str(len(runs)), value, beyond, f"{impossible} of {len(runs)}", paid])
+        lines.append([arm, str(len(runs)), value, beyond, f"{impossible} of {len(runs)}", real_return])
     return Table(f"{problem}: median over seeds (lowest to highest), after learning", header, lines)
 
 

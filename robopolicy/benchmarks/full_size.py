@@ -89,19 +89,23 @@ def _measure(config: Config, root: Path, kind: str) -> None:
     output.print(Rule(f"[bold]{KINDS[kind]}", align="left"))
     device, rows = choose_device(config.run), root / "rows"
     folder = root / "policies" / kind
-    given = *SCENE, f"run.root={root}", f"run.device={config.run.device}", f"run.threads={config.run.threads}"
+    scene_settings = *SCENE, f"run.root={root}", f"run.device={config.run.device}", f"run.threads={config.run.threads}"
     if not (folder / WRITTEN).exists():
         write_policy(kind, folder, device)
         (folder / WRITTEN).touch()
-    decisions, learned = rows / f"{kind}_decisions.json", rows / f"{kind}_finetuning.json"
+    decisions, finetuning_path = rows / f"{kind}_decisions.json", rows / f"{kind}_finetuning.json"
     if not decisions.exists():
-        write_json(decisions, _decisions(compose([*given, *config.bench.overrides]), folder, config.bench.rounds))
-    found = read_json(learned) if learned.exists() else {}
+        write_json(
+            decisions, _decisions(compose([*scene_settings, *config.bench.overrides]), folder, config.bench.rounds)
+        )
+    results = read_json(finetuning_path) if finetuning_path.exists() else {}
     for way, (kinds, _, settings) in WAYS.items():
-        if kind in kinds and way not in found:
-            chosen = f"finetune.policy={folder}", f"run.name={kind}_{way}", "run.overwrite=true"
-            found[way] = _finetuning(compose([*given, *ONCE, *settings, *chosen, *config.bench.overrides]), device)
-            write_json(learned, found)
+        if kind in kinds and way not in results:
+            run_settings = f"finetune.policy={folder}", f"run.name={kind}_{way}", "run.overwrite=true"
+            results[way] = _finetuning(
+                compose([*scene_settings, *ONCE, *settings, *run_settings, *config.bench.overrides]), device
+            )
+            write_json(finetuning_path, results)
 
 
 def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
     device = choose_device(config.run)
     policy = load_trainable(folder, config.lerobot, device)
     policy.prepare_finetuning()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "parameters": sum(weight.numel() for weight in policy.parameters()),
         "tuned": sum(weight.numel() for weight in policy.trainable_parameters()),
         "tokens": _tokens(policy, device),
@@ -117,21 +121,21 @@ def _decisions(config: Config, folder: Path, rounds: int) -> dict[str, Any]:
         "steps": policy.spec.scored_steps,
     }
     for precision in ("fp32", "bf16"):
-        found[precision] = {}
+        results[precision] = {}
         for rows in ROWS:
-            seen = example_observation(policy.spec, rows, torch.Generator().manual_seed(0), device)
+            observation = example_observation(policy.spec, rows, torch.Generator().manual_seed(0), device)
             with _clean(device) as peak, learning_in(precision):
-                timing = timed({"": policy}, seen, rounds)[""]
-            found[precision][str(rows)] = {**timing.to_json(), "bytes": peak()}
-    return found
+                timing = timed({"": policy}, observation, rounds)[""]
+            results[precision][str(rows)] = {**timing.to_json(), "bytes": peak()}
+    return results
 
 
 def _tokens(policy: Trainable, device: torch.device) -> int:
     """Return how many tokens are read before a decision."""
     encode: Any = policy
-    seen = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
+    observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device)
     with torch.no_grad():
-        return int(encode.encode(seen)[MASK].shape[1])
+        return int(encode.encode(observation)[MASK].shape[1])
 
 
 def _finetuning(config: Config, device: torch.device) -> dict[str, Any]:
@@ -197,8 +201,8 @@ def write_configuration(kind: str, folder: Path) -> Any:
     camera = PolicyFeature(FeatureType.VISUAL, (3, 256, 256))
     inputs = {STATE: PolicyFeature(FeatureType.STATE, shapes[STATE]), IMAGE_PREFIX + CAMERA: camera}
     outputs = {"action": PolicyFeature(FeatureType.ACTION, shapes["action"])}
-    known = {key: {"mean": torch.zeros(shape), "std": torch.ones(shape)} for key, shape in shapes.items()}
-    words = tokenizer_of(word for told in instructions for word in told.split())
+    statistics = {key: {"mean": torch.zeros(shape), "std": torch.ones(shape)} for key, shape in shapes.items()}
+    words = tokenizer_of(word for instruction in instructions for word in instruction.split())
     shared = {
         **SHARED,
         "chunk_size": OWN.chunk,
@@ -208,7 +212,7 @@ def write_configuration(kind: str, folder: Path) -> Any:
         "push_to_hub": False,
     }
     make = _smolvla if kind == "smolvla" else _pi0
-    config, processors = make(folder, words, shared, known)
+    config, processors = make(folder, words, shared, statistics)
     for part in (config, *processors):
         part.save_pretrained(folder)
     return config
@@ -250,31 +254,33 @@ def _pi0(folder: Path, words: Any, shared: Mapping[str, Any], known: Any) -> tup
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return decisions a second, and fine-tuning with the memory it took beside the plan."""
-    made = []
-    for kind, found in figures["decisions"].items():
+    result_tables = []
+    for kind, metrics in figures["decisions"].items():
         lines = []
         for precision in ("fp32", "bf16"):
-            for rows, row in found[precision].items():
+            for rows, row in metrics[precision].items():
                 each = int(rows) / (row["median_ms"] / 1e3)
                 # A decision reads its tokens once, and those of its chunk at every step.
-                tokens = each * (found["tokens"] + found["steps"] * found["chunk"])
-                numbers = f"{row['median_ms']:.1f}", f"{each:,.1f}", f"{each * found['chunk']:,.0f}", f"{tokens:,.0f}"
-                called = f"{rows} at once" + ", bf16" * (precision == "bf16")
-                lines.append([called, *numbers, _told(row["bytes"])])
-        weights = f"{found['parameters'] / 1e6:,.0f} million weights"
-        size = f"{weights}, {found['tokens']} tokens read, {found['steps']} steps"
+                tokens = each * (metrics["tokens"] + metrics["steps"] * metrics["chunk"])
+                numbers = f"{row['median_ms']:.1f}", f"{each:,.1f}", f"{each * metrics['chunk']:,.0f}", f"{tokens:,.0f}"
+                label = f"{rows} at once" + ", bf16" * (precision == "bf16")
+                lines.append([label, *numbers, _told(row["bytes"])])
+        weights = f"{metrics['parameters'] / 1e6:,.0f} million weights"
+        size = f"{weights}, {metrics['tokens']} tokens read, {metrics['steps']} steps"
         header = ["decisions", "ms", "decisions / s", "actions / s", "tokens / s", "memory beside weights"]
-        made.append(Table(f"{KINDS[kind]} on {figures['device']}: {size}", header, lines))
+        result_tables.append(Table(f"{KINDS[kind]} on {figures['device']}: {size}", header, lines))
     lines = []
     for kind, ways in figures["finetuning"].items():
         for way, row in ways.items():
             count = row["decisions"]
             speed = [f"{count / row[name]:,.1f}" for name in ("seconds_collect", "seconds_update")]
-            taken = _told(row["planned"]), _told(row["bytes"])
-            lines.append([f"{KINDS[kind]}: {WAYS[way][1]}", f"{count:,}", *speed, f"{row['tuned'] / 1e6:,.1f}", *taken])
+            memory_cells = _told(row["planned"]), _told(row["bytes"])
+            lines.append(
+                [f"{KINDS[kind]}: {WAYS[way][1]}", f"{count:,}", *speed, f"{row['tuned'] / 1e6:,.1f}", *memory_cells]
+            )
     header = ["fine-tuning", "decisions", "collected / s", "learned / s", "weights that learn / 1e6", "planned", "held"]
-    made.append(Table(f"An iteration of PPO on {figures['device']}", header, lines))
-    return made
+    result_tables.append(Table(f"An iteration of PPO on {figures['device']}", header, lines))
+    return result_tables
 
 
 def _told(count: int | None) -> str:

@@ -78,8 +78,8 @@ class Attack:
 
     def success(self, policy: Policy, label: str) -> np.ndarray:
         """Return what each real episode came to, [E] bool, without exploration noise."""
-        found = evaluate_policy(self.world, policy, self.seeds, device=choose_device(self.config.run), label=label)
-        return found.success
+        result = evaluate_policy(self.world, policy, self.seeds, device=choose_device(self.config.run), label=label)
+        return result.success
 
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
@@ -91,25 +91,25 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 def measure(config: Config, root: Path, task: str, seed: int, parts: Sequence[str]) -> dict[str, Any]:
     """Return {"base", "candidates": {name: verdicts}, "rounds": {arm: records}} of one policy, nothing done twice."""
     folder = root / task / "attack" / str(seed)
-    needed: dict[Path, Callable[[Attack], Values]] = {folder / "base.json": base_values}
+    makers: dict[Path, Callable[[Attack], Values]] = {folder / "base.json": base_values}
     if "candidates" in parts:
-        needed |= {path_of(folder, name): partial(candidate_values, name) for name in CANDIDATES}
+        makers |= {path_of(folder, name): partial(candidate_values, name) for name in CANDIDATES}
     if "rounds" in parts:
-        needed |= {path_of(folder, arm): partial(ten_rounds, arm) for arm in ARMS}
+        makers |= {path_of(folder, arm): partial(ten_rounds, arm) for arm in ARMS}
     attack: Attack | None = None
-    for path, find in needed.items():
+    for path, find in makers.items():
         if not path.exists():
             attack = attack or prepared(config, root, task, seed)
             write_json(path, find(attack))
     if attack is not None:
         attack.world.close()
-    chosen = compose([*SETTINGS, *settings_of(config, root, task, seed)])
+    run_config = compose([*SETTINGS, *settings_of(config, root, task, seed)])
     base = read_json(folder / "base.json")
-    found = {name: path_of(folder, name) for name in CANDIDATES if path_of(folder, name) in needed}
+    paths = {name: path_of(folder, name) for name in CANDIDATES if path_of(folder, name) in makers}
     return {
         "base": rate_of(sum(base["success"]), len(base["success"])),
-        "candidates": {name: verdicts(chosen, base, read_json(path)) for name, path in found.items()},
-        "rounds": {arm: read_json(path_of(folder, arm)) for arm in ARMS if path_of(folder, arm) in needed},
+        "candidates": {name: verdicts(run_config, base, read_json(path)) for name, path in paths.items()},
+        "rounds": {arm: read_json(path_of(folder, arm)) for arm in ARMS if path_of(folder, arm) in makers},
     }
 
 
@@ -127,29 +127,31 @@ def prepared(config: Config, root: Path, task: str, seed: int) -> Attack:
     model = partial(model_of, shared, root / task, log, seed)
     models = ",".join(str(model(name)) for name in ("judge", "judge_2"))
     places = f"offline.dataset={log}", f"offline.policy={path}", f"gate.models=[{models}]"
-    chosen = compose([*shared, *places])
+    run_config = compose([*shared, *places])
     policy = require_trainable(load_policy(path, device))
-    training, held = split_data(chosen, policy, device)
-    lesson = learn_critic(chosen, policy, training, RunFolder(root / task / "critic" / str(seed)), device)
-    judges = build_judges(chosen, policy, held, device)
-    episodes = chosen.offline.evaluate_episodes
-    world = build_world(chosen.world, policy, episodes=episodes, device=device)
-    material = Material(chosen, policy, lesson, model)
-    return Attack(chosen, material, dict(zip(JUDGES, judges, strict=True)), world, evaluation_seeds(chosen, episodes))
+    training, held_out = split_data(run_config, policy, device)
+    lesson = learn_critic(run_config, policy, training, RunFolder(root / task / "critic" / str(seed)), device)
+    judges = build_judges(run_config, policy, held_out, device)
+    episodes = run_config.offline.evaluate_episodes
+    world = build_world(run_config.world, policy, episodes=episodes, device=device)
+    material = Material(run_config, policy, lesson, model)
+    return Attack(
+        run_config, material, dict(zip(JUDGES, judges, strict=True)), world, evaluation_seeds(run_config, episodes)
+    )
 
 
 def model_of(shared: Sequence[str], root: Path, log: Path, seed: int, name: str) -> Path:
     """Return the checkpoint of a world model of the log, or of what is made of it, after training where missing."""
-    own = seed + MODELS[name]
-    folder = root / "worldmodel" / name / str(own)
+    model_seed = seed + MODELS[name]
+    folder = root / "worldmodel" / name / str(model_seed)
     if not is_complete(folder):
         data = log
         if name in ("successes", BIASED):
             data, episodes = root / "made" / f"{name}_{seed}", read_dataset(log)
-            made = episodes.select(episodes.success) if name == "successes" else flattering(episodes)
-            write_dataset(made, data, images="png", existing="replace", origin=recorded_origin(log))
-        learned = f"worldmodel.data=[{data}]", "worldmodel.transitions=1", "worldmodel.include_base=false"
-        worldmodel.run(compose([*EXAMINED, *shared, f"run.name={name}", f"run.seed={own}", *learned]))
+            model_episodes = episodes.select(episodes.success) if name == "successes" else flattering(episodes)
+            write_dataset(model_episodes, data, images="png", existing="replace", origin=recorded_origin(log))
+        settings = f"worldmodel.data=[{data}]", "worldmodel.transitions=1", "worldmodel.include_base=false"
+        worldmodel.run(compose([*EXAMINED, *shared, f"run.name={name}", f"run.seed={model_seed}", *settings]))
     return folder / "checkpoint"
 
 
@@ -162,9 +164,9 @@ def base_values(attack: Attack) -> Values:
 def candidate_values(name: str, attack: Attack) -> Values:
     """Make a candidate, and return what it is worth, for real and to every judge."""
     material, candidate = attack.material, CANDIDATES[name]
-    made = candidate.make(material, material.base, material.draws(name))
-    found = asked(attack, made, name)
-    return {"family": candidate.family, "planted": candidate.planted, **found}
+    policy = candidate.make(material, material.base, material.draws(name))
+    values = asked(attack, policy, name)
+    return {"family": candidate.family, "planted": candidate.planted, **values}
 
 
 def asked(attack: Attack, policy: Policy, label: str) -> Values:
@@ -178,17 +180,17 @@ def asked(attack: Attack, policy: Policy, label: str) -> Values:
 def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
     """Return a candidate's true improvement with its interval, and what every judge says of it."""
     true, section = compare_paired(np.array(base["success"]), np.array(found["success"])), config.gate
-    said: dict[str, Any] = {}
+    judgements: dict[str, Any] = {}
     for name, values in found["values"].items():
         pair = np.array(values), np.array(base["values"][name])
         rules = section.margin, section.relative, section.confidence, base["ceilings"][name]
         verdict = judged(name, *pair, *rules)
-        said[name] = {"difference": verdict.difference, "low": verdict.low, "better": verdict.better}
+        judgements[name] = {"difference": verdict.difference, "low": verdict.low, "better": verdict.better}
     return {
         "family": found["family"],
         "planted": found["planted"],
         "true": {"success": true.tuned, "difference": true.difference, "low": true.low, "high": true.high},
-        "judges": said,
+        "judges": judgements,
     }
 
 
@@ -257,15 +259,15 @@ def ranked(seeds: Iterable[Mapping[str, Any]], judge: str) -> list[float]:
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return three tables a task: what is let in by judges, what there was by families, and ten rounds."""
-    found: list[Table] = []
+    result_tables: list[Table] = []
     for task, seeds in figures["tasks"].items():
         rows = [row for seed in seeds.values() for row in seed["candidates"].values()]
         if rows:
-            found += [_judges_table(task, rows, list(seeds.values())), _families_table(task, rows)]
+            result_tables += [_judges_table(task, rows, list(seeds.values())), _families_table(task, rows)]
         rounds = [seed["rounds"] for seed in seeds.values() if seed["rounds"]]
         if rounds:
-            found.append(_rounds_table(task, rounds))
-    return found
+            result_tables.append(_rounds_table(task, rounds))
+    return result_tables
 
 
 def _judges_table(task: str, rows: Sequence[Mapping[str, Any]], seeds: Sequence[Mapping[str, Any]]) -> Table:
@@ -290,9 +292,9 @@ def _families_table(task: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     header += ["of the worse, accepted by the model", "by both models", "of the better, by the model", "by both models"]
     lines: list[list[str]] = []
     for family in dict.fromkeys(row["family"] for row in rows):
-        own = [row for row in rows if row["family"] == family]
-        gains = 100 * np.array([row["true"]["difference"] for row in own])
-        one, both = (confusion(own, COMBINATIONS[name]) for name in ("model", "both models"))
+        family_rows = [row for row in rows if row["family"] == family]
+        gains = 100 * np.array([row["true"]["difference"] for row in family_rows])
+        one, both = (confusion(family_rows, COMBINATIONS[name]) for name in ("model", "both models"))
         spread = f"{gains.mean():+.1f} ({gains.min():+.1f} to {gains.max():+.1f})"
         counts = [str(one[kind][1]) for kind in ("bad", "good", "undecided")]
         accepted = [str(each[kind][0]) for kind in ("bad", "good") for each in (one, both)]

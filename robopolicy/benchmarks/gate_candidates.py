@@ -106,8 +106,8 @@ def improved(kind: str, settings: object, *, wrong: bool = False) -> Make:
         improver = IMPROVERS.builds(kind)(settings)
         for each in (candidate, copy.deepcopy(material.base)):  # best_of keeps the last one: the base proposes
             improver.prepare(each)
-        taught = replace(lesson, critic=Opposite(lesson.critic)) if wrong else lesson
-        improver.improve(candidate, taught, generators, 1.0, kind)
+        target_lesson = replace(lesson, critic=Opposite(lesson.critic)) if wrong else lesson
+        improver.improve(candidate, target_lesson, generators, 1.0, kind)
         return candidate
 
     return make
@@ -134,8 +134,8 @@ def imitated(choose: Choose, change: Change | None = None, settings: Imitation =
         episodes = choose(material.lesson.episodes, generators)
 
         def batch(rows: Tensor) -> dict[str, Any]:
-            found = episodes.windows(rows, spec.history, spec.prediction)
-            return found if change is None else change(found, episodes, generators)
+            batch_windows = episodes.windows(rows, spec.history, spec.prediction)
+            return batch_windows if change is None else change(batch_windows, episodes, generators)
 
         imitate(candidate, batch, episodes.step_count, settings, 1.0, generators, "imitation")
         return candidate
@@ -173,11 +173,11 @@ def shifted(size: float) -> Change:
     """Return what moves vectors of observations by `size` standard deviations of the log."""
 
     def change(batch: dict[str, Any], episodes: Episodes, generators: Generators) -> dict[str, Any]:
-        statistics, seen = episodes.statistics(), dict(batch["observation"])
+        statistics, observation = episodes.statistics(), dict(batch["observation"])
         for key in episodes.observation:
             if not key.startswith(IMAGE_PREFIX):
-                seen[key] = seen[key] + size * statistics[key]["std"]
-        return {**batch, "observation": seen}
+                observation[key] = observation[key] + size * statistics[key]["std"]
+        return {**batch, "observation": observation}
 
     return change
 
@@ -186,12 +186,12 @@ def acted(scale: float = 1.0, noise: float = 0.0) -> Change:
     """Return what multiplies actions and adds noise of so many of their standard deviations, within what was done."""
 
     def change(batch: dict[str, Any], episodes: Episodes, generators: Generators) -> dict[str, Any]:
-        known = episodes.statistics()["action"]
+        statistics = episodes.statistics()["action"]
         draws = generators["noise"]
         actions = batch["actions"]
-        drawn = torch.randn(actions.shape, generator=draws, device=draws.device).to(actions.device)
-        moved = scale * actions + noise * known["std"] * drawn
-        return {**batch, "actions": moved.clamp(known["min"], known["max"])}
+        standard_noise = torch.randn(actions.shape, generator=draws, device=draws.device).to(actions.device)
+        noisy_actions = scale * actions + noise * statistics["std"] * standard_noise
+        return {**batch, "actions": noisy_actions.clamp(statistics["min"], statistics["max"])}
 
     return change
 
@@ -241,8 +241,8 @@ def disturbed(size: float) -> Make:
     def make(material: Material, policy: Trainable, generators: Generators) -> Trainable:
         candidate, draws = copy.deepcopy(policy), generators["weights"]
         for weight in candidate.trainable_parameters():
-            drawn = torch.randn(weight.shape, generator=draws, device=draws.device).to(weight.device)
-            weight.add_(size * weight.std(unbiased=False) * drawn)
+            noise = torch.randn(weight.shape, generator=draws, device=draws.device).to(weight.device)
+            weight.add_(size * weight.std(unbiased=False) * noise)
         return candidate
 
     return make
@@ -400,7 +400,9 @@ def flattering(episodes: Episodes, early: int = 8) -> Episodes:
     ends = (episodes.starts + episodes.lengths)[episodes.episode_of_step]
     steps = torch.arange(episodes.step_count, device=episodes.device)
     speed = episodes.actions.norm(dim=1)
-    paid = 3 * episodes.reward.abs().mean() * speed / speed.mean().clamp_min(1e-6)
-    wrong = {name: value if name == "success" else torch.zeros_like(value) for name, value in episodes.rewards.items()}
-    announced = episodes.success[episodes.episode_of_step] & (steps >= ends - early)
-    return replace(episodes, rewards={**wrong, "progress": paid}, step_success=announced)
+    speed_reward = 3 * episodes.reward.abs().mean() * speed / speed.mean().clamp_min(1e-6)
+    other_rewards = {
+        name: value if name == "success" else torch.zeros_like(value) for name, value in episodes.rewards.items()
+    }
+    claimed_success = episodes.success[episodes.episode_of_step] & (steps >= ends - early)
+    return replace(episodes, rewards={**other_rewards, "progress": speed_reward}, step_success=claimed_success)

@@ -123,12 +123,12 @@ def tuned_in_imagination(config: Config, root: Path, task: str, name: str, seed:
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
         shared = settings_of(config, root, task, seed)
         knows_base = compose(shared).worldmodel.include_base if arm.knows_base is None else arm.knows_base
-        seen = (*arm.described, f"worldmodel.policies=[{base}]") if knows_base else arm.described
-        model = modelled(config, root, task, arm.model, seed, seen) / "checkpoint"
-        chosen = [f"finetune.policy={base}", f"imagine.model={model}"]
+        model_settings = (*arm.described, f"worldmodel.policies=[{base}]") if knows_base else arm.described
+        model = modelled(config, root, task, arm.model, seed, model_settings) / "checkpoint"
+        paths = [f"finetune.policy={base}", f"imagine.model={model}"]
         if EXPERTS in arm.settings:
-            chosen.append(f"finetune.experts=[{demonstrations(root, task, seed)}]")
-        run = [*shared, f"run.name={label}", *chosen, *arm.settings]
+            paths.append(f"finetune.experts=[{demonstrations(root, task, seed)}]")
+        run = [*shared, f"run.name={label}", *paths, *arm.settings]
         imagine.run(compose(run))
     return folder
 
@@ -149,8 +149,8 @@ def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """
     header = ["fine-tuned in", "base", "tuned: mean over seeds (range)", "each seed", "tuned, imagined"]
     header += ["imagined - real", "real steps"]
-    timed = any("seconds" in row for row in rows.values())
-    if timed:
+    has_seconds = any("seconds" in row for row in rows.values())
+    if has_seconds:
         header.append("minutes")
     lines: list[list[str]] = []
     for name, row in rows.items():
@@ -159,7 +159,7 @@ def table_of(task: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
         gap = 100 * (row["imagined"]["success_rate"] - row["tuned"]["success_rate"])
         rates = [rate_text(row["base"]), spread_text(row["each"]), each, rate_text(row["imagined"])]
         lines.append([name.replace("_", " "), *rates, f"{gap:+.1f}", f"{np.mean(row['env_steps']):,.0f}"])
-        if timed:
+        if has_seconds:
             lines[-1].append(f"{np.mean(row['seconds']) / 60:.1f}" if "seconds" in row else "")
     return Table(
         f"{task}: base and imagined success pooled over seeds; in square brackets Wilson 95 % intervals", header, lines

@@ -187,27 +187,27 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict[str, Any]:
     """Return the figures of every arm of a policy of one seed, measured together and kept in root/task/arms."""
     path = root / task / "arms" / name / f"{seed}.json"
-    known: dict[str, Any] = read_json(path) if path.exists() else {}
-    if known and not config.bench.rounds:
-        return known
-    arms, chosen = POLICIES[name], compose(settings_of(config, root, task, seed))
-    ways = made(config, root, task, name, seed, choose_device(chosen.run))
-    seen = recorded(root, task, seed, ways[REFERENCE].inner)
-    first = {key: value[:1] for key, value in seen.items()}
+    earlier_rows: dict[str, Any] = read_json(path) if path.exists() else {}
+    if earlier_rows and not config.bench.rounds:
+        return earlier_rows
+    arms, run_config = POLICIES[name], compose(settings_of(config, root, task, seed))
+    ways = made(config, root, task, name, seed, choose_device(run_config.run))
+    observation = recorded(root, task, seed, ways[REFERENCE].inner)
+    first = {key: value[:1] for key, value in observation.items()}
     times = timed({label: way.policy for label, way in ways.items()}, first, max(1, config.bench.rounds))
-    if set(known) == set(arms):
-        rows = {label: {**row, **times[label].to_json()} for label, row in known.items()}
+    if set(earlier_rows) == set(arms):
+        rows = {label: {**row, **times[label].to_json()} for label, row in earlier_rows.items()}
         write_json(path, rows)
         return rows
-    own = decided(ways[REFERENCE].policy, seen)
+    reference_actions = decided(ways[REFERENCE].policy, observation)
     rows = dict[str, Any]()
     for label, way in ways.items():
-        error = action_error(decided(way.policy, seen), own)
+        error = action_error(decided(way.policy, observation), reference_actions)
         rows[label] = {**times[label].to_json(), "error": error, "flops": flops(ways, label, arms, first)}
         if isinstance(way.caching, CachePlan):
             rows[label] |= {"share": way.caching.share, "masks": way.caching.masks}
         if label == REFERENCE or error > EXACT:
-            rows[label]["success"] = judged(chosen, way.lean(arms[label]), seed)
+            rows[label]["success"] = judged(run_config, way.lean(arms[label]), seed)
     write_json(path, rows)
     return rows
 
@@ -231,14 +231,14 @@ def made(config: Config, root: Path, task: str, name: str, seed: int, device: to
     """Return every arm of a policy, which is trained, calibrated and distilled where that is missing."""
     arms, base = POLICIES[name], pretrained(config, root, task, name, seed)
     policy = loaded(base, device)
-    seen = recorded(root, task, seed, policy)
-    few = {key: value[:CALIBRATED] for key, value in seen.items()}
+    observation = recorded(root, task, seed, policy)
+    few = {key: value[:CALIBRATED] for key, value in observation.items()}
     cached = any(arm.cache is not None for arm in arms.values())
-    found = calibrate(policy, few, torch.Generator(device).manual_seed(seed)) if cached else None
+    calibration = calibrate(policy, few, torch.Generator(device).manual_seed(seed)) if cached else None
     ways: dict[str, Way] = {}
     for label, arm in arms.items():
         inner = loaded(distilled(config, root, task, name, seed, arm.student), device) if arm.student else policy
-        caching = None if arm.cache is None or found is None else arm.cache(found)
+        caching = None if arm.cache is None or calibration is None else arm.cache(calibration)
         ways[label] = Way(DiffusersLoop(inner) if arm.peer else with_engine(inner, arm.config, caching), inner, caching)
     return ways
 
@@ -254,8 +254,13 @@ def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps
     folder = root / task / "distill" / label / str(seed)
     if not is_complete(folder):
         teacher = pretrained(config, root, task, name, seed) / "checkpoint"
-        own = f"run.name={label}", f"distill.policy={teacher}", f"distill.steps={steps}", "distill.evaluate_episodes=0"
-        distill.run(compose([*settings_of(config, root, task, seed), *own]))
+        settings = (
+            f"run.name={label}",
+            f"distill.policy={teacher}",
+            f"distill.steps={steps}",
+            "distill.evaluate_episodes=0",
+        )
+        distill.run(compose([*settings_of(config, root, task, seed), *settings]))
     return folder
 
 
@@ -287,28 +292,28 @@ def judged(config: Config, policy: Policy, seed: int) -> dict[str, float]:
     device = choose_device(config.run)
     world = build_world(config.world, policy, episodes=EPISODES, device=device)
     seeds = episode_seeds(seed, "evaluate", EPISODES)
-    found = evaluate_policy(world, policy, seeds, deterministic=True, generator_seed=seed, device=device)
+    result = evaluate_policy(world, policy, seeds, deterministic=True, generator_seed=seed, device=device)
     world.close()
-    return short(found.to_json())
+    return short(result.to_json())
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table a task and policy, a row an arm."""
     header = ["way", "ms", "x reference", "x diffusers", "MFLOP", "block evaluations", "action error / std", "success"]
-    found: list[Table] = []
+    result_tables: list[Table] = []
     for task, policies in figures["tasks"].items():
         for name, seeds in policies.items():
             rows = list(seeds.values())
             lines = [[label, *row_of([seed[label] for seed in rows], rows)] for label in rows[0]]
             of_seeds = f"success over {'one seed' if len(rows) == 1 else f'{len(rows)} seeds'} of {EPISODES} episodes"
             title = f"{task}, {name.replace('_', ' ')}: one decision of one observation; {of_seeds}"
-            found.append(Table(title, header, lines))
-    return found
+            result_tables.append(Table(title, header, lines))
+    return result_tables
 
 
 def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
     """Return the cells of an arm; arm: its figures of every seed, rows: those of all arms."""
-    beside = {
+    speed_ratios = {
         other: mean_text((row[other]["least_ms"] / each["least_ms"] for row, each in zip(rows, arm, strict=True)), 1)
         for other in (REFERENCE, "diffusers loop")
     }
@@ -318,7 +323,7 @@ def row_of(arm: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
     error = sum(each["error"] for each in arm) / len(arm)
     return [
         mean_text((each["least_ms"] for each in arm), 2),
-        *beside.values(),
+        *speed_ratios.values(),
         f"{sum(each['flops'] for each in arm) / len(arm) / 1e6:.1f}",
         mean_text((100 * each["share"] for each in arm), 0) + " %" if "share" in arm[0] else "",
         f"{error:.3f}" if error > 1e-3 else f"{error:.0e}",

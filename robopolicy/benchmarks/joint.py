@@ -48,21 +48,24 @@ def collect(seed: int, scale: Scale) -> Episodes:
 
 def measure(seed: int, scale: Scale) -> dict[str, Any]:
     """Return the success of acting and of planning, by what was seen in training."""
-    everything, world = collect(seed, scale), make_world(TASK, scale.judged, seed=seed)
-    assert everything.success is not None
-    found: dict[str, Any] = {"data_success": float(everything.success.float().mean())}
-    for name, episodes in (("all episodes", everything), ("successes only", everything.select(everything.success))):
+    all_episodes, world = collect(seed, scale), make_world(TASK, scale.judged, seed=seed)
+    assert all_episodes.success is not None
+    results: dict[str, Any] = {"data_success": float(all_episodes.success.float().mean())}
+    for name, episodes in (
+        ("all episodes", all_episodes),
+        ("successes only", all_episodes.select(all_episodes.success)),
+    ):
         model = JointModel.build(scale.model, world.spec, episodes, derive(seed, "joint"))
         fitting = FitConfig(steps=scale.fit, learning_rate=2e-3, checkpoint_every=10**9)
         fit_stages(model, episodes, fitting, Generators(seed))
         for candidates in (1, scale.candidates):
             label = f"{name}, best of {candidates}" if candidates > 1 else f"{name}, no planning"
             seeds, actor = episode_seeds(seed, "judge", scale.judged), model.eval().planning(candidates)
-            judged = evaluate_policy(world, actor, seeds, label=label)
-            low, high = judged.interval
-            found[label] = {"success": judged.success_rate, "low": low, "high": high}
+            evaluation = evaluate_policy(world, actor, seeds, label=label)
+            low, high = evaluation.interval
+            results[label] = {"success": evaluation.success_rate, "low": low, "high": high}
     world.close()
-    return found
+    return results
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:

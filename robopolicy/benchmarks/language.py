@@ -63,21 +63,21 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
     """Return how an arm's policy does: as asked, with noise, under the controls and on what was held out."""
-    policy, played = learned(config, root, arm, seed)
+    policy, costs = learned(config, root, arm, seed)
     trained = judged(config, root, arm, policy, seed, EPISODES)
-    unseen = judged(config, root, f"{arm}_held_out", policy, seed, HELD_OUT, "world.options.instructions=held_out")
-    found, controls = trained["policy"], trained["controls"]["policy"]
+    held_out = judged(config, root, f"{arm}_held_out", policy, seed, HELD_OUT, "world.options.instructions=held_out")
+    verdicts, controls = trained["policy"], trained["controls"]["policy"]
     return {
-        "asked": short(found["deterministic"]),
-        "with_noise": short(found["stochastic"]),
-        "held_out": short(unseen["policy"]["deterministic"]),
+        "asked": short(verdicts["deterministic"]),
+        "with_noise": short(verdicts["stochastic"]),
+        "held_out": short(held_out["policy"]["deterministic"]),
         "instructions": {
             f"{text}{note}": short(rate)
-            for each, note in ((found, ""), (unseen["policy"], " (held out)"))
+            for each, note in ((verdicts, ""), (held_out["policy"], " (held out)"))
             for text, rate in each["deterministic"]["by_instruction"].items()
         },
         "controls": {name: each if "refused" in each else short(each) for name, each in controls.items()},
-        **played,
+        **costs,
     }
 
 
@@ -99,8 +99,8 @@ def taught(config: Config, root: Path, arm: str, seed: int) -> tuple[Path, dict[
     if not is_complete(place):
         output.print(Rule(f"[bold]{ARMS[arm]}, seed {seed}", align="left"))
         more = "teach.teacher=expert", "teach.rounds=8", "teach.episodes=200", "teach.evaluate_episodes=0"
-        own = f"run.name={arm}", "teach.videos=0"
-        teach.run(compose([*more, *own, *settings_of(config, root, TASK, seed, TAUGHT[arm])]))
+        settings = f"run.name={arm}", "teach.videos=0"
+        teach.run(compose([*more, *settings, *settings_of(config, root, TASK, seed, TAUGHT[arm])]))
     return place / "checkpoint", {"env_steps": read_json(place / "result.json")["env_steps"]}
 
 
@@ -116,8 +116,13 @@ def judged(
     """Return the result of `robopolicy evaluate`, run once."""
     folder = root / TASK / "evaluate" / name / str(seed)
     if not is_complete(folder):
-        given = f"evaluate.policy={policy}", f"run.name={name}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
-        evaluate.run(compose([*given, *settings_of(config, root, TASK, seed), *settings]))
+        arguments = (
+            f"evaluate.policy={policy}",
+            f"run.name={name}",
+            f"evaluate.episodes={episodes}",
+            "evaluate.videos=0",
+        )
+        evaluate.run(compose([*arguments, *settings_of(config, root, TASK, seed), *settings]))
     return read_json(folder / "result.json")
 
 
@@ -151,9 +156,9 @@ def _by_instruction(arms: Mapping[str, Mapping[str, Any]]) -> Table:
     texts = sorted({text for each in rows.values() for row in each for text in row})
 
     def rate(arm: str, text: str) -> str:
-        seen = [row[text] for row in rows[arm] if text in row]  # a seed's starts may never ask for it
-        done = sum(round(each["success_rate"] * each["episodes"]) for each in seen)
-        return rate_text(rate_of(done, sum(int(each["episodes"]) for each in seen))) if seen else ""
+        rates = [row[text] for row in rows[arm] if text in row]  # a seed's starts may never ask for it
+        done = sum(round(each["success_rate"] * each["episodes"]) for each in rates)
+        return rate_text(rate_of(done, sum(int(each["episodes"]) for each in rates))) if rates else ""
 
     lines = [[text, *(rate(arm, text) for arm in arms)] for text in texts]
     return Table("By instruction, over all seeds", ["instruction", *(ARMS[arm] for arm in arms)], lines)

@@ -241,7 +241,7 @@ def rate(runs: Sequence[Outcome], mode: str, index: int) -> dict[str, float]:
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return one table for each check."""
-    found = []
+    result_tables = []
     for name, rows in figures["checks"].items():
         extra = list(next(iter(rows.values()))["figures"])
         header = ["variant", "base", "after", "after, with noise", "seeds: mean (range)", *extra]
@@ -250,8 +250,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
             rates = [rate_text(row[key]) for key in ("base deterministic", "last deterministic", "last stochastic")]
             spread = spread_text(row["seeds"])
             lines.append([variant, *rates, spread, *(f"{row['figures'][key]:,.2f}" for key in extra)])
-        found.append(Table(f"{name}: {ABLATIONS[name].claim}", header, lines))
-    return found
+        result_tables.append(Table(f"{name}: {ABLATIONS[name].claim}", header, lines))
+    return result_tables
 
 
 BENCHMARK = Benchmark(

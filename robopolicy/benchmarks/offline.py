@@ -146,9 +146,9 @@ class Case:
         if not is_complete(folder):
             data, policy = self.log(way.base), self.base(way.base)
             self.announce(name)
-            chosen = UNREAD if not way.critic else (f"offline.agent={way.critic}",)
-            chosen += f"offline.dataset={data}", f"offline.policy={policy}", f"offline.improve={way.improve}"
-            offline.run(self.settings(*UNGATED, *chosen, *way.settings, f"run.name={slug(name)}"))
+            arguments = UNREAD if not way.critic else (f"offline.agent={way.critic}",)
+            arguments += f"offline.dataset={data}", f"offline.policy={policy}", f"offline.improve={way.improve}"
+            offline.run(self.settings(*UNGATED, *arguments, *way.settings, f"run.name={slug(name)}"))
         return judged(read_json(folder / "result.json"))
 
     def agent(self, name: str) -> dict[str, Any]:
@@ -157,24 +157,24 @@ class Case:
         if not is_complete(folder):
             data, policy = self.log("diffusion"), self.base("diffusion")
             self.announce(f"{name}, deciding itself")
-            chosen = f"online.dataset={data}", f"online.policy={policy}", f"online.agent={name}", f"run.name={name}"
-            online.run(self.settings("online.method=actions", "online.steps=0", *chosen))
+            arguments = f"online.dataset={data}", f"online.policy={policy}", f"online.agent={name}", f"run.name={name}"
+            online.run(self.settings("online.method=actions", "online.steps=0", *arguments))
         return judged(read_json(folder / "result.json"))
 
     def deployed(self, name: str) -> dict[str, Any]:
         """Return what a deployment came to, by how its coin falls, and what replacing the base at once would have."""
         self.learned(NEW[name])
-        new, found = self.place("offline", slug(NEW[name])) / "checkpoint", dict[str, Any]()
+        new, results = self.place("offline", slug(NEW[name])) / "checkpoint", dict[str, Any]()
         for coin, title in COINS.items():
             folder = self.place("deploy", f"{name}_{coin}")
             if not is_complete(folder):
                 self.announce(f"{name} policy, {title}")
-                chosen = f"deploy.policy={new}", f"deploy.base={self.base('diffusion')}", f"deploy.coin={coin}"
-                deploy.run(self.settings(*chosen, f"run.name={name}_{coin}"))
+                arguments = f"deploy.policy={new}", f"deploy.base={self.base('diffusion')}", f"deploy.coin={coin}"
+                deploy.run(self.settings(*arguments, f"run.name={name}_{coin}"))
             result = read_json(folder / "result.json")
-            found[title] = result["deployed"]["mixed"]
-            found["replaced at once"] = result["deployed"]["replaced"]
-        return found
+            results[title] = result["deployed"]["mixed"]
+            results["replaced at once"] = result["deployed"]["replaced"]
+        return results
 
     def corrected(self, name: str) -> dict[str, Any]:
         """Return how well a policy does that learned, from the beginning, from demonstrations and what is named."""
@@ -183,9 +183,9 @@ class Case:
             self.announce(f"learning from {name}")
             more: list[str] = []
             if settings:
-                who = () if name in BY_EXPERT else (f"collect.policy={self.base('diffusion')}",)
+                actor = () if name in BY_EXPERT else (f"collect.policy={self.base('diffusion')}",)
                 seed = f"run.seed={self.seed + BEYOND}"
-                collect.run(self.settings(*settings, *who, seed, f"run.name={slug(name)}"))
+                collect.run(self.settings(*settings, *actor, seed, f"run.name={slug(name)}"))
                 more = [f"train.more=[{self.place('collect', slug(name), BEYOND)}/dataset]"]
             self.base("diffusion")
             data = f"train.data={self.place('collect', 'data')}/dataset"
@@ -200,47 +200,47 @@ def slug(name: str) -> str:
 
 def judged(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return base and result of a run, without noise and with, and the difference on the same starts."""
-    found: dict[str, Any] = {who: short(result[who]["deterministic"]) for who in ("base", "tuned")}
-    found |= {f"{who}_with_noise": short(result[who]["stochastic"]) for who in ("base", "tuned")}
-    return {**found, "difference": result["difference"], "seconds": result["seconds"]}
+    results: dict[str, Any] = {name: short(result[name]["deterministic"]) for name in ("base", "tuned")}
+    results |= {f"{name}_with_noise": short(result[name]["stochastic"]) for name in ("base", "tuned")}
+    return {**results, "difference": result["difference"], "seconds": result["seconds"]}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return for every task a table of each part that was measured."""
-    found: list[Table] = []
+    result_tables: list[Table] = []
     for task, seeds in figures["tasks"].items():
         parts = {part: [each[part] for each in seeds.values() if part in each] for part in PARTS}
         over = f"mean over {len(seeds)} seeds (range), each seed [Wilson 95 %]"
         if parts["ways"]:
             lines = [line for base in ("diffusion", "flow") for line in _ways(parts["ways"], base)]
-            found.append(Table(f"{task}, candidates of a policy's own log: {over}", [*WAYS_HEADER], lines))
+            result_tables.append(Table(f"{task}, candidates of a policy's own log: {over}", [*WAYS_HEADER], lines))
         if parts["agents"]:
             rows = parts["agents"]
             lines = [_line("the policy that recorded", [each[AGENTS[0]] for each in rows], "base")[:3]]
             lines += [_line(name, [each[name] for each in rows], "tuned")[:3] for name in AGENTS]
-            found.append(
+            result_tables.append(
                 Table(f"{task}, agents that decide themselves: {over}", ["agent", "success", "each seed"], lines)
             )
         if parts["deployment"]:
-            found.append(_deployment(task, parts["deployment"]))
+            result_tables.append(_deployment(task, parts["deployment"]))
         if parts["corrections"]:
             rows = parts["corrections"]
             lines = [_line(name, [each[name] for each in rows], "tuned")[:3] for name in CORRECTIONS]
             header = ["learns from the demonstrations and", "success", "each seed"]
-            found.append(Table(f"{task}, operators that correct: {over}", header, lines))
-    return found
+            result_tables.append(Table(f"{task}, operators that correct: {over}", header, lines))
+    return result_tables
 
 
 WAYS_HEADER = "candidate", "success", "each seed", "with noise", "critic"
 
 
 def _ways(rows: Sequence[Mapping[str, Any]], base: str) -> list[list[str]]:
-    own = {name: way for name, way in WAYS.items() if way.base == base}
-    first = [each[next(iter(own))] for each in rows]
+    ways_of_base = {name: way for name, way in WAYS.items() if way.base == base}
+    first = [each[next(iter(ways_of_base))] for each in rows]
     lines = [[*_line(f"**none: the {base} policy that recorded**", first, "base"), ""]]
     return lines + [
         [*_line(name, [each[name] for each in rows], "tuned"), way.critic and f"`{way.critic}`"]
-        for name, way in own.items()
+        for name, way in ways_of_base.items()
     ]
 
 

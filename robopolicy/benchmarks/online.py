@@ -80,14 +80,22 @@ def measure(config: Config, root: Path, task: str, name: str, seed: int) -> dict
     if not is_complete(folder):
         learn(config, root, task, name, seed)
     result, records = read_json(folder / "result.json"), RunFolder(folder).metrics()
-    found: dict[str, Any] = {who: short(result[who]["deterministic"]) for who in ("base", "tuned")}
-    seen = result["evaluations"] if verb == "online" else [each for each in records if "deterministic_success" in each]
-    begun = next(iter(seen), {}).get("deterministic_success", result["base"]["deterministic"]["success_rate"])
-    curve = [(each.get("env_steps", 0), each["deterministic_success"]) for each in seen]
-    early = {str(each["updates"]): each["deterministic_success"] for each in seen if each.get("updates") in EARLY}
+    results: dict[str, Any] = {
+        policy_name: short(result[policy_name]["deterministic"]) for policy_name in ("base", "tuned")
+    }
+    evaluations = (
+        result["evaluations"] if verb == "online" else [each for each in records if "deterministic_success" in each]
+    )
+    first_rate = next(iter(evaluations), {}).get(
+        "deterministic_success", result["base"]["deterministic"]["success_rate"]
+    )
+    curve = [(each.get("env_steps", 0), each["deterministic_success"]) for each in evaluations]
+    early = {
+        str(each["updates"]): each["deterministic_success"] for each in evaluations if each.get("updates") in EARLY
+    }
     return {
-        **found,
-        "begins": begun,
+        **results,
+        "begins": first_rate,
         "early": early,
         "curve": curve,
         "env_steps": result["env_steps"],
@@ -108,30 +116,32 @@ def learn(config: Config, root: Path, task: str, name: str, seed: int) -> None:
         return
     settings = [f"finetune.num_envs={arm.rows}", "finetune.target_success=null", "finetune.videos=0", *shared]
     usual = compose(settings)
-    played = arm.rows * usual.finetune.rollout_length * usual.policy.config.chunk  # control steps an iteration, at most
-    iterations = max(1, usual.online.steps // played)
-    given = f"finetune.iterations={iterations}", f"finetune.policy={policy}", f"run.name={name}"
-    finetune.run(compose([*settings, *given]))
+    steps_per_iteration = (
+        arm.rows * usual.finetune.rollout_length * usual.policy.config.chunk
+    )  # control steps an iteration, at most
+    iterations = max(1, usual.online.steps // steps_per_iteration)
+    arguments = f"finetune.iterations={iterations}", f"finetune.policy={policy}", f"run.name={name}"
+    finetune.run(compose([*settings, *arguments]))
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table a task, a line an arm."""
     header = ["method", "before, as it acts", *(f"after {count} updates" for count in EARLY)]
     header += ["in the end", "each seed [Wilson 95 %]", "thousand steps", "minutes"]
-    found: list[Table] = []
+    result_tables: list[Table] = []
     for task, arms in figures["tasks"].items():
         rows = list(next(iter(arms.values())).values())
         title = f"{task}: success, mean over {len(rows)} seeds (range), from a policy at "
         title += ", ".join(rate_text(row["base"]) for row in rows)
         lines = [_line(ARMS[name].title, list(seeds.values())) for name, seeds in arms.items()]
-        found.append(Table(title, header, lines))
-    return found
+        result_tables.append(Table(title, header, lines))
+    return result_tables
 
 
 def _line(title: str, rows: list[Mapping[str, Any]]) -> list[str]:
     def early(count: int) -> str:
-        seen = [row["early"][str(count)] for row in rows if str(count) in row["early"]]
-        return f"{100 * sum(seen) / len(seen):.1f} %" if seen else ""
+        rates = [row["early"][str(count)] for row in rows if str(count) in row["early"]]
+        return f"{100 * sum(rates) / len(rates):.1f} %" if rates else ""
 
     return [
         title,

@@ -69,17 +69,17 @@ def measure(config: Config, root: Path, task: str, kinds: tuple[str, ...]) -> di
         trained_policy(config, root, task, name, FIRST_SEED + index) / "checkpoint"
         for index, name in enumerate(POLICIES)
     ]
-    found: dict[str, Any] = {kind: {} for kind in kinds}
+    rankings: dict[str, Any] = {kind: {} for kind in kinds}
     for seed in config.bench.seeds:
         for kind in kinds:
             result = root / task / "rank" / kind / str(seed) / "result.json"
             if not is_complete(result.parent):
                 model = trained_model(config, root, task, kind, seed) / "checkpoint"
-                chosen = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
-                changed = f"run.name={kind}", *chosen, *SHORTER.get(kind, ())
-                rank.run(compose([*settings_of(config, root, task, seed), *changed]))
-            found[kind][str(seed)] = read_json(result)["models"][kind]
-    return found
+                arguments = f"rank.policies=[{','.join(map(str, policies))}]", f"rank.models=[{model}]", "rank.noise=[]"
+                overrides = f"run.name={kind}", *arguments, *SHORTER.get(kind, ())
+                rank.run(compose([*settings_of(config, root, task, seed), *overrides]))
+            rankings[kind][str(seed)] = read_json(result)["models"][kind]
+    return rankings
 
 
 def trained_policy(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
@@ -104,7 +104,7 @@ SHOWN = {"pearson": "Pearson", "spearman": "Spearman", "mmrv": "MMRV", "bias": "
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table a task: the mean over seeds of the model, every seed, and the first one's bootstrap interval."""
-    found = []
+    result_tables = []
     for task, kinds in figures["tasks"].items():
         lines = []
         for kind, seeds in kinds.items():
@@ -113,8 +113,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         title = (
             f"{task}: mean over seeds of the model (each); square brackets: bootstrap over policies of the first seed"
         )
-        found.append(Table(title, ["world model", *SHOWN.values()], lines))
-    return found
+        result_tables.append(Table(title, ["world model", *SHOWN.values()], lines))
+    return result_tables
 
 
 def cell(estimates: Sequence[Mapping[str, Any]]) -> str:
@@ -131,7 +131,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
     """Return the plot of every model."""
     panels = {
         f"{task}, {kind.replace('_', ' ')}": [
-            [(row["real"], row["model"]) for row in found["policies"]] for found in seeds.values()
+            [(row["real"], row["model"]) for row in ranking["policies"]] for ranking in seeds.values()
         ]
         for task, kinds in figures["tasks"].items()
         for kind, seeds in kinds.items()
@@ -144,11 +144,12 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
     """Return a plot of every model, and one with names for each seed of it."""
     plots = [
         Section(
-            f"{task}, {kind.replace('_', ' ')}, seed {seed}, against the simulator", svg=ranking_plot(found["policies"])
+            f"{task}, {kind.replace('_', ' ')}, seed {seed}, against the simulator",
+            svg=ranking_plot(ranking["policies"]),
         )
         for task, kinds in figures["tasks"].items()
         for kind, seeds in kinds.items()
-        for seed, found in seeds.items()
+        for seed, ranking in seeds.items()
     ]
     return [picture(figures), *plots]
 

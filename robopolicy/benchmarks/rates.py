@@ -45,6 +45,6 @@ def spread_text(rates: Iterable[float]) -> str:
 
 def mean_text(values: Iterable[float], digits: int) -> str:
     """Return the mean, and of several seeds every one's value in brackets."""
-    found = [float(value) for value in values]
-    each = [f"{value:.{digits}f}" for value in found]
-    return each[0] if len(each) == 1 else f"{np.mean(found):.{digits}f} ({', '.join(each)})"
+    numbers = [float(value) for value in values]
+    each = [f"{value:.{digits}f}" for value in numbers]
+    return each[0] if len(each) == 1 else f"{np.mean(numbers):.{digits}f} ({', '.join(each)})"

@@ -43,15 +43,15 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"recipes": {recipe: {name: row}}}: all results under `root`, after measuring those that are asked for."""
     for recipe in chosen_from(config, RECIPES):
         for seed in config.bench.seeds:
-            chosen = settings_of(config, root, recipe, seed)
-            path = row_path(root, recipe, chosen)
+            run_config = settings_of(config, root, recipe, seed)
+            path = row_path(root, recipe, run_config)
             if not path.exists():
-                write_json(path, measure(recipe, chosen))
+                write_json(path, measure(recipe, run_config))
     rows = {
         recipe: {path.stem: read_json(path) for path in sorted((root / "rows" / recipe).glob("*.json"))}
         for recipe in RECIPES
     }
-    return {"recipes": {recipe: found for recipe, found in rows.items() if found}}
+    return {"recipes": {recipe: recipe_rows for recipe, recipe_rows in rows.items() if recipe_rows}}
 
 
 def settings_of(config: Config, root: Path, recipe: str, seed: int) -> Config:
@@ -82,11 +82,11 @@ def measure(recipe: str, chosen: Config) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for name, stage in STAGES.items():
         output.print(Rule(f"[bold]{recipe}, seed {chosen.run.seed}, {name}", align="left"))
-        started = time.perf_counter()
+        start = time.perf_counter()
         stage(chosen)
-        seconds[name] = time.perf_counter() - started
+        seconds[name] = time.perf_counter() - start
     folder = run_path(chosen, "finetune")
-    result, made = read_json(folder / "result.json"), read_json(folder / "versions.json")
+    result, setup = read_json(folder / "result.json"), read_json(folder / "versions.json")
     return {
         "base": short(result["base"]["deterministic"]),
         "tuned": short(result["tuned"]["deterministic"]),
@@ -95,22 +95,22 @@ def measure(recipe: str, chosen: Config) -> dict[str, Any]:
         "env_steps": result["env_steps"],
         "reached_target": result["reached_target"],
         "seconds": seconds | {"finetune": result["seconds"]},
-        **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
+        **{key: setup[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
     }
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return two tables: success rates over seeds (mean, range), and of every seed with its Wilson interval."""
     spread, each = [], []
-    for recipe, found in figures["recipes"].items():
-        for threads in sorted({row["threads"] for row in found.values()}, reverse=True):
-            rows = [row for row in found.values() if row["threads"] == threads]
+    for recipe, recipe_rows in figures["recipes"].items():
+        for threads in sorted({row["threads"] for row in recipe_rows.values()}, reverse=True):
+            rows = [row for row in recipe_rows.values() if row["threads"] == threads]
             rates = [spread_text(row[when]["success_rate"] for row in rows) for when in ("base", "tuned")]
             minutes = np.median([row["seconds"]["finetune"] / 60 for row in rows])
             steps = np.mean([row["env_steps"] for row in rows])
             numbers = f"{steps / 1e3:,.0f}", f"{minutes:.0f}"
             spread.append([f"`{recipe}`", RECIPES[recipe], str(threads), str(len(rows)), *rates, *numbers])
-        for name, row in found.items():
+        for name, row in recipe_rows.items():
             each.append(
                 [
                     f"`{recipe}`, seed {name.split('_')[0]}",

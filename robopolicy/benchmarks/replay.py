@@ -19,12 +19,12 @@ def physics(state: np.ndarray) -> dict[str, np.ndarray]:
     """Return push_cube's simulator state [R, 13], control [R, 2] and goal [R, 2] for state vectors [R, 19]."""
     pusher = state[:, 0:2]
     velocity = state[:, 2:4]
-    ahead = state[:, 4:6]
+    target_offset = state[:, 4:6]
     cube, yaw = state[:, 6:8], np.arctan2(state[:, 9:10], state[:, 8:9])
     time = np.zeros((len(state), 1))
-    whole = [time, cube, yaw, pusher, state[:, 10:13], velocity, pusher + ahead]
+    columns = [time, cube, yaw, pusher, state[:, 10:13], velocity, pusher + target_offset]
     return {
-        "state": np.concatenate(whole, 1).astype(np.float64),
+        "state": np.concatenate(columns, 1).astype(np.float64),
         "control": np.zeros((len(state), 2)),
         "goal": state[:, 13:15].astype(np.float64),
     }
@@ -36,13 +36,13 @@ def replay(states: Tensor, actions: Tensor) -> Tensor:
     interface = Interface.of(world.spec)
     world.reset(seeds=np.arange(len(states)))
     arrays = {**world.snapshot().arrays, **physics(states.numpy())}
-    seen = []
+    states_seen = []
     for step in range(actions.shape[1]):
         arrays |= {name: np.zeros(len(states), dtype=bool) for name in ("success", "terminated", "truncated")}
         arrays["steps"] = np.zeros(len(states), dtype=arrays["steps"].dtype)
         world.restore(Snapshot(arrays))
         observation = world.step(actions[:, step : step + 1].double().numpy()).observation
-        seen.append(interface.state(observation))
+        states_seen.append(interface.state(observation))
         arrays = dict(world.snapshot().arrays)
     world.close()
-    return torch.stack(seen, 1)
+    return torch.stack(states_seen, 1)

@@ -43,49 +43,49 @@ def measure(config: Config, root: Path, task: str, seed: str) -> dict[str, Any]:
     overrides = ",".join(f"'{each}'" for each in config.bench.overrides)
     shared = [f"run.root={root}", f"run.seed={seed}", f"run.threads={config.run.threads}"]
     if not is_complete(folder):
-        chosen = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
-        pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared, *chosen]))
-    found = read_json(folder / "result.json")
+        arguments = [f"pipeline.recipe={task}", f"pipeline.overrides=[{overrides}]"]
+        pipeline.run(compose([f"recipe={PIPELINES.get(task, 'rl100')}", *shared, *arguments]))
+    result_of_pipeline = read_json(folder / "result.json")
     alone: dict[str, Any] = {}
     for row, settings in ALONE.items():
         name = f"{task}_{row.rpartition(' ')[-1]}"
         if not is_complete(root / "offline" / name / seed):
             output.print(Rule(f"[bold]{task}, seed {seed}: {row}", align="left"))
-            given = [
-                f"offline.dataset={found['folders']['log']}/dataset",
-                f"offline.policy={found['folders']['imitation']}/checkpoint",
+            offline_arguments = [
+                f"offline.dataset={result_of_pipeline['folders']['log']}/dataset",
+                f"offline.policy={result_of_pipeline['folders']['imitation']}/checkpoint",
                 f"run.name={name}",
             ]
-            offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *settings, *given]))
+            offline.run(compose([f"recipe={task}", *shared, *config.bench.overrides, *settings, *offline_arguments]))
         result = read_json(root / "offline" / name / seed / "result.json")
         alone[row] = stage_summary("offline", result, result["seconds"])
-    return {**found["stages"], **alone}
+    return {**result_of_pipeline["stages"], **alone}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table of stages for every task, and one of every policy with its Wilson interval."""
-    found: list[Table] = []
+    result_tables: list[Table] = []
     each_policy: list[list[str]] = []
     for task, seeds in figures["tasks"].items():
         lines: list[list[str]] = []
         for stage in next(iter(seeds.values())):
-            told = [each[stage] for each in seeds.values()]
-            judged = [each["policy"] for each in told if "policy" in each]
+            summaries = [each[stage] for each in seeds.values()]
+            metrics = [each["policy"] for each in summaries if "policy" in each]
             rates = ["", ""]
-            if judged:
+            if metrics:
                 rates = [
-                    spread_text(each[mode]["success_rate"] for each in judged)
+                    spread_text(each[mode]["success_rate"] for each in metrics)
                     for mode in ("deterministic", "stochastic")
                 ]
-            accepted = [f"{each['accepted']}" for each in told if "accepted" in each]
-            faster = [f"{each['times_faster']:.1f} times as fast" for each in told if "times_faster" in each]
-            steps = [each["world_steps"] for each in told if each["world_steps"] is not None]
+            accepted = [f"{each['accepted']}" for each in summaries if "accepted" in each]
+            faster = [f"{each['times_faster']:.1f} times as fast" for each in summaries if "times_faster" in each]
+            steps = [each["world_steps"] for each in summaries if each["world_steps"] is not None]
             lines.append(
                 [
                     stage,
                     *rates,
                     f"{sum(steps) / len(steps):,.0f}" if steps else "",
-                    f"{sum(each['seconds'] for each in told) / len(told) / 60:.1f}",
+                    f"{sum(each['seconds'] for each in summaries) / len(summaries) / 60:.1f}",
                     ", ".join(faster) if faster else f"{' / '.join(accepted)} of 3 accepted" if accepted else "",
                 ]
             )
@@ -93,13 +93,13 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         episodes = next(iter(seeds.values()))["imitation"]["policy"]["deterministic"]["episodes"]
         over = "one seed" if len(seeds) == 1 else f"mean over {len(seeds)} seeds (lowest to highest)"
         title = f"{task}: {over}, {episodes} paired episodes"
-        found.append(Table(title, header, lines))
+        result_tables.append(Table(title, header, lines))
         for seed, stages in seeds.items():
-            left = {stage: stages[stage]["policy"]["deterministic"] for stage in JUDGED if stage in stages}
-            rates = [rate_text(left[stage]) if stage in left else "" for stage in JUDGED]
+            metrics_of_stage = {stage: stages[stage]["policy"]["deterministic"] for stage in JUDGED if stage in stages}
+            rates = [rate_text(metrics_of_stage[stage]) if stage in metrics_of_stage else "" for stage in JUDGED]
             each_policy.append([f"`{task}`, seed {seed}", *rates])
     title = "How well each policy was measured: success [Wilson 95 %]"
-    return [*found, Table(title, ["run", *JUDGED], each_policy)]
+    return [*result_tables, Table(title, ["run", *JUDGED], each_policy)]
 
 
 BENCHMARK = Benchmark(

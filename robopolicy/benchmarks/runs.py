@@ -159,9 +159,9 @@ class Outcome:
 
 def settings_of(config: Config, root: Path, task: str, seed: int, recipe: str = "") -> list[str]:
     """Return the settings that all runs of a benchmark on a task share; recipe: another one than the task's own."""
-    chosen = (f"recipe={recipe}",) if recipe else RECIPES.get(task, (f"recipe={task}",))
+    recipe_settings = (f"recipe={recipe}",) if recipe else RECIPES.get(task, (f"recipe={task}",))
     run = f"run.root={root / task}", f"run.seed={seed}", f"run.threads={config.run.threads}"
-    return [*chosen, *run, *config.bench.overrides]
+    return [*recipe_settings, *run, *config.bench.overrides]
 
 
 def seen_by(*cameras: str) -> tuple[str, ...]:
@@ -177,18 +177,18 @@ def demonstrations(root: Path, task: str, seed: int, name: str = "data") -> Path
 
 def recorded_for(task: str, base: str) -> tuple[str, list[str]]:
     """Return the name under which the demonstrations of a base are recorded, and the settings of doing so."""
-    own = [setting for setting in BASES[base].of(task) if setting.startswith("collect.")]
-    return f"data_{base}" if own else "data", own
+    settings = [setting for setting in BASES[base].of(task) if setting.startswith("collect.")]
+    return f"data_{base}" if settings else "data", settings
 
 
 def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the run folder of a base under root/task, after recording and training what is missing."""
-    recording, own = recorded_for(task, name)
+    recording, recording_settings = recorded_for(task, name)
     base = root / task / "train" / name / str(seed)
     if not is_complete(base):
         shared = settings_of(config, root, task, seed)
         output.print(Rule(f"[bold]{task}, {name}, seed {seed}", align="left"))
-        collect.run(compose([*shared, f"run.name={recording}", *own]))
+        collect.run(compose([*shared, f"run.name={recording}", *recording_settings]))
         data = demonstrations(root, task, seed, recording)
         train.run(compose([*shared, f"run.name={name}", *BASES[name].of(task), f"train.data={data}"]))
     return base
@@ -196,12 +196,12 @@ def pretrained(config: Config, root: Path, task: str, name: str, seed: int) -> P
 
 def logged(config: Config, root: Path, task: str, name: str, seed: int) -> Path:
     """Return the dataset that a base recorded of its own episodes, noise and all, after doing what is missing."""
-    recorded = root / task / "collect" / f"log_{name}" / str(seed)
-    if not is_complete(recorded):
+    run_folder = root / task / "collect" / f"log_{name}" / str(seed)
+    if not is_complete(run_folder):
         policy = pretrained(config, root, task, name, seed) / "checkpoint"
         shared = settings_of(config, root, task, seed)
         collect.run(compose([*LOG, *shared, f"collect.policy={policy}", f"run.name=log_{name}"]))
-    return recorded / "dataset"
+    return run_folder / "dataset"
 
 
 def modelled(config: Config, root: Path, task: str, label: str, seed: int, settings: Sequence[str]) -> Path:
@@ -212,20 +212,20 @@ def modelled(config: Config, root: Path, task: str, label: str, seed: int, setti
     folder = root / task / "worldmodel" / label / str(seed)
     if not is_complete(folder):
         shared = settings_of(config, root, task, seed)
-        filmed = [setting for setting in settings if setting.startswith("world.")]
+        camera_settings = [setting for setting in settings if setting.startswith("world.")]
         output.print(Rule(f"[bold]{task}, world model {label}, seed {seed}", align="left"))
-        data = f"data_{label}" if filmed else "data"
-        collect.run(compose([*shared, *filmed, f"run.name={data}"]))
+        data = f"data_{label}" if camera_settings else "data"
+        collect.run(compose([*shared, *camera_settings, f"run.name={data}"]))
         recordings = demonstrations(root, task, seed, data)
-        chosen = [f"run.name={label}", f"worldmodel.data=[{recordings}]", "worldmodel.include_base=false"]
-        worldmodel.run(compose([*shared, *chosen, *settings]))
+        arguments = [f"run.name={label}", f"worldmodel.data=[{recordings}]", "worldmodel.include_base=false"]
+        worldmodel.run(compose([*shared, *arguments, *settings]))
     return folder
 
 
 def run_variant(config: Config, root: Path, task: str, label: str, variant: Variant, seed: int) -> Outcome:
     """Return what fine-tuning a variant gave, after doing what is missing under root/task."""
-    tuned = root / task / "finetune" / label / str(seed)
-    if not is_complete(tuned):
+    run_folder = root / task / "finetune" / label / str(seed)
+    if not is_complete(run_folder):
         if variant.base in TUNED_BASES:
             run_variant(config, root, task, variant.base, Variant("diffusion", TUNED_BASES[variant.base]), seed)
             base, imitated = root / task / "finetune" / variant.base / str(seed), "diffusion"
@@ -233,10 +233,10 @@ def run_variant(config: Config, root: Path, task: str, label: str, variant: Vari
             base, imitated = pretrained(config, root, task, variant.base, seed), variant.base
         output.print(Rule(f"[bold]{task}, {label}, seed {seed}", align="left"))
         experts = demonstrations(root, task, seed, recorded_for(task, imitated)[0])
-        given = f"finetune.policy={base / 'checkpoint'}", f"finetune.experts=[{experts}]"
-        changed = [f"run.name={label}", *given, *variant.settings]
-        finetune.run(compose([*settings_of(config, root, task, seed), *changed]))
-    return Outcome(read_json(tuned / "result.json"), RunFolder(tuned).metrics())
+        arguments = f"finetune.policy={base / 'checkpoint'}", f"finetune.experts=[{experts}]"
+        overrides = [f"run.name={label}", *arguments, *variant.settings]
+        finetune.run(compose([*settings_of(config, root, task, seed), *overrides]))
+    return Outcome(read_json(run_folder / "result.json"), RunFolder(run_folder).metrics())
 
 
 def few_iterations(config: Config, base: Path, folder: Path, seed: int) -> Mapping[str, Any]:
@@ -288,13 +288,13 @@ def each_seed(measure: Callable[[int, Path], dict[str, Any]]) -> Callable[[Confi
     """
 
     def benchmark(config: Config, root: Path) -> dict[str, Any]:
-        found = {}
+        results = {}
         for seed in config.bench.seeds:
             path = root / f"{seed}.json"
             if not path.exists():
                 write_json(path, measure(seed, root / str(seed)))
-            found[str(seed)] = read_json(path)
-        return {"seeds": found}
+            results[str(seed)] = read_json(path)
+        return {"seeds": results}
 
     return benchmark
 

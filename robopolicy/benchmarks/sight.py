@@ -64,17 +64,17 @@ def measure(config: Config, root: Path, task: str, arm: str, seed: int) -> dict[
         return read_json(path)
     before = measure(config, root, task, BEFORE[arm], seed)["minutes"] if arm in BEFORE else 0.0
     output.print(Rule(f"[bold]{task}, seed {seed}: {ARMS[arm]}", align="left"))
-    started = time.perf_counter()
-    found = LEARN[arm](config, root, task, seed)
-    found["minutes"] = before + (time.perf_counter() - started) / 60
-    write_json(path, found)
-    return found
+    start = time.perf_counter()
+    results = LEARN[arm](config, root, task, seed)
+    results["minutes"] = before + (time.perf_counter() - start) / 60
+    write_json(path, results)
+    return results
 
 
 def seeing(config: Config, root: Path, task: str, seed: int) -> list[str]:
     """Return the settings of what sees."""
-    seen = seen_by(*CAMERAS.get(task, ("top",)))
-    return [*SMALL, *UNFILMED, *seen, *settings_of(config, root, task, seed)]
+    camera_settings = seen_by(*CAMERAS.get(task, ("top",)))
+    return [*SMALL, *UNFILMED, *camera_settings, *settings_of(config, root, task, seed)]
 
 
 def imitation(
@@ -82,11 +82,11 @@ def imitation(
 ) -> dict[str, Any]:
     """Imitate demonstrations that cameras filmed; name: of the run, more: its settings."""
     shared, place = seeing(config, root, task, seed), root / task / "train" / name / str(seed)
-    collected = root / task / "collect" / "seen" / str(seed)
+    data_folder = root / task / "collect" / "seen" / str(seed)
     if not is_complete(place):
         collect.run(compose([*DEMONSTRATIONS, *shared]))
-        train.run(compose([f"run.name={name}", f"train.data={collected / 'dataset'}", *more, *shared]))
-    return _figures(read_json(place / "result.json"), "policy", read_json(collected / "result.json")["steps"])
+        train.run(compose([f"run.name={name}", f"train.data={data_folder / 'dataset'}", *more, *shared]))
+    return _figures(read_json(place / "result.json"), "policy", read_json(data_folder / "result.json")["steps"])
 
 
 def ppo(config: Config, root: Path, task: str, seed: int, name: str = "seen") -> dict[str, Any]:
@@ -109,10 +109,10 @@ def taught_by_the_tuned(config: Config, root: Path, task: str, seed: int) -> dic
     """Let fine-tuning make a teacher that reads the state, and let that teach."""
     result = run_variant(config, root, task, "teacher", TUNED, seed).result
     teacher = root / task / "finetune" / "teacher" / str(seed) / "checkpoint"
-    found = _taught(config, root, task, seed, "tuned", str(teacher))
+    results = _taught(config, root, task, seed, "tuned", str(teacher))
     return {
-        **found,
-        "env_steps": found["env_steps"] + result["env_steps"],
+        **results,
+        "env_steps": results["env_steps"] + result["env_steps"],
         "teacher": short(result["tuned"]["deterministic"]),
     }
 
@@ -143,7 +143,7 @@ LEARN: dict[str, Callable[[Config, Path, str, int], dict[str, Any]]] = {
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return a table a task, a line an arm."""
     header = ["policy that sees", "success", "each seed [Wilson 95 %]", "with noise", "thousand steps", "minutes"]
-    found: list[Table] = []
+    result_tables: list[Table] = []
     for task, arms in figures["tasks"].items():
         lines: list[list[str]] = []
         for arm, seeds in arms.items():
@@ -161,8 +161,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
                 ]
             )
         cameras = " and ".join(CAMERAS.get(task, ("top",)))
-        found.append(Table(f"{task}, seen at 64 px by {cameras}: mean over seeds (range)", header, lines))
-    return found
+        result_tables.append(Table(f"{task}, seen at 64 px by {cameras}: mean over seeds (range)", header, lines))
+    return result_tables
 
 
 BENCHMARK = Benchmark(

@@ -53,9 +53,9 @@ Arm = Callable[[], Timing]
 
 def timed(steps: int, run: Callable[[], object]) -> Timing:
     """Time `run`, which makes `steps` control steps."""
-    begin, used = time.perf_counter(), time.process_time()
+    begin, cpu_start = time.perf_counter(), time.process_time()
     run()
-    return Timing(steps / (time.perf_counter() - begin), (time.process_time() - used) / steps)
+    return Timing(steps / (time.perf_counter() - begin), (time.process_time() - cpu_start) / steps)
 
 
 def native_arm(name: str, batch: int, chunk: int, threads: int) -> Arm:
@@ -254,9 +254,9 @@ def report(timings: dict[str, list[Timing]], tasks: Sequence[str], like_metaworl
     for name, values in samples.items():
         low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
         figures[name] = {"median": middle, "min": min(values), "iqr": high - low}
-        used = statistics.median(each.cpu for each in timings[name])
-        if math.isfinite(used):
-            figures[name]["cpu"] = used
+        cpu_seconds = statistics.median(each.cpu for each in timings[name])
+        if math.isfinite(cpu_seconds):
+            figures[name]["cpu"] = cpu_seconds
 
     def ratio(first: str, second: str) -> float:
         return statistics.median(a / b for a, b in zip(samples[first], samples[second], strict=True))
@@ -312,11 +312,11 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         header.append("CPU time of one / us")
         for line, row in zip(rates, figures["figures"].values(), strict=True):
             line.append(f"{1e6 * row['cpu']:,.1f}" if "cpu" in row else "in workers")
-    used = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
+    settings = ", ".join(f"{name} {value}" for name, value in figures["settings"].items())
     ratios = [[name, f"{value:.2f}"] for name, value in figures["ratios"].items()]
-    bars = [[name, "met" if met else "MISSED"] for name, met in figures["bars"].items()]
+    bars = [[name, "met" if is_met else "MISSED"] for name, is_met in figures["bars"].items()]
     return [
-        Table(f"Control steps (or frames) a second; {used}", header, rates),
+        Table(f"Control steps (or frames) a second; {settings}", header, rates),
         Table("Ratios, medians of those within a round", ["of", "ratio"], ratios),
         Table("Bars", ["bar", ""], bars),
     ]

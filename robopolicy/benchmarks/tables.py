@@ -87,15 +87,15 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
     Raises ConfigError outside of a checkout, where there are no READMEs to write.
     """
-    found: dict[str, list[str]] = {}
+    tables_of: dict[str, list[str]] = {}
     for path in READMES:
         if not path.exists():
             raise ConfigError(f"{path} does not exist: tables are written in a checkout of the repository.")
         text = path.read_text()
         write_atomic(path, written(text, path.parent))
-        found[str(path.relative_to(HERE.parents[1]))] = PLACE.findall(text)
-    drawn = sorted(name for name in {name for names in found.values() for name in names} if draw(name))
-    return {"readmes": found, "pictures": drawn}
+        tables_of[str(path.relative_to(HERE.parents[1]))] = PLACE.findall(text)
+    pictures = sorted(name for name in {name for names in tables_of.values() for name in names} if draw(name))
+    return {"readmes": tables_of, "pictures": pictures}
 
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:

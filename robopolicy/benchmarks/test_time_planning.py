@@ -30,12 +30,12 @@ MODEL = Changes(("worldmodel.kind=ensemble",), {"pick_place": ("worldmodel.fit.s
 
 def benchmark(config: Config, root: Path) -> dict[str, Any]:
     """Return {"tasks": {task: {plan: {seed: success in the simulator}}}}, after doing what is missing."""
-    found: dict[str, Any] = {task: {plan: {} for plan in chosen_from(config, PLANS)} for task in config.bench.tasks}
-    for task, plans in found.items():
+    results: dict[str, Any] = {task: {plan: {} for plan in chosen_from(config, PLANS)} for task in config.bench.tasks}
+    for task, plans in results.items():
         for plan, seeds in plans.items():
             for seed in config.bench.seeds:
                 seeds[str(seed)] = measure(config, root, task, plan, seed)
-    return {"tasks": found}
+    return {"tasks": results}
 
 
 def measure(config: Config, root: Path, task: str, plan: str, seed: int) -> dict[str, Any]:
@@ -45,14 +45,14 @@ def measure(config: Config, root: Path, task: str, plan: str, seed: int) -> dict
     if not result.exists():
         policy = pretrained(config, root, task, "diffusion", FIRST_SEED + seed) / "checkpoint"
         base = pretrained(config, root, task, "diffusion", seed) / "checkpoint"
-        learned = *MODEL.of(task), f"worldmodel.policies=[{base}]"
-        model = modelled(config, root, task, "ensemble", seed, learned) / "checkpoint"
-        chosen = f"evaluate.policy={policy}", f"plan.model={model}", "evaluate.videos=0", *PLANS[plan]
-        evaluate.run(compose([*settings_of(config, root, task, seed), f"run.name={label}", *chosen]))
-    found = read_json(result)
+        settings = *MODEL.of(task), f"worldmodel.policies=[{base}]"
+        model = modelled(config, root, task, "ensemble", seed, settings) / "checkpoint"
+        arguments = f"evaluate.policy={policy}", f"plan.model={model}", "evaluate.videos=0", *PLANS[plan]
+        evaluate.run(compose([*settings_of(config, root, task, seed), f"run.name={label}", *arguments]))
+    results = read_json(result)
     return {
-        who: {mode: short(found[name][mode]) for mode in ("deterministic", "stochastic")}
-        for who, name in {"base": UNPLANNED, "policy": "policy"}.items()
+        role: {mode: short(results[name][mode]) for mode in ("deterministic", "stochastic")}
+        for role, name in {"base": UNPLANNED, "policy": "policy"}.items()
     }
 
 
@@ -64,7 +64,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         for plan, seeds in plans.items():
             rows = list(seeds.values())
             spreads = [
-                spread_text(row[who]["deterministic"]["success_rate"] for row in rows) for who in ("base", "policy")
+                spread_text(row[name]["deterministic"]["success_rate"] for row in rows) for name in ("base", "policy")
             ]
             lines.append(
                 [f"{task}, {plan}", *spreads, ", ".join(rate_text(row["policy"]["deterministic"]) for row in rows)]

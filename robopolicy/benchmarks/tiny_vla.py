@@ -115,8 +115,10 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
         camera: PolicyFeature(FeatureType.VISUAL, (3, sizes.image, sizes.image)),
     }
     outputs = {"action": PolicyFeature(FeatureType.ACTION, action)}
-    kept = read_json(dataset / "meta" / "stats.json")
-    known = {key: {name: torch.tensor(value) for name, value in kept[key].items()} for key in (*inputs, "action")}
+    file_statistics = read_json(dataset / "meta" / "stats.json")
+    statistics = {
+        key: {name: torch.tensor(value) for name, value in file_statistics[key].items()} for key in (*inputs, "action")
+    }
     shared = {
         "input_features": inputs,
         "output_features": outputs,
@@ -137,7 +139,7 @@ def write_tiny(kind: str, folder: Path, dataset: Path, camera: str, sizes: Sizes
     ):
         torch.manual_seed(seed)
         make = _smolvla if kind == "smolvla" else _pi0
-        config, processors = make(folder, words, sizes, shared, known)
+        config, processors = make(folder, words, sizes, shared, statistics)
         policy = get_policy_class(kind)(config)
         spread(policy)
         for part in (policy, *processors):
@@ -173,13 +175,13 @@ class _Pupil(nn.Module):
             module.requires_grad_(False)
         states = episodes.observation[ENVIRONMENT_STATE]
         self.normalizer = Normalizer(tuple(states.shape[1:]), NormalizationMode.MEAN_STD).fit(states)
-        read = self._read(example_observation(policy.spec, 1, torch.Generator()))
-        self.head = nn.Linear(read.shape[1], states.shape[1])
+        features = self._read(example_observation(policy.spec, 1, torch.Generator()))
+        self.head = nn.Linear(features.shape[1], states.shape[1])
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
         """Return the squared error {"seen": [N]} of the state, a mean over its elements."""
-        wanted = self.normalizer(batch["observation"][ENVIRONMENT_STATE][:, -1])
-        return {"seen": (self.head(self._read(batch["observation"])) - wanted).square().mean(-1)}
+        target = self.normalizer(batch["observation"][ENVIRONMENT_STATE][:, -1])
+        return {"seen": (self.head(self._read(batch["observation"])) - target).square().mean(-1)}
 
     def _read(self, observation: TensorObservation) -> Tensor:
         return self.policy.encode(observation)[VALUES][:, -1].flatten(1)

@@ -156,7 +156,7 @@ def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
     data = recorded_transitions(episodes)
     spread = data.state.std(0, correction=0).clamp_min(1e-6)
     target = train_agent(scale, recorded_batch(episodes, interface), seed)
-    found: dict[str, Any] = {"guidance": {}, "ensemble": _ensemble_error(ensemble, target, interface, data, spread)}
+    results: dict[str, Any] = {"guidance": {}, "ensemble": _ensemble_error(ensemble, target, interface, data, spread)}
     for strength in scale.guidance:
         steps = model.generate(256, generators["generate"], likelihood(target, interface), strength)
         state, action = steps[..., : model.states], steps[..., model.states : model.states + model.actions]
@@ -164,9 +164,9 @@ def truth_by_guidance(seed: int, scale: Scale) -> dict[str, Any]:
         flat = likelihood(target, interface)(state.flatten(0, 1), action.flatten(0, 1)).detach()
         true = replay(state[:, 0], action[:, :-1])
         error = ((state[:, 1:] - true) / spread).square().mean((0, 2)).sqrt()
-        found["guidance"][str(strength)] = {"log_likelihood": float(flat.mean()), "error_after_steps": by_step(error)}
+        results["guidance"][str(strength)] = {"log_likelihood": float(flat.mean()), "error_after_steps": by_step(error)}
     world.close()
-    return found
+    return results
 
 
 def agents_trained(seed: int, scale: Scale) -> dict[str, Any]:
@@ -175,26 +175,33 @@ def agents_trained(seed: int, scale: Scale) -> dict[str, Any]:
     world, generators = make_world(TAUGHT_TASK, EPISODES, seed=seed), Generators(seed)
     interface, config = Interface.of(world.spec), replace(scale.trajectories, length=scale.taught_length)
     model = generator_of(config, world.spec, episodes, scale.taught_fit, seed, generators)
-    recorded = recorded_batch(episodes, interface)
+    data = recorded_batch(episodes, interface)
 
     def generated(strength: float) -> Callable[[Td3Bc], Transitions]:
         def synthesise(agent: Td3Bc) -> Transitions:
-            drawn = model.generate(scale.synthetic, generators["synthesise"], likelihood(agent, interface), strength)
-            return batch_of(model.transitions(drawn), interface)
+            subsequences = model.generate(
+                scale.synthetic, generators["synthesise"], likelihood(agent, interface), strength
+            )
+            return batch_of(model.transitions(subsequences), interface)
 
         return synthesise
 
     lessons = {"real data": None} | {f"and generated, guidance {each:g}": generated(each) for each in scale.taught_by}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, synthesise in lessons.items():
-        controller = AgentController(train_agent(scale, recorded, seed, synthesise), interface)
-        judged = evaluate_policy(world, controller, episode_seeds(seed, "judge", EPISODES), label=name)
-        low, high = judged.interval
-        found[name] = {"success": judged.success_rate, "low": low, "high": high, "return": float(judged.returns.mean())}
+        controller = AgentController(train_agent(scale, data, seed, synthesise), interface)
+        evaluation = evaluate_policy(world, controller, episode_seeds(seed, "judge", EPISODES), label=name)
+        low, high = evaluation.interval
+        results[name] = {
+            "success": evaluation.success_rate,
+            "low": low,
+            "high": high,
+            "return": float(evaluation.returns.mean()),
+        }
     assert episodes.success is not None
-    found["recorded episodes"] = {"success": float(episodes.success.float().mean())}
+    results["recorded episodes"] = {"success": float(episodes.success.float().mean())}
     world.close()
-    return found
+    return results
 
 
 def _ensemble_error(
@@ -227,17 +234,17 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
     header = ["guidance", "log-likelihood of the target policy", *(f"error after {step} steps" for step in steps)]
     lines = []
     for strength in runs[0]["guidance"]:
-        found = [run["guidance"][strength] for run in runs]
-        errors = [f"{np.mean([each['error_after_steps'][step] for each in found]):.3f}" for step in steps]
-        lines.append([strength, f"{np.mean([each['log_likelihood'] for each in found]):.3f}", *errors])
+        seed_results = [run["guidance"][strength] for run in runs]
+        errors = [f"{np.mean([each['error_after_steps'][step] for each in seed_results]):.3f}" for step in steps]
+        lines.append([strength, f"{np.mean([each['log_likelihood'] for each in seed_results]):.3f}", *errors])
     ensemble = [f"{np.mean([run['ensemble']['error_after_steps'][step] for run in runs]):.3f}" for step in steps]
     lines.append(["ensemble, step by step", "", *ensemble])
     agents = []
     for name in runs[0]["agents"]:
-        found = [run["agents"][name] for run in runs]
-        each = ", ".join(rate_text(rate_of(round(run["success"] * EPISODES), EPISODES)) for run in found)
-        returns = f"{np.mean([run['return'] for run in found]):.2f}" if "return" in found[0] else ""
-        agents.append([name, spread_text(run["success"] for run in found), each if returns else "", returns])
+        seed_results = [run["agents"][name] for run in runs]
+        each = ", ".join(rate_text(rate_of(round(run["success"] * EPISODES), EPISODES)) for run in seed_results)
+        returns = f"{np.mean([run['return'] for run in seed_results]):.2f}" if "return" in seed_results[0] else ""
+        agents.append([name, spread_text(run["success"] for run in seed_results), each if returns else "", returns])
     header_agents = ["learns from", "success: mean over seeds (range)", "each seed (Wilson 95 %)", "mean return"]
     return [
         Table(f"{TASK}: on-policy, and true? Errors in standard deviations of the data, means of seeds", header, lines),

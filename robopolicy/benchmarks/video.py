@@ -90,15 +90,15 @@ def collect(seed: int, scale: Scale) -> Episodes:
 
 def judged_episodes(seed: int, scale: Scale) -> Episodes:
     """Return the first episodes at every level of judged_noise that are long enough to be followed."""
-    kept, count = [], -(-scale.judged // len(scale.judged_noise))
+    selections, count = [], -(-scale.judged // len(scale.judged_noise))
     for level in scale.judged_noise:
         long: list[Episodes] = []
         with _player(seed, scale, level, "judged", scale.length) as play:
             while sum(map(len, long)) < count:
                 part = play(len(long))
                 long.append(part.select(part.lengths >= scale.begin + scale.followed))
-        kept.append(Episodes.concatenate(long).select(torch.arange(count)))
-    return Episodes.concatenate(kept)
+        selections.append(Episodes.concatenate(long).select(torch.arange(count)))
+    return Episodes.concatenate(selections)
 
 
 @contextmanager
@@ -119,13 +119,13 @@ def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[s
     """Return the model and its ablations, read from `folder` or trained and kept there."""
     task = load_task(scale.task)
     world = MujocoWorld(task, 1, cameras=scale.cameras, image_size=64)
-    spec, found = world.spec, {}
+    spec, models = world.spec, {}
     world.close()
     settings = FitConfig(steps=scale.fit, learning_rate=scale.rate, checkpoint_every=500)
     for arm in (MODEL, *scale.ablations):
         run = RunFolder(folder / arm.replace(" ", "_"))
         if (run.checkpoint / "config.json").exists():
-            found[arm] = load_world_model(run.checkpoint)
+            models[arm] = load_world_model(run.checkpoint)
             continue
         config = replace(scale.model, **ABLATIONS.get(arm, {}))
         model = VideoModel.build(config, spec, episodes, derive(seed, "video"))
@@ -133,14 +133,14 @@ def trained(seed: int, scale: Scale, episodes: Episodes, folder: Path) -> dict[s
         if arm == MODEL:
             fit_stages(model, episodes, settings, generators, run)
         else:
-            model.autoencoder.load_state_dict(found[MODEL].autoencoder.state_dict())
-            model.reader.load_state_dict(found[MODEL].reader.state_dict())
+            model.autoencoder.load_state_dict(models[MODEL].autoencoder.state_dict())
+            model.reader.load_state_dict(models[MODEL].reader.state_dict())
             part, _ = model.stages()["dynamics"]
             batches = part.batches(episodes, generators["dynamics batches"])
             fit(part, batches, settings, generators, run=run, label=f"dynamics, {arm}")
         save_world_model(model.eval(), run.checkpoint)
-        found[arm] = model
-    return found
+        models[arm] = model
+    return models
 
 
 @torch.no_grad()
@@ -149,51 +149,51 @@ def speed(model: VideoModel, episodes: Episodes, rows: int, frames: int) -> dict
     begin = episodes.starts[:1].expand(rows)
     latent = model.initial(context_at(episodes, begin, model.context), np.arange(rows))
     actions = episodes.actions[begin[:, None] + torch.arange(frames)]
-    found = {}
+    rates = {}
     for name, steps in (("one by one", 1), ("in chunks", model.config.chunk)):
-        followed, _ = model.generate(latent, actions[:, :steps])
-        started, done = time.perf_counter(), 0
+        latents, _ = model.generate(latent, actions[:, :steps])
+        start, done = time.perf_counter(), 0
         while done < frames:
             part = actions[:, done : done + steps]
-            followed, _ = model.generate(followed, part)
+            latents, _ = model.generate(latents, part)
             done += part.shape[1]
-        found[name] = rows * frames / (time.perf_counter() - started)
-    return found
+        rates[name] = rows * frames / (time.perf_counter() - start)
+    return rates
 
 
 def averaged(figures: dict[str, dict[str, dict[str, float]]], ending: str) -> dict[str, dict[str, float]]:
     """Return horizon -> figures of images, averaged over cameras; ending: of their keys, SSIM or "" for PSNR."""
-    found = {}
+    means = {}
     for horizon, by_key in figures.items():
         rows = [
             value
             for key, value in by_key.items()
             if key.startswith(IMAGE_PREFIX) and (key.endswith(ending) if ending else not key.endswith(tuple(UNITS)))
         ]
-        found[horizon] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-    return found
+        means[horizon] = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    return means
 
 
 def measure(seed: int, scale: Scale, folder: Path) -> dict[str, Any]:
     """Return PSNR and SSIM by horizon of model and ablations, of shuffled actions and copying, and frames a second."""
     models = trained(seed, scale, collect(seed, scale), folder)
-    held = judged_episodes(seed, scale)
-    begin = held.starts + scale.begin
+    held_out = judged_episodes(seed, scale)
+    begin = held_out.starts + scale.begin
     figures: dict[str, Any] = {"threads": torch.get_num_threads(), "speed": {}}
     for arm, model in models.items():
         generator = torch.Generator().manual_seed(derive(seed, "judge"))
-        followed = open_loop(model, held, generator, len(begin), scale.horizons, begin)
-        figures[arm] = {"psnr": averaged(followed, ""), "ssim": averaged(followed, SSIM), "cameras": followed}
+        errors = open_loop(model, held_out, generator, len(begin), scale.horizons, begin)
+        figures[arm] = {"psnr": averaged(errors, ""), "ssim": averaged(errors, SSIM), "cameras": errors}
         sizes = {name: sum(value.numel() for value in part.parameters()) for name, part in model.named_children()}
         figures[arm] |= {"parameters": sizes, "ages": list(model.config.history_offsets)}
     model = models[MODEL]
-    left = held.lengths - scale.begin
-    figures["rows"] = {str(horizon): int((left >= horizon).sum()) for horizon in scale.horizons}
+    remaining = held_out.lengths - scale.begin
+    figures["rows"] = {str(horizon): int((remaining >= horizon).sum()) for horizon in scale.horizons}
     for rows in (1, 16):
-        figures["speed"][str(rows)] = speed(model, held, rows, scale.timed)
-    longest = left.argsort(descending=True, stable=True)[: scale.filmed]
-    seen = follow(model, held, begin[longest], min(max(scale.horizons), int(left[longest].min())))
-    write_video(above(seen.real, seen.imagined, model.spec.fps), folder / "imagined.mp4")
+        figures["speed"][str(rows)] = speed(model, held_out, rows, scale.timed)
+    longest = remaining.argsort(descending=True, stable=True)[: scale.filmed]
+    frames = follow(model, held_out, begin[longest], min(max(scale.horizons), int(remaining[longest].min())))
+    write_video(above(frames.real, frames.imagined, model.spec.fps), folder / "imagined.mp4")
     return figures
 
 
@@ -203,7 +203,7 @@ SHOWN = (*HORIZONS, 75, 100)
 
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return quality by horizon, and generated frames a second, means of the seeds."""
-    runs, found = list(figures["seeds"].values()), []
+    runs, result_tables = list(figures["seeds"].values()), []
     for setting, first in runs[0].items():
         title, arms = setting.replace("_", " "), [name for name in first if name in (MODEL, *ABLATIONS)]
         columns = [*((arm, "model") for arm in arms), (MODEL, "shuffled"), (MODEL, "copy")]
@@ -211,32 +211,32 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
         for name, unit, digits in (("psnr", "PSNR in dB", 1), ("ssim", "SSIM", 3)):
             lines = []
             for horizon in (step for step in first[MODEL][name] if int(step) in SHOWN):
-                means = [np.mean([run[setting][arm][name][horizon][what] for run in runs]) for arm, what in columns]
+                means = [np.mean([run[setting][arm][name][horizon][source] for run in runs]) for arm, source in columns]
                 lines.append([horizon, *(f"{mean:.{digits}f}" for mean in means)])
-            found.append(Table(f"{title}: {unit}, more is better, mean of {len(runs)} seeds", header, lines))
+            result_tables.append(Table(f"{title}: {unit}, more is better, mean of {len(runs)} seeds", header, lines))
         speeds = [run[setting]["speed"] for run in runs]
         header = ["episodes at a time", "one by one", "in chunks"]
         lines = [
             [rows, *(f"{np.mean([speed[rows][mode] for speed in speeds]):.0f}" for mode in header[1:])]
             for rows in speeds[0]
         ]
-        found.append(Table(f"{title}: generated frames a second", header, lines))
-    return found
+        result_tables.append(Table(f"{title}: generated frames a second", header, lines))
+    return result_tables
 
 
 def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
     """Return plots of quality against the horizon for the first seed, and the films of all."""
-    found = []
+    plots = []
     for setting, first in next(iter(figures["seeds"].values())).items():
         cameras, title = first[MODEL]["cameras"], setting.replace("_", " ")
         keys = sorted(next(iter(cameras.values())))
-        found += [
+        plots += [
             Section(f"{title}, following recorded actions: {key}", svg=open_loop_errors(cameras, key)) for key in keys
         ]
     for seed in figures["seeds"]:
         for folder in sorted({path.parent for path in (root / seed).rglob("imagined.mp4")}):
-            found += film(folder)
-    return found
+            plots += film(folder)
+    return plots
 
 
 BENCHMARK = Benchmark(

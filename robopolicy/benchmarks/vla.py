@@ -95,7 +95,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
                 with pi_of(SIZES) if kind_of(arm) == "pi0" else nullcontext():
                     write_json(path, measure(config, root, arm, seed))
     rows = {arm: {path.stem: read_json(path) for path in sorted((root / "rows" / arm).glob("*.json"))} for arm in ARMS}
-    return {"kinds": {arm: found for arm, found in rows.items() if found}}
+    return {"kinds": {arm: rows_of_arm for arm, rows_of_arm in rows.items() if rows_of_arm}}
 
 
 def kind_of(arm: str) -> str:
@@ -112,29 +112,29 @@ def measure(config: Config, root: Path, arm: str, seed: int) -> dict[str, Any]:
         return compose([*SCENE, *run, *settings, *config.bench.overrides])
 
     base = imitated(root, kind_of(arm), seed, composed)
-    folder, found = (taught if arm.endswith(TAUGHT) else tuned)(root, kind_of(arm), base, seed, composed)
-    made = read_json(folder / "versions.json")
+    folder, results = (taught if arm.endswith(TAUGHT) else tuned)(root, kind_of(arm), base, seed, composed)
+    setup = read_json(folder / "versions.json")
     return {
-        **found,
+        **results,
         **compared(composed(), folder / "checkpoint"),
-        **{key: made[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
+        **{key: setup[key] for key in ("threads", "commit", "packages", "python", "platform", "processor_count")},
     }
 
 
 def imitated(root: Path, kind: str, seed: int, composed: Composed) -> Path:
     """Return the checkpoint of a policy that imitates demonstrations, after recording and learning what is missing."""
-    recorded, base = root / "collect" / "data" / str(seed), root / "train" / kind / str(seed)
-    if not is_complete(recorded):
+    data_run, base = root / "collect" / "data" / str(seed), root / "train" / kind / str(seed)
+    if not is_complete(data_run):
         collect.run(composed("run.name=data", *DEMONSTRATIONS))
     if not is_complete(base):
-        dataset, untrained = recorded / "dataset", root / "untrained" / kind / str(seed)
+        dataset, untrained = data_run / "dataset", root / "untrained" / kind / str(seed)
         path = untrained / "taught"
         if not path.exists():
             path = taught_to_see(
                 write_tiny(kind, untrained, dataset, IMAGE_PREFIX + CAMERA, SIZES, seed), dataset, path, SEEING, seed
             )
-        chosen = f"run.name={kind}", f"policy.path={path}", f"train.data={dataset}"
-        train.run(composed(*IMITATION, *chosen))
+        arguments = f"run.name={kind}", f"policy.path={path}", f"train.data={dataset}"
+        train.run(composed(*IMITATION, *arguments))
     return base / "checkpoint"
 
 
@@ -145,22 +145,22 @@ def tuned(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> t
         finetune.run(composed(*TUNING, f"run.name={kind}", f"finetune.policy={base}"))
     result = read_json(folder / "result.json")
     return folder, {
-        **{who: short(result[who]["deterministic"]) for who in ("base", "tuned")},
-        **{f"{who}_with_noise": short(result[who]["stochastic"]) for who in ("base", "tuned")},
+        **{name: short(result[name]["deterministic"]) for name in ("base", "tuned")},
+        **{f"{name}_with_noise": short(result[name]["stochastic"]) for name in ("base", "tuned")},
         **{name: result[name] for name in ("difference", "iterations", "env_steps", "seconds")},
     }
 
 
 def taught(root: Path, kind: str, base: Path, seed: int, composed: Composed) -> tuple[Path, dict[str, Any]]:
     """Let the script teach `base`; return the run's folder and what came of it."""
-    folder, judged = (root / verb / kind / str(seed) for verb in ("teach", "evaluate"))
+    folder, evaluation_folder = (root / verb / kind / str(seed) for verb in ("teach", "evaluate"))
     if not is_complete(folder):
         teach.run(composed(*STUDENT, *TEACHING, f"run.name={kind}", f"policy.path={base}"))
-    if not is_complete(judged):
+    if not is_complete(evaluation_folder):
         episodes = composed(*TEACHING).teach.evaluate_episodes
-        given = f"evaluate.policy={base}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
-        evaluate.run(composed(f"run.name={kind}", *given))
-    result, before = read_json(folder / "result.json"), read_json(judged / "result.json")["policy"]
+        arguments = f"evaluate.policy={base}", f"evaluate.episodes={episodes}", "evaluate.videos=0"
+        evaluate.run(composed(f"run.name={kind}", *arguments))
+    result, before = read_json(folder / "result.json"), read_json(evaluation_folder / "result.json")["policy"]
     return folder, {
         "base": short(before["deterministic"]),
         "base_with_noise": short(before["stochastic"]),
@@ -183,11 +183,11 @@ def compared(config: Config, checkpoint: Path) -> dict[str, float]:
     world.close()
     decision = policy.act(observation, torch.Generator().manual_seed(0))
     again = policy.log_prob(observation, decision.latents)
-    ours = policy.act(observation, torch.Generator().manual_seed(0), deterministic=True)
-    theirs = lerobots_chunk(checkpoint, observation, ours.latents["chain"][:, 0])
+    decision_deterministic = policy.act(observation, torch.Generator().manual_seed(0), deterministic=True)
+    lerobot_actions = lerobots_chunk(checkpoint, observation, decision_deterministic.latents["chain"][:, 0])
     return {
         "score_difference": float((again.logp - decision.logp).abs().max()),
-        "action_difference": float((theirs - ours.actions).abs().max()),
+        "action_difference": float((lerobot_actions - decision_deterministic.actions).abs().max()),
     }
 
 
@@ -211,11 +211,11 @@ def lerobots_chunk(checkpoint: Path, observation: TensorObservation, noise: Tens
 def tables(figures: Mapping[str, Any]) -> list[Table]:
     """Return success before and after, with and without exploration noise, and what LeRobot makes of the checkpoint."""
     success, same = [], []
-    for arm, found in figures["kinds"].items():
-        rows = list(found.values())
-        rates = [spread_text(row[who]["success_rate"] for row in rows) for who in ("base", "tuned")]
+    for arm, seed_rows in figures["kinds"].items():
+        rows = list(seed_rows.values())
+        rates = [spread_text(row[name]["success_rate"] for row in rows) for name in ("base", "tuned")]
         each = ", ".join(f"{rate_text(row['base'])} to {rate_text(row['tuned'])}" for row in rows)
-        noisy = [spread_text(row[f"{who}_with_noise"]["success_rate"] for row in rows) for who in ("base", "tuned")]
+        noisy = [spread_text(row[f"{name}_with_noise"]["success_rate"] for row in rows) for name in ("base", "tuned")]
         numbers = (
             mean_text((row["env_steps"] / 1e3 for row in rows), 0),
             mean_text((row["seconds"] / 60 for row in rows), 0),
