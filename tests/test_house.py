@@ -12,7 +12,11 @@ PACKAGES = ("robopolicy", "worldmodels", "sims")
 LONGEST_FILE, LONGEST_FUNCTION = 800, 70
 SHORTEST_FILE = 40
 SMALL = {
-    *("robopolicy/__main__.py", "robopolicy/verbs/report.py"),  # a command is a file, however little it has to do
+    *(
+        "robopolicy/__main__.py",
+        "robopolicy/verbs/report.py",
+        "robopolicy/verbs/watch.py",
+    ),  # a command is a file, however little it has to do
     *(f"robopolicy/core/{name}.py" for name in ("arrays", "examples", "progress", "regression")),  # shared by many
     "robopolicy/data/configuration.py",  # help reads it without torch
 }

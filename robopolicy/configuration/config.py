@@ -30,6 +30,7 @@ from robopolicy.configuration.sections.tools import (
     DemoSection,
     PipelineSection,
     ReportSection,
+    WatchSection,
 )
 from robopolicy.configuration.sections.worldmodel import ImagineSection, PlanSection, RankSection, WorldModelSection
 from robopolicy.policies.lerobot.configuration import LeRobotTuning
@@ -67,6 +68,7 @@ class Config:
     bench: BenchSection = field(default_factory=BenchSection)
     algorithms: AlgorithmsSection = field(default_factory=AlgorithmsSection)
     report: ReportSection = field(default_factory=ReportSection)
+    watch: WatchSection = field(default_factory=WatchSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     demo: DemoSection = field(default_factory=DemoSection)
     check: CheckSection = field(default_factory=CheckSection)

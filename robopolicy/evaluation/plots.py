@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from robopolicy.core.spec import IMAGE_PREFIX
-from robopolicy.evaluation.image_quality import unit_of
 from robopolicy.evaluation.intervals import wilson
 
 if TYPE_CHECKING:
@@ -240,6 +239,8 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
     figures: horizon -> observation key -> {"model", "shuffled", "copy"}; PSNR and similar metrics for images, else
     errors.
     """
+    from robopolicy.evaluation.image_quality import unit_of  # imports torch, which the pages of runs do without
+
     with drawing():
         figure, axes = new_axes()
         rows = [

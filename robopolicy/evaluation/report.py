@@ -1,7 +1,7 @@
 """Self-contained report.html and report.json per run, rebuilt at any time from the files in the run folder."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,7 +13,6 @@ from robopolicy.core.storage import read_object, read_text, reading, write_atomi
 from robopolicy.evaluation import plots
 from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.plots import Rate
-from robopolicy.evaluation.smoothness import Smoothness
 from robopolicy.evaluation.tables import STAGES, control_table, instruction_table, stage_rows, way_rows, ways_header
 
 if TYPE_CHECKING:
@@ -26,7 +25,8 @@ JUDGED = ("base", "teacher", UNPLANNED, "policy", "tuned", "student")
 IMAGINED = "imagined"
 """Name of the video of imagined and recorded images."""
 
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
+TEMPLATE = "report.html.jinja"
+DAMAGED = "Its files are not those of one run, or damaged: make the run anew"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page with a title: a plot (svg), a video (base64 mp4) or a table (header, rows)."""
+    """A section of the page with a title: a plot (svg), a video (its address) or a table (header, rows)."""
 
     title: str
     caption: str = ""
@@ -67,48 +67,62 @@ def report_for_run(path: Path) -> Path:
 
     Raises DataError when the folder contains no run, or no measurements yet.
     """
-    folder = RunFolder(path) if Path(path).is_dir() else None
-    if folder is None or not any((folder.path / name).exists() for name in ("result.json", "metrics.jsonl")):
+    path = Path(path)
+    if not any((path / name).exists() for name in ("result.json", "metrics.jsonl")):
         raise DataError(
             f"{path} holds no run (no result.json, no metrics.jsonl): give a folder like runs/finetune/push_cube/0."
         )
+    report, result = report_of(path)
+    with reading(path, DAMAGED):
+        page = render(report)
+        write_json(path / "report.json", {"title": report.title, "figures": result})
+    write_atomic(path / "report.html", page)  # last: where it is, a report is complete
+    return path / "report.html"
+
+
+def report_of(path: Path, address: Callable[[Path], str] | None = None) -> tuple[Report, dict[str, Any]]:
+    """Return the report on the run in a folder, which may still run, and its result, {} until there is one.
+
+    address: of a video, where it is served; None embeds videos. Writes nothing. Raises DataError for damaged files.
+    """
+    folder = RunFolder(path)
     result = read_object(folder.path / "result.json", DataError) if (folder.path / "result.json").exists() else {}
-    with reading(folder.path, "Its files are not those of one run, or damaged: make the run anew"):
+    with reading(folder.path, DAMAGED):
         report = Report(title=_title(folder.path), subtitle=_subtitle(folder.path))
         if "seconds_by_stage" in result:
-            _add_demo(report, folder, result)
+            _add_demo(report, folder, result, address or embedded)
         elif "stages" in result:
             _add_pipeline(report, result)
         else:
-            _add_run(report, folder, result)
+            _add_run(report, folder, result, address or embedded)
         if "base_weights" in result:
             weights = f"sha256 of its weights: {result['base_weights']}"
             report.details["began from"] = f"{result['base_checkpoint']}\n{weights}"
         for name in ("config.yaml", "versions.json"):
             if (folder.path / name).exists():
                 report.details[name] = read_text(folder.path / name, DataError)
-        page = render(report)
-        write_json(folder.path / "report.json", {"title": report.title, "figures": result})
-    write_atomic(folder.path / "report.html", page)  # last: where it is, a report is complete
-    return folder.path / "report.html"
+    return report, result
 
 
 def render(report: Report) -> str:
     """Return the page as HTML with all plots and videos embedded."""
-    return _template().render(report=report)
+    return templates().get_template(TEMPLATE).render(report=report)
 
 
 @cache
-def _template() -> "jinja2.Template":
+def templates(*folders: Path) -> "jinja2.Environment":
+    """Return what renders the templates here, and in `folders`; what is not markup is escaped."""
     import jinja2
 
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(TEMPLATE.read_text())
+    places = [str(folder) for folder in (*folders, Path(__file__).parent)]
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(places), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
 
 
-def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
+def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], address: Callable[[Path], str]) -> None:
     """Add all sections for which a run, of any verb, has left files."""
-    rates = _rates(result)
+    rates = rates_in(result)
     for rate in rates:
         report.cards.append(Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}"))
     report.cards += _return_cards(result)
@@ -136,7 +150,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> No
     _add_gate(report, result)
     if "deployed" in result:
         _add_deployment(report, result["deployed"])
-    report.sections += film(folder.path)
+    report.sections += film(folder.path, address)
 
 
 def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
@@ -145,9 +159,11 @@ def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
         caption = "Success above is that of policies judged so."
         rows = [[condition, value] for condition, value in result["conditions"].items()]
         report.sections.append(Section("Judged so", caption, header=("what", "value"), rows=rows))
+    from robopolicy.evaluation.smoothness import Smoothness  # imports torch, which the pages of runs do without
+
     smooth = {
         f"{name}, {mode}": Smoothness.told(figures)
-        for name, verdict in _verdicts(result).items()
+        for name, verdict in verdicts_in(result).items()
         for mode, figures in verdict.get("smoothness", {}).items()
     }
     rows = [
@@ -179,7 +195,7 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     """Add success by instruction and under the language controls, if the world has several instructions."""
-    table = instruction_table(_judged(result))
+    table = instruction_table(judged_in(result))
     if table is not None:
         caption = "Success with Wilson 95 % intervals, of the episodes that asked for it."
         report.sections.append(Section("Every instruction", caption, header=table[0], rows=table[1]))
@@ -225,10 +241,10 @@ def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -
     report.sections.append(Section("Success so far", caption, svg=plots.deployments(deployed, floor)))
 
 
-def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> None:
+def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any], address: Callable[[Path], str]) -> None:
     """Combine the stages of a demo on one page."""
     finetuning, ranked = result["finetune"], result["rank"]
-    rates = _rates(finetuning)
+    rates = rates_in(finetuning)
     report.cards = [Card(rate.label, f"{rate.value:.0%}", f"{rate.low:.0%} to {rate.high:.0%}") for rate in rates]
     report.cards.append(_difference_card(finetuning["difference"]))
     drive = result["drive"]
@@ -246,7 +262,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any]) -> N
     report.sections.append(Section("Success in the simulator", caption, svg=plots.success_bars(rates)))
     runs = {path.parent.parent.name: RunFolder(path) for path in folder.path.glob("*/*/*") if path.is_dir()}
     if "finetune" in runs:
-        report.sections += film(runs["finetune"].path)
+        report.sections += film(runs["finetune"].path, address)
         _add_curves(report, runs["finetune"].metrics(), _base_rate(finetuning))
     _add_rankings(report, ranked["models"])
     _add_validation(report, result["worldmodel"]["validation"])
@@ -349,25 +365,29 @@ def _estimate(estimate: Mapping[str, Any]) -> str:
     return value if interval is None else f"{value} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def film(path: Path) -> list[Section]:
-    """Return one section per video in a folder."""
+def embedded(video: Path) -> str:
+    """Return a video as a data URL."""
+    return f"data:video/mp4;base64,{base64.b64encode(video.read_bytes()).decode()}"
+
+
+def film(path: Path, address: Callable[[Path], str] = embedded) -> list[Section]:
+    """Return one section per video in a folder; address: returns the URL of a video."""
     sections = []
     for video in sorted(path.glob("*.mp4")):
         if video.is_symlink() or not video.is_file():  # what lies elsewhere does not belong into a page to be shown
             continue
-        text = base64.b64encode(video.read_bytes()).decode()
         name = video.stem.replace("_", " ")
         starts = "the same starts, " if "and" in name.split() else ""
         caption = f"{name[0].upper()}{name[1:]}: {starts}green border: success, orange: failure."
         if video.stem == IMAGINED:
             caption = "Real above, imagined below, from the same starts under the same actions."
-        sections.append(Section("Rollouts", caption, video=text))
+        sections.append(Section("Rollouts", caption, video=address(video)))
     return sections
 
 
-def _rates(result: Mapping[str, Any]) -> list[Rate]:
+def rates_in(result: Mapping[str, Any]) -> list[Rate]:
     """Return the success rates of every evaluated policy, both modes."""
-    return [_rate(label, metrics) for label, metrics in _judged(result) if metrics.get("reports_success", True)]
+    return [_rate(label, metrics) for label, metrics in judged_in(result) if metrics.get("reports_success", True)]
 
 
 def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
@@ -389,29 +409,29 @@ def _return_cards(result: Mapping[str, Any]) -> list[Card]:
             f"{metrics['return_mean']:.4g}",
             f"{metrics['return_low']:.4g} to {metrics['return_high']:.4g}, no success reported",
         )
-        for label, metrics in _judged(result)
+        for label, metrics in judged_in(result)
         if not metrics.get("reports_success", True)
     ]
 
 
-def _verdicts(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def verdicts_in(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the evaluation results of every policy by name."""
     verdicts = {name: result[name] for name in JUDGED if isinstance(result.get(name), Mapping)}
     return {**verdicts, **result.get("verdicts", {})}
 
 
-def _judged(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def judged_in(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Return ("policy, mode", metrics) for every evaluation in the result."""
     return [
         (f"{name}, {mode}", verdict[mode])
-        for name, verdict in _verdicts(result).items()
+        for name, verdict in verdicts_in(result).items()
         for mode in ("deterministic", "stochastic")
         if mode in verdict
     ]
 
 
 def _base_rate(result: Mapping[str, Any]) -> Rate | None:
-    return next((rate for rate in _rates(result) if rate.label == "base, deterministic"), None)
+    return next((rate for rate in rates_in(result) if rate.label == "base, deterministic"), None)
 
 
 def _difference_card(difference: Mapping[str, Any]) -> Card:

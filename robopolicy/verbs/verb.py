@@ -40,6 +40,7 @@ NAMES = (
     "bench",
     "algorithms",
     "report",
+    "watch",
 )
 VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:run" for name in NAMES})
 """All verbs, in the order of the overview; other packages add theirs through entry points."""

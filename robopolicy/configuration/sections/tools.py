@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.ranges import Count, Filled, Natural, Seed
+from robopolicy.core.ranges import Count, Filled, Natural, Range, Seed
 
 
 @dataclass(frozen=True)
@@ -103,3 +103,13 @@ class ReportSection:
 
     run: Path | None = None
     """Run folder."""
+
+
+@dataclass(frozen=True)
+class WatchSection:
+    """The live page of runs."""
+
+    path: Path | None = None
+    """A folder of runs, or one run; default: run.root."""
+    port: Annotated[int, Range(0, 65535)] = 8600
+    """Port on this machine; 0 for any free one."""

@@ -1,0 +1,221 @@
+"""Several runs beside one another: curves in one plot, results in one table, differences paired by seed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from robopolicy.configuration import read_yaml
+from robopolicy.core.errors import DataError, RobopolicyError, in_one_line
+from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_object
+from robopolicy.evaluation.curves import COLOURS
+from robopolicy.evaluation.intervals import compare_paired, compare_returns
+from robopolicy.evaluation.plots import as_svg, drawing, new_figure
+from robopolicy.evaluation.report import Section, judged_in
+from robopolicy.evaluation.tables import difference_text
+from robopolicy.runs import DESCRIPTION, RESULT
+from robopolicy.watching.listing import METRICS, Run, outcome_of
+
+AXES = ("env_steps", "iteration", "step", "round")
+"""Counters that curves are drawn against, the first that a record has; others end in _step."""
+SUCCESS = "deterministic_success"
+LOSSES = ("denoising", "flow", "tokens", "loss")
+"""Metrics that are shown where nobody chose any, with SUCCESS."""
+ACROSS = 2
+"""Panels beside one another."""
+POINTS = 1000
+"""Most points of a curve; of more every n-th is drawn."""
+LONGEST = 80
+"""Characters of a setting's value."""
+
+Curve = tuple[str, list[float], list[float]]
+"""The name of its counter, its values, and the metric's."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One of the runs: its name here, what it logged and its result, {} where there is none yet."""
+
+    name: str
+    run: Run
+    records: Sequence[Mapping[str, Any]]
+    result: Mapping[str, Any]
+    settings: Mapping[str, str]
+
+    def curve(self, metric: str) -> Curve | None:
+        """Return how a metric went, None where the run logs no such metric."""
+        rows = [record for record in self.records if figure(record.get(metric)) is not None]
+        if not rows:
+            return None
+        axis = axis_of(rows[0])
+        pairs = [(figure(row.get(axis)), figure(row[metric])) for row in rows]
+        known = [(place, value) for place, value in pairs if place is not None and value is not None]
+        kept = known[:: max(1, len(known) // POINTS)]
+        return axis, [place for place, _ in kept], [value for _, value in kept]
+
+    def judged(self) -> Mapping[str, Any] | None:
+        """Return the figures of the policy that was judged last, without noise; None where there are none."""
+        found = [figures for label, figures in judged_in(self.result) if label.endswith(", deterministic")]
+        return found[-1] if found and "per_episode" in found[-1] else None
+
+
+def figure(value: object) -> float | None:
+    """Return a value of metrics.jsonl or result.json as a number; None where it is none."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def axis_of(record: Mapping[str, Any]) -> str:
+    """Return the name of a record's counter, "" where it has none."""
+    return next((name for name in record if name in AXES or name.endswith("_step")), "")
+
+
+def open_runs(runs: Sequence[Run]) -> list[Compared]:
+    """Read what each run has left; names are told apart by what differs in them. A damaged run has nothing."""
+    return [_opened(name, run) for name, run in zip(names(runs), runs, strict=True)]
+
+
+def names(runs: Sequence[Run]) -> list[str]:
+    """Return names of verb, name and seed, of what is not the same for all; identifiers where they are alike."""
+    parts = [(run.verb, run.name, run.seed) for run in runs]
+    kept = [index for index in range(3) if len({part[index] for part in parts}) > 1] or [1]
+    found = [" ".join(part[index] for index in kept) for part in parts]
+    return found if len(set(found)) == len(found) else [run.identifier for run in runs]
+
+
+def _opened(name: str, run: Run) -> Compared:
+    try:
+        folder = RunFolder(run.path)
+        result = read_object(run.path / RESULT, DataError) if (run.path / RESULT).exists() else {}
+        records = folder.metrics() if (run.path / METRICS).exists() else []
+        described = run.path / DESCRIPTION[0]
+        return Compared(name, run, records, result, flat(read_yaml(described)) if described.exists() else {})
+    except RobopolicyError:
+        return Compared(name, run, [], {}, {})
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as {"section.key": value in short}."""
+    found: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            text = str(value)
+            found[f"{prefix}{key}"] = text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return found
+
+
+def metrics_of(runs: Sequence[Compared]) -> list[str]:
+    """Return the names of all metrics that any of the runs logs."""
+    skip = {*AXES, "learning_rate"}
+    found = {
+        name: None
+        for run in runs
+        for record in run.records
+        for name, value in record.items()
+        if figure(value) is not None and name not in skip and not name.endswith("_step")
+    }
+    return sorted(found)
+
+
+def default_metrics(known: Sequence[str]) -> list[str]:
+    """Return what is drawn where nobody chose: success, else how training goes, else the first few."""
+    if chosen := [name for name in (SUCCESS, "success") if name in known][:1]:
+        return [*chosen, *(name for name in ("kl", "reward_per_decision", "value_loss") if name in known)]
+    return [name for name in LOSSES if name in known] or list(known[:4])
+
+
+def curves(runs: Sequence[Compared], metrics: Sequence[str]) -> str:
+    """Draw the metrics, a panel each, one colour a run; "" where no run has logged any of them."""
+    panels = {metric: [(run, run.curve(metric)) for run in runs] for metric in metrics}
+    drawn = {metric: each for metric, each in panels.items() if any(curve for _, curve in each)}
+    if not drawn:
+        return ""
+    columns = min(ACROSS, len(drawn))
+    down = -(-len(drawn) // columns)
+    with drawing():
+        plot = new_figure(4.6 * columns + 0.6 * (columns == 1), 2.9 * down + 0.3)
+        grid = plot.subplots(down, columns, squeeze=False)
+        for axes, (metric, each) in zip(grid.flat, drawn.items(), strict=False):
+            for (run, curve), colour in zip(each, COLOURS * len(each), strict=False):
+                if curve is not None:
+                    axis, places, values = curve
+                    few = "o" if len(places) < 30 else None
+                    axes.plot(places, values, color=colour, marker=few, markersize=3, linewidth=1.4, label=run.name)
+                    axes.set_xlabel(axis.replace("_", " "))
+            axes.set_title(metric.replace("_", " "), fontsize=10, loc="left")
+            if metric.endswith("success"):
+                axes.set_ylim(-0.02, 1.02)
+        for axes in grid.flat[len(drawn) :]:
+            axes.remove()
+        if len(runs) > 1:
+            lines = [axes.get_legend_handles_labels() for axes in grid.flat[: len(drawn)]]
+            labels = {
+                _plain(label): line for handles, texts in lines for line, label in zip(handles, texts, strict=True)
+            }
+            plot.legend(list(labels.values()), list(labels), frameon=False, loc="outside upper center", ncols=3)
+        return as_svg(plot)
+
+
+def _plain(label: str) -> str:
+    """Return a label that matplotlib takes as it is: no formula, and not hidden."""
+    return label.replace("$", r"\$").lstrip("_") or "run"
+
+
+def table(runs: Sequence[Compared]) -> Section:
+    """Return the results side by side; differences are those to the first run, paired where the episodes match."""
+    header = ("", *(run.name for run in runs))
+    rows = [["state", *(run.run.state for run in runs)]]
+    outcomes = [outcome_of(run.result) if run.result else run.run.outcome for run in runs]
+    rows.append(["success", *(outcome.text if outcome else "-" for outcome in outcomes)])
+    rows.append(["of", *(outcome.policy if outcome else "-" for outcome in outcomes)])
+    paired = [difference(runs[0], run) for run in runs[1:]]
+    if runs[1:]:
+        rows.append([f"difference to {runs[0].name}", "", *(text for text, _ in paired)])
+        rows.append(["p (McNemar)", "", *(p for _, p in paired)])
+    for label, key in (("world steps", "env_steps"), ("seconds", "seconds"), ("iterations", "iterations")):
+        values = [figure(run.result.get(key)) for run in runs]
+        rows.append([label, *("" if value is None else f"{value:,.0f}" for value in values)])
+    caption = (
+        "Success with Wilson 95 % intervals. A difference is given where both policies played the same seeds in the "
+        "same world; its interval is paired (Newcombe)."
+    )
+    return Section("Results", caption if runs[1:] else "", header=header, rows=[row for row in rows if any(row[1:])])
+
+
+def difference(first: Compared, other: Compared) -> tuple[str, str]:
+    """Return by how much the policy of `other` succeeds more often, paired by seed, and the p-value; or why not."""
+    base, tuned = first.judged(), other.judged()
+    if base is None or tuned is None:
+        return "no judged episodes yet", ""
+    if base["world"] != tuned["world"]:
+        return "another world", ""
+    try:
+        pair = [by_seed(figures, "success") for figures in (base, tuned)]
+        if pair[0].keys() != pair[1].keys():
+            return "other seeds: not paired", ""
+        compared, outcome = compare_paired, "success"
+        if not (base.get("reports_success", True) and tuned.get("reports_success", True)):
+            compared, outcome = compare_returns, "returns"
+        pair = [by_seed(figures, outcome) for figures in (base, tuned)]
+        first_values, second_values = (np.array([each[seed] for seed in pair[0]]) for each in pair)
+        found = compared(first_values, second_values, base["confidence"]).to_json()
+    except (RobopolicyError, ValueError, TypeError, KeyError) as error:
+        return f"damaged: {in_one_line(error, 60)}", ""
+    return difference_text(found), f"{found['p_value']:.2g}" if "p_value" in found else ""
+
+
+def by_seed(figures: Mapping[str, Any], name: str) -> dict[int, float]:
+    """Return an outcome of every episode, by its seed."""
+    episodes = figures["per_episode"]
+    return dict(zip(episodes["seeds"], episodes[name], strict=True))
+
+
+def settings(runs: Sequence[Compared]) -> Section:
+    """Return the settings in which the runs differ."""
+    keys = sorted({key for run in runs for key in run.settings})
+    rows = [[key, *(run.settings.get(key, "-") for run in runs)] for key in keys]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return Section("Settings that differ", header=("setting", *(run.name for run in runs)), rows=rows)

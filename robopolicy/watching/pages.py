@@ -1,0 +1,163 @@
+"""The pages of `robopolicy watch`: all runs, the report of one while it runs, several beside one another."""
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from robopolicy.core.errors import RobopolicyError
+from robopolicy.core.status import Phase
+from robopolicy.evaluation.report import Report, Section, report_of, templates
+from robopolicy.watching.comparison import Compared, curves, default_metrics, metrics_of, open_runs, settings, table
+from robopolicy.watching.listing import METRICS, Listing, Run, signature
+
+COLUMNS: Mapping[str, tuple[str, Callable[[Run], Any]]] = {
+    "run": ("run", lambda run: (run.name, run.seed)),
+    "verb": ("verb", lambda run: run.verb),
+    "task": ("recipe or world", lambda run: run.task),
+    "state": ("state", lambda run: run.state),
+    "now": ("now", lambda run: -run.seconds),
+    "success": ("success", lambda run: -run.outcome.value if run.outcome else 1e9),
+    "changed": ("last change", lambda run: -run.updated),
+}
+"""Columns of the list: key -> heading, and what it is sorted by."""
+SHARE, LONGEST_WAIT = 10, 10.0
+"""A page is drawn again when this many times as long has passed as drawing it took, or so many seconds: runs need the
+processor more.
+"""
+
+
+class Pages:
+    """Renders the pages of the runs in a listing; what is drawn is kept until its files have changed."""
+
+    def __init__(self, listing: Listing):
+        self.listing = listing
+        self._drawn: dict[Hashable, tuple[Hashable, float, float, Any]] = {}
+
+    def all_runs(self, sort: str) -> str:
+        """Return the list, sorted by a key of COLUMNS, downward after a minus; by the last change for any other."""
+        runs = self.listing.runs()
+        key = sort.removeprefix("-")
+        if key in COLUMNS:
+            runs.sort(key=COLUMNS[key][1], reverse=sort.startswith("-"))
+        states = [run.state for run in runs]
+        counts = " · ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(sorted(states)))
+        columns = [
+            (name, label, "?" + urlencode({"sort": f"-{name}" if sort == name else name}))
+            for name, (label, _) in COLUMNS.items()
+        ]
+        rows = [self._shown(run) for run in runs]
+        return self._render("list.html.jinja", runs=rows, counts=counts, columns=columns)
+
+    def one_run(self, run: Run) -> str:
+        """Return the report of a run and what it does now."""
+
+        def draw() -> Report:
+            try:
+                return report_of(run.path, self._film_address)[0]
+            except RobopolicyError as error:
+                return Report(title=run.title, subtitle=str(error))
+
+        films = tuple(path.stat().st_mtime_ns for path in sorted(run.path.glob("*.mp4")))
+        report = self._kept(("run", run.identifier), (signature(run.path)[:-1], films), draw)
+        metrics = f"/compare?{urlencode({'run': run.identifier})}" if (run.path / METRICS).exists() else ""
+        return self._render("run.html.jinja", run=self._shown(run), report=report, metrics=metrics)
+
+    def comparison(self, runs: Sequence[Run], chosen: Sequence[str]) -> str:
+        """Return runs beside one another, with curves of the metrics `chosen`, or of those that matter most."""
+
+        def draw() -> tuple[list[Section], list[str], list[str], list[str]]:
+            opened = open_runs(runs)
+            known = metrics_of(opened)
+            metrics = [name for name in chosen if name in known] or default_metrics(known)
+            return _sections(opened, metrics), known, metrics, [each.name for each in opened]
+
+        identifiers = [run.identifier for run in runs]
+        mark = tuple((signature(run.path)[:-1], run.state) for run in runs)
+        sections, known, metrics, names = self._kept(("compare", *identifiers, "", *chosen), mark, draw)
+        chips = [(name, _toggled(identifiers, metrics, name), name in metrics) for name in known]
+        heading = "Runs compared" if len(runs) > 1 else f"Metrics of {runs[0].title}"
+        links = [(name, run_address(run)) for name, run in zip(names, runs, strict=True)]
+        return self._render("compare.html.jinja", heading=heading, links=links, sections=sections, chips=chips)
+
+    def _film_address(self, video: Path) -> str:
+        """Return where a film of a run is, another address when the film is another one."""
+        of = video.parent.resolve().relative_to(self.listing.root).as_posix()
+        return f"/film?{urlencode({'of': '' if of == '.' else of, 'name': video.name, 'at': video.stat().st_mtime_ns})}"
+
+    def _kept(self, key: Hashable, mark: Hashable, draw: Callable[[], Any]) -> Any:
+        """Return what `draw` made for `key`, and let it draw again if `mark` has changed and there was time enough."""
+        known = self._drawn.get(key)
+        now = time.monotonic()
+        if known is None or (known[0] != mark and now - known[1] > min(SHARE * known[2], LONGEST_WAIT)):
+            made = draw()
+            if len(self._drawn) > 100:
+                self._drawn.clear()
+            known = self._drawn[key] = (mark, time.monotonic(), time.monotonic() - now, made)
+        return known[3]
+
+    def _shown(self, run: Run) -> dict[str, Any]:
+        phases = [_phase(phase) for phase in run.phases] if run.state == "running" else []
+        inside = run.path.relative_to(self.listing.root).parts[:-3]
+        return {
+            **asdict(run),
+            "title": run.title,
+            "link": run_address(run),
+            "phases": phases,
+            "phase": phases[0] if phases else None,
+            "inside": "/".join(inside),
+            "took": duration(run.seconds) if run.seconds else "",
+            "when": moment(run.updated),
+        }
+
+    def _render(self, name: str, **values: Any) -> str:
+        return templates(Path(__file__).parent).get_template(name).render(root=str(self.listing.root), **values)
+
+
+def _sections(runs: Sequence[Compared], metrics: Sequence[str]) -> list[Section]:
+    sections = [table(runs)] if len(runs) > 1 else []
+    if drawn := curves(runs, metrics):
+        sections.append(Section("Curves", svg=drawn))
+    return [*sections, settings(runs)] if len(runs) > 1 else sections
+
+
+def _toggled(identifiers: Sequence[str], metrics: Sequence[str], name: str) -> str:
+    """Return the address of a comparison in which the metric `name` is chosen, or no longer chosen."""
+    changed = [each for each in metrics if each != name] if name in metrics else [*metrics, name]
+    return "/compare?" + urlencode([*(("run", each) for each in identifiers), *(("metric", each) for each in changed)])
+
+
+def run_address(run: Run) -> str:
+    """Return where a run's page is."""
+    return f"/run/{quote(run.identifier)}"
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    left = phase.left(time.time())
+    share = min(1.0, phase.done / phase.total) if phase.total else 0.0
+    return {
+        "label": phase.label,
+        "note": phase.note,
+        "percent": f"{100 * share:.0f}",
+        "counted": f"{phase.done:,} of {phase.total:,}",
+        "left": "" if left is None else f"about {duration(left)} left",
+    }
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words, such as 2 min 5 s."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def moment(when: float) -> str:
+    """Return a time of today as 13:45:02, another as 2026-11-28 13:45."""
+    found = datetime.fromtimestamp(when)
+    return f"{found:%H:%M:%S}" if found.date() == datetime.now().date() else f"{found:%Y-%m-%d %H:%M}"
