@@ -42,13 +42,12 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def until(self, script: str, seconds: float = 60.0) -> Any:
-        """Wait until a script's value is true, and return it."""
+    def until(self, script: str, seconds: float = 60.0) -> None:
+        """Wait until what a script comes to is true."""
         end = time.monotonic() + seconds
-        while not (found := self.value(script)):
+        while not self.value(f"Boolean({script})"):
             assert time.monotonic() < end, f"never became true: {script}"
             time.sleep(0.1)
-        return found
 
     def picture(self, path: Path, dark: bool = False) -> None:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
