@@ -182,7 +182,7 @@ def test_a_browser_shows_a_run_that_is_killed_and_compares_two(made, root, tmp_p
             page.value("document.querySelector('form button').click()")
             page.until("location.pathname === '/compare' && document.querySelector('figure svg')")
             text = page.value("document.querySelector('main').innerText")
-            assert "-40.0 points" in text and "50.0% [36.6%, 63.4%]" in text
+            assert re.search(r"[+-]40\.0 points", text) and "50.0% [36.6%, 63.4%]" in text
             drawn = page.value("document.querySelector('figure svg').textContent")
             assert "done" in drawn and "other" in drawn
     finally:
