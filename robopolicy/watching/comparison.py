@@ -10,9 +10,8 @@ from robopolicy.configuration import read_yaml
 from robopolicy.core.errors import DataError, RobopolicyError, in_one_line
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object
-from robopolicy.evaluation.curves import COLOURS
 from robopolicy.evaluation.intervals import compare_paired, compare_returns
-from robopolicy.evaluation.plots import as_svg, drawing, new_figure
+from robopolicy.evaluation.plots import COLOURS, as_svg, drawing, new_figure
 from robopolicy.evaluation.report import Section, judged_in
 from robopolicy.evaluation.tables import difference_text
 from robopolicy.runs import DESCRIPTION, RESULT

@@ -125,7 +125,7 @@ def signature(path: Path) -> tuple[tuple[int, int], ...]:
 def read_run(identifier: str, path: Path) -> Run:
     """Return what the files of a run say; one whose files are damaged says that, as its state."""
     told = read_status(path)
-    *_, verb, name, seed = ("", "", *path.parts[-3:])
+    verb, name, seed = ("", "", *path.parts)[-3:]
     times = [time for time, _ in signature(path) if time]
     updated = max(times, default=0) / 1e9
     run = Run(identifier, path, verb, name, seed, "", state_of(path, told), updated, updated)
