@@ -67,7 +67,7 @@ def figure(value: object) -> float | None:
 
 def axis_of(record: Mapping[str, Any]) -> str:
     """Return the name of a record's counter, "" where it has none."""
-    return next((name for name in record if name in AXES or name.endswith("_step")), "")
+    return next((name for name in (*AXES, *record) if name in record and (name in AXES or name.endswith("_step"))), "")
 
 
 def open_runs(runs: Sequence[Run]) -> list[Compared]:

@@ -21,7 +21,7 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Run], Any]]] = {
     "state": ("state", lambda run: run.state),
     "now": ("now", lambda run: -run.seconds),
     "success": ("success", lambda run: -run.outcome.value if run.outcome else 1e9),
-    "changed": ("last change", lambda run: -run.updated),
+    "changed": ("changed", lambda run: -run.updated),
 }
 """Columns of the list: key -> heading, and what it is sorted by."""
 SHARE, LONGEST_WAIT = 10, 10.0
@@ -136,7 +136,7 @@ def run_address(run: Run) -> str:
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    left = phase.left(time.time())
+    left = phase.left(time.time()) if phase.done < phase.total else None
     share = min(1.0, phase.done / phase.total) if phase.total else 0.0
     return {
         "label": phase.label,

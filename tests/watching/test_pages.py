@@ -129,7 +129,7 @@ def test_two_runs_are_compared_on_the_seeds_that_both_played(tmp_path, pages):
     assert rows["difference to low"][1].startswith("+40.0 points [") and rows["p (McNemar)"][1] == "1.9e-06"
     assert "finetune.learning_rate" in page and "world.name" in page
     svg = re.findall(r"<svg.*?</svg>", page, re.DOTALL)[0]
-    assert "deterministic success" in svg and "high" in svg
+    assert "deterministic success" in svg and "high" in svg and "env steps" in svg
 
 
 def test_any_metric_can_be_chosen(tmp_path, pages):
