@@ -28,6 +28,8 @@ FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
 """Videos that `evaluate` writes."""
 MOMENT = 0.2
 """Seconds in which a lock is tried again: whoever looks whether a run is alive holds it for microseconds."""
+TRACKER = "tracker.json"
+"""Which run of an experiment tracker this one is."""
 DESCRIPTION = ("config.yaml", "versions.json")
 """Files that every run folder contains from its start."""
 
@@ -126,15 +128,20 @@ def _follow(folder: RunFolder, config: Config, verb: str, sections: Sequence[str
     """Attach the tracker that run.tracker names. Raises ConfigError where there is none of that name."""
     if not config.run.tracker:
         return
-    from robopolicy.evaluation.trackers import TRACKERS, Following, TrackedRun, flat  # numpy and more, only if asked
+    from robopolicy.evaluation.trackers import TRACKERS, Following, TrackedRun, flat, identifier_in  # only if requested
 
+    if (folder.path / RESULT).exists():  # of an evaluation before this one
+        (folder.path / TRACKER).unlink(missing_ok=True)
     plain = to_plain(config)
     run = TrackedRun(
         path=folder.path,
         name=f"{verb}-{run_name(config)}-{config.run.seed}",
         config=flat({name: plain[name] for name in sections}),
+        identifier=identifier_in(folder.path),
     )
-    folder.followers.append(Following(TRACKERS.load(config.run.tracker), run, folder))
+    following = Following(TRACKERS.load(config.run.tracker), run, folder)
+    folder.followers.append(following)
+    begin(folder.path).at_end.append(following.finish)  # where the run fails or is interrupted, too
 
 
 def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> None:
@@ -266,7 +273,7 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
 
 def _has_begun(path: Path) -> bool:
     """Whether a run has written more than its description: a start that failed may be repeated with other settings."""
-    return any(item.name not in DESCRIPTION for item in path.iterdir())
+    return any(item.name not in (*DESCRIPTION, TRACKER) for item in path.iterdir())
 
 
 def _with_default_size(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

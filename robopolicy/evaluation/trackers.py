@@ -5,18 +5,22 @@ warning, and never ends a run. A resumed run repeats the steps after its last ch
 sent before are not sent again.
 """
 
-import hashlib
 import io
 import os
+import secrets
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Full, Queue
+from threading import Event, Thread
 from typing import Any, Protocol
 
-from robopolicy.core.errors import RobopolicyWarning, in_one_line, require_extra
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyWarning, in_one_line, require_extra
 from robopolicy.core.registry import Registry
 from robopolicy.core.run import RunFolder
+from robopolicy.core.storage import read_object, write_json
 
 EXTRA = "track"
 TRACKERS = Registry(
@@ -30,29 +34,38 @@ TRACKERS = Registry(
 )
 """What run.tracker names: a class or function that takes a `TrackedRun` and returns a `Tracker`."""
 PROJECT = "robopolicy"
+IDENTITY = "tracker.json"
+PATIENCE, MOST_WAITING = 60.0, 10_000
+"""Seconds to wait for a tracker at the start and at the end, and records that may wait for it meanwhile."""
 FRAMES, WIDTH = 100, 480
 """Most frames, and pixels of width, of a video that TensorBoard shows as an animated image."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker shows. path: its folder; name: unique within its root; config: all its settings."""
+    """The run that a tracker shows. path: its folder; name: unique within its root; config: all its settings;
+    identifier: see `identifier_in`.
+    """
 
     path: Path
     name: str
     config: Mapping[str, Any]
+    identifier: str = ""
 
-    @property
-    def identifier(self) -> str:
-        """A text that is the same whenever this folder is resumed."""
-        return hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
+
+def identifier_in(folder: Path) -> str:
+    """Return a text that is the same whenever the run in a folder is resumed, and another one if it starts over."""
+    path = folder / IDENTITY
+    if not path.exists():
+        write_json(path, {"id": secrets.token_hex(4)})
+    return str(read_object(path, DataError).get("id", ""))
 
 
 class Tracker(Protocol):
     """Receives metrics and media; may raise anything, which switches it off."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers by name at a step; steps of one name never decrease."""
+        """Record numbers by name at a step; a name that a run fits twice begins anew."""
         ...
 
     def media(self, name: str, path: Path) -> None:
@@ -67,48 +80,93 @@ class Tracker(Protocol):
 class Following:
     """Feeds a tracker from a run folder: `folder.followers.append(Following(...))`.
 
-    make: returns the tracker; it is called here, so that a missing package is said before the run starts. Raises what
-    `make` raises.
+    The tracker lives in a thread of its own: one that waits for a network does not slow the run. make: returns the
+    tracker. Raises the ConfigError of `make`, such as for a missing package; any other failure switches it off.
     """
 
     def __init__(self, make: Callable[[TrackedRun], Tracker], run: TrackedRun, folder: RunFolder):
         self.run = run
-        # A killed run logged these; it repeats those after its last checkpoint, with the same numbers.
-        self._sent: dict[str, int] = {}
-        for record in folder.metrics() if (folder.path / "metrics.jsonl").exists() else ():
-            axis, step = position(record)
-            self._sent[axis] = max(step, self._sent.get(axis, step))
-        self.tracker: Tracker | None = make(run)
+        # A killed run sent these; it repeats those after its last checkpoint, with the same numbers.
+        self._sent = Counter(mark(record) for record in folder.metrics())
+        self._last = 0
+        self._wrong: BaseException | None = None
+        self._is_off = False
+        self._calls: Queue[Callable[[Tracker], None] | None] = Queue(MOST_WAITING)
+        self._made = Event()
+        self._thread = Thread(target=self._work, args=(make,), daemon=True, name="tracker")
+        self._thread.start()
+        self._made.wait(PATIENCE)
+        if isinstance(self._wrong, ConfigError):
+            raise self._wrong
+        self._say()
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of one line of metrics.jsonl, unless its step was sent before."""
-        axis, step = position(record)
-        if step <= self._sent.get(axis, -1) and axis:
+        """Send the numbers of one line of metrics.jsonl, unless it was sent before."""
+        known = mark(record)
+        axis, step, _ = known
+        self._last = max(self._last, step)
+        if self._sent[known] > 0:
+            self._sent[known] -= 1
             return
-        self._sent[axis] = step
-        numbers = {name: float(value) for name, value in record.items() if is_number(value) and name != axis}
-        self._try(lambda tracker: tracker.log({f"{axis or 'run'}/{name}": n for name, n in numbers.items()}, step))
+        self._log({name: value for name, value in record.items() if name != axis}, axis or "run", step)
 
     def finish(self) -> None:
-        """Send the videos and images of the folder, then close the tracker."""
+        """Send the result, the videos and the images of the folder, then close the tracker. Twice is once."""
+        if self._is_off:
+            return
+        if (self.run.path / "result.json").exists():
+            self._log(flat(read_object(self.run.path / "result.json")), "result", self._last)
         for path in sorted((*self.run.path.glob("*.mp4"), *self.run.path.glob("*.png"))):
-            self._try(lambda tracker, path=path: tracker.media(path.stem, path))
-        self._try(lambda tracker: tracker.finish())
-        self.tracker = None
+            self._send(lambda tracker, path=path: tracker.media(path.stem, path))
+        self._send(lambda tracker: tracker.finish())
+        self._send(None)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive() and self._wrong is None:
+            self._wrong = TimeoutError(f"it has not taken everything within {PATIENCE:.0f} s")
+        self._say()
+        self._is_off = True
 
-    def _try(self, call: Callable[[Tracker], None]) -> None:
-        if self.tracker is None:
+    def _log(self, values: Mapping[str, Any], group: str, step: int) -> None:
+        numbers = {f"{group}/{name}": float(value) for name, value in values.items() if is_number(value)}
+        if numbers:
+            self._send(lambda tracker: tracker.log(numbers, step))
+
+    def _send(self, call: Callable[[Tracker], None] | None) -> None:
+        self._say()
+        if self._is_off:
             return
         try:
-            call(self.tracker)
-        except Exception as error:
-            kind, self.tracker = type(self.tracker).__name__, None
+            self._calls.put_nowait(call)
+        except Full:
+            self._wrong = TimeoutError(f"{MOST_WAITING} records wait for it")
+            self._say()
+
+    def _say(self) -> None:
+        """Warn once if the tracker has failed."""
+        if self._wrong is not None and not self._is_off:
+            self._is_off = True
             warnings.warn(
-                f"The tracker {kind} failed and is switched off: {in_one_line(error)}. The run "
-                f"goes on; all metrics are in {self.run.path / 'metrics.jsonl'}.",
+                f"run.tracker failed and is switched off: {in_one_line(self._wrong)}. The run continues; all metrics "
+                f"are in {self.run.path / 'metrics.jsonl'}.",
                 RobopolicyWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
+
+    def _work(self, make: Callable[[TrackedRun], Tracker]) -> None:
+        try:
+            tracker = make(self.run)
+            self._made.set()
+            while (call := self._calls.get()) is not None:
+                call(tracker)
+        except BaseException as error:  # whatever a package raises, SystemExit too
+            self._wrong = error
+        finally:
+            self._made.set()
+
+
+def mark(record: Mapping[str, Any]) -> tuple[str, int, frozenset[str]]:
+    """Return what tells a line of metrics.jsonl from others of its run: its counter, the value, and its names."""
+    return (*position(record), frozenset(record))
 
 
 def position(record: Mapping[str, Any]) -> tuple[str, int]:
@@ -139,11 +197,16 @@ class TensorBoard:
     def __init__(self, run: TrackedRun):
         require_extra("tensorboard", EXTRA)
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(run.path / "tensorboard"), flush_secs=5)
         self._step = 0
-        lines = "\n".join(f"    {key}: {value}" for key, value in run.config.items())
-        self._writer.add_text("config", lines, 0)
+        if run.config:
+            values = {key: v if isinstance(v, (bool, int, float, str)) else str(v) for key, v in run.config.items()}
+            writer = self._writer._get_file_writer()
+            assert writer is not None
+            for summary in hparams(values, {}):
+                writer.add_summary(summary)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """See `Tracker`."""
@@ -211,7 +274,7 @@ class Trackio:
         self._trackio = require_extra("trackio", EXTRA)
         self._run = self._trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=run.name,
+            name=f"{run.name}-{run.identifier}",  # its database is shared by all folders of runs
             config={key: str(value) for key, value in run.config.items()},
             resume="allow",
             embed=False,
