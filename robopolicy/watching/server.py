@@ -46,7 +46,7 @@ def application(root: Path) -> web.Application:
             web.get("/run/{identifier:.*}", site.one_run),
             web.get("/compare", site.comparison),
             web.get("/film", site.film),
-            web.get("/watch.js", site.script),
+            web.get("/refresh.js", site.script),
         ]
     )
     return app
@@ -93,7 +93,7 @@ class Site:
 
     async def script(self, request: web.Request) -> web.StreamResponse:
         """Answer with the script that refreshes the pages."""
-        return web.FileResponse(Path(__file__).with_name("watch.js"))
+        return web.FileResponse(Path(__file__).with_name("refresh.js"))
 
     async def _known(self, identifier: str) -> Run:
         run = await self._aside(lambda: self.listing.run(identifier))

@@ -59,7 +59,7 @@ def client(made):
 
 
 def test_pages_are_served_with_headers_that_keep_others_out(client):
-    for path in ("/", "/run/finetune/done/0", "/compare?run=finetune/done/0&run=finetune/other/0", "/watch.js"):
+    for path in ("/", "/run/finetune/done/0", "/compare?run=finetune/done/0&run=finetune/other/0", "/refresh.js"):
         answer = client.get(path)
         assert answer.status_code == 200, path
         policy = answer.headers["Content-Security-Policy"]
