@@ -29,7 +29,7 @@ FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
 MOMENT = 0.2
 """Seconds in which a lock is tried again: whoever looks whether a run is alive holds it for microseconds."""
 TRACKER = "tracker.json"
-"""Which run of an experiment tracker this one is."""
+"""File with the identifier of this run in experiment trackers."""
 DESCRIPTION = ("config.yaml", "versions.json")
 """Files that every run folder contains from its start."""
 

@@ -81,9 +81,9 @@ def report_for_run(path: Path) -> Path:
 
 
 def report_of(path: Path, address: Callable[[Path], str] | None = None) -> tuple[Report, dict[str, Any]]:
-    """Return the report on the run in a folder, which may still run, and its result, {} until there is one.
+    """Return the report of a run, finished or running, and its result ({} until there is one). Writes nothing.
 
-    address: of a video, where it is served; None embeds videos. Writes nothing. Raises DataError for damaged files.
+    address: returns the URL of a video; None embeds videos. Raises DataError for damaged files.
     """
     folder = RunFolder(path)
     result = read_object(folder.path / "result.json", DataError) if (folder.path / "result.json").exists() else {}
@@ -111,7 +111,7 @@ def render(report: Report) -> str:
 
 @cache
 def templates(*folders: Path) -> "jinja2.Environment":
-    """Return what renders the templates here, and in `folders`; what is not markup is escaped."""
+    """Return the Jinja environment for the templates here and in `folders`, with autoescaping."""
     import jinja2
 
     places = [str(folder) for folder in (*folders, Path(__file__).parent)]

@@ -36,15 +36,15 @@ TRACKERS = Registry(
 PROJECT = "robopolicy"
 IDENTITY = "tracker.json"
 PATIENCE, MOST_WAITING = 60.0, 10_000
-"""Seconds to wait for a tracker at the start and at the end, and records that may wait for it meanwhile."""
+"""Seconds to wait for a tracker at the start and at the end, and maximum length of its queue."""
 FRAMES, WIDTH = 100, 480
 """Most frames, and pixels of width, of a video that TensorBoard shows as an animated image."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker shows. path: its folder; name: unique within its root; config: all its settings;
-    identifier: see `identifier_in`.
+    """The run to track. path: run folder; name: unique within its root; config: all settings; identifier: see
+    `identifier_in`.
     """
 
     path: Path
@@ -54,7 +54,7 @@ class TrackedRun:
 
 
 def identifier_in(folder: Path) -> str:
-    """Return a text that is the same whenever the run in a folder is resumed, and another one if it starts over."""
+    """Return an identifier of the run in a folder that survives resuming; a run that starts over has a new one."""
     path = folder / IDENTITY
     if not path.exists():
         write_json(path, {"id": secrets.token_hex(4)})
@@ -65,7 +65,7 @@ class Tracker(Protocol):
     """Receives metrics and media; may raise anything, which switches it off."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record numbers by name at a step; a name that a run fits twice begins anew."""
+        """Record metrics by name at a step. Steps of a metric restart at 0 if a run trains twice."""
         ...
 
     def media(self, name: str, path: Path) -> None:
@@ -80,13 +80,13 @@ class Tracker(Protocol):
 class Following:
     """Feeds a tracker from a run folder: `folder.followers.append(Following(...))`.
 
-    The tracker lives in a thread of its own: one that waits for a network does not slow the run. make: returns the
-    tracker. Raises the ConfigError of `make`, such as for a missing package; any other failure switches it off.
+    The tracker runs in its own thread, so that a slow network does not slow down the run. make: returns the tracker.
+    Raises the ConfigError of `make`, such as for a missing package; any other failure disables the tracker.
     """
 
     def __init__(self, make: Callable[[TrackedRun], Tracker], run: TrackedRun, folder: RunFolder):
         self.run = run
-        # A killed run sent these; it repeats those after its last checkpoint, with the same numbers.
+        # A resumed run repeats the steps after its last checkpoint with the same numbers: these were sent already.
         self._sent = Counter(mark(record) for record in folder.metrics())
         self._last = 0
         self._wrong: BaseException | None = None
@@ -101,7 +101,7 @@ class Following:
         self._say()
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Send the numbers of one line of metrics.jsonl, unless it was sent before."""
+        """Send the metrics of one line of metrics.jsonl, unless they were sent before."""
         known = mark(record)
         axis, step, _ = known
         self._last = max(self._last, step)
@@ -111,7 +111,7 @@ class Following:
         self._log({name: value for name, value in record.items() if name != axis}, axis or "run", step)
 
     def finish(self) -> None:
-        """Send the result, the videos and the images of the folder, then close the tracker. Twice is once."""
+        """Send the result, videos and images of the folder, then close the tracker. A second call does nothing."""
         if self._is_off:
             return
         if (self.run.path / "result.json").exists():
@@ -122,7 +122,7 @@ class Following:
         self._send(None)
         self._thread.join(PATIENCE)
         if self._thread.is_alive() and self._wrong is None:
-            self._wrong = TimeoutError(f"it has not taken everything within {PATIENCE:.0f} s")
+            self._wrong = TimeoutError(f"it did not accept all data within {PATIENCE:.0f} s")
         self._say()
         self._is_off = True
 
@@ -138,15 +138,15 @@ class Following:
         try:
             self._calls.put_nowait(call)
         except Full:
-            self._wrong = TimeoutError(f"{MOST_WAITING} records wait for it")
+            self._wrong = TimeoutError(f"its queue of {MOST_WAITING} records is full")
             self._say()
 
     def _say(self) -> None:
-        """Warn once if the tracker has failed."""
+        """Warn once if the tracker has failed, and disable it."""
         if self._wrong is not None and not self._is_off:
             self._is_off = True
             warnings.warn(
-                f"run.tracker failed and is switched off: {in_one_line(self._wrong)}. The run continues; all metrics "
+                f"run.tracker failed and is disabled: {in_one_line(self._wrong)}. The run continues; all metrics "
                 f"are in {self.run.path / 'metrics.jsonl'}.",
                 RobopolicyWarning,
                 stacklevel=4,
@@ -158,14 +158,14 @@ class Following:
             self._made.set()
             while (call := self._calls.get()) is not None:
                 call(tracker)
-        except BaseException as error:  # whatever a package raises, SystemExit too
+        except BaseException as error:  # packages may raise anything, even SystemExit
             self._wrong = error
         finally:
             self._made.set()
 
 
 def mark(record: Mapping[str, Any]) -> tuple[str, int, frozenset[str]]:
-    """Return what tells a line of metrics.jsonl from others of its run: its counter, the value, and its names."""
+    """Return an identifier of a line of metrics.jsonl within its run: step counter, its value, metric names."""
     return (*position(record), frozenset(record))
 
 
@@ -274,7 +274,7 @@ class Trackio:
         self._trackio = require_extra("trackio", EXTRA)
         self._run = self._trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=f"{run.name}-{run.identifier}",  # its database is shared by all folders of runs
+            name=f"{run.name}-{run.identifier}",  # all run folders share its database
             config={key: str(value) for key, value in run.config.items()},
             resume="allow",
             embed=False,

@@ -1,8 +1,8 @@
-"""Serves a live page of the runs in a folder, for a browser on this machine: all runs with their state and success,
-the report of each while it runs, and several runs compared.
+"""Serve a live web page of the runs in a folder: a list with state and success, the report of each run while it is
+running, and comparisons of several runs.
 
-Names a folder of runs (default: run.root) or one run. Nothing is written, and nobody else can open the page; from
-another machine, forward the port: ssh -L 8600:localhost:8600 HOST. Ctrl-C ends it; runs go on.
+The argument is a folder of runs (default: run.root) or one run. The page is read-only and can be opened on this machine
+only; from another machine, forward the port: ssh -L 8600:localhost:8600 HOST. Ctrl-C stops the page, not the runs.
 """
 
 from robopolicy.configuration import Config
@@ -20,14 +20,15 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Serve until interrupted."""
-    from robopolicy.watching.server import serve  # draws plots and serves pages, which help does without
+    from robopolicy.watching.server import serve  # not needed for --help
 
     root = config.watch.path or config.run.root
     if not root.is_dir():
-        raise ConfigError(f"{root} is no folder of runs: name one, robopolicy watch FOLDER, or start a run first.")
+        raise ConfigError(f"{root} is not a folder of runs: pass one (robopolicy watch FOLDER) or start a run first.")
 
     def say(address: str) -> None:
-        output.print(f"Open {address} in a browser on this machine; Ctrl-C ends the page, and no run.", soft_wrap=True)
+        text = f"Open {address} in a browser on this machine. Ctrl-C stops this page; runs continue."
+        output.print(text, soft_wrap=True)
 
     serve(root, config.watch.port, say)
     return 0

@@ -1,1 +1,1 @@
-"""A live page of runs: what each does now, its report while it runs, and several beside one another."""
+"""Live page of runs: progress, the report of a running job, comparison of several runs."""

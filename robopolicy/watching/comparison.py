@@ -1,4 +1,4 @@
-"""Several runs beside one another: curves in one plot, results in one table, differences paired by seed."""
+"""Comparison of runs: curves in one plot, results in one table, differences paired by seed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from robopolicy.runs import DESCRIPTION, RESULT
 from robopolicy.watching.listing import METRICS, Run, outcome_of
 
 AXES = ("env_steps", "iteration", "step", "round")
-"""Counters that curves are drawn against, the first that a record has; others end in _step."""
+"""Possible x-axes of curves; the first that a record contains is used. Other counters end in _step."""
 SUCCESS = "deterministic_success"
 LOSSES = ("denoising", "flow", "tokens", "loss")
-"""Metrics that are shown where nobody chose any, with SUCCESS."""
+"""Default metrics next to SUCCESS."""
 ACROSS = 2
-"""Panels beside one another."""
+"""Number of panels per row."""
 POINTS = 1000
-"""Most points of a curve; of more every n-th is drawn."""
+"""Maximum number of points per curve; longer curves are subsampled."""
 LONGEST = 80
-"""Characters of a setting's value."""
+"""Maximum length of a setting's value in characters."""
 
 Curve = tuple[str, list[float], list[float]]
 """The name of its counter, its values, and the metric's."""
@@ -35,7 +35,7 @@ Curve = tuple[str, list[float], list[float]]
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the runs: its name here, what it logged and its result, {} where there is none yet."""
+    """One run of a comparison: its label, logged records, result ({} until there is one) and settings."""
 
     name: str
     run: Run
@@ -44,7 +44,7 @@ class Compared:
     settings: Mapping[str, str]
 
     def curve(self, metric: str) -> Curve | None:
-        """Return how a metric went, None where the run logs no such metric."""
+        """Return the curve of a metric; None if the run does not log it."""
         rows = [record for record in self.records if figure(record.get(metric)) is not None]
         if not rows:
             return None
@@ -55,28 +55,28 @@ class Compared:
         return axis, [place for place, _ in kept], [value for _, value in kept]
 
     def judged(self) -> Mapping[str, Any] | None:
-        """Return the figures of the policy that was judged last, without noise; None where there are none."""
+        """Return the last deterministic evaluation; None if there is none."""
         found = [figures for label, figures in judged_in(self.result) if label.endswith(", deterministic")]
         return found[-1] if found and "per_episode" in found[-1] else None
 
 
 def figure(value: object) -> float | None:
-    """Return a value of metrics.jsonl or result.json as a number; None where it is none."""
+    """Return a value of metrics.jsonl or result.json as a float; None if it is not a number."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def axis_of(record: Mapping[str, Any]) -> str:
-    """Return the name of a record's counter, "" where it has none."""
+    """Return the name of a record's step counter; "" if it has none."""
     return next((name for name in (*AXES, *record) if name in record and (name in AXES or name.endswith("_step"))), "")
 
 
 def open_runs(runs: Sequence[Run]) -> list[Compared]:
-    """Read what each run has left; names are told apart by what differs in them. A damaged run has nothing."""
+    """Read the files of each run; labels contain what differs between runs. A damaged run has no records."""
     return [_opened(name, run) for name, run in zip(names(runs), runs, strict=True)]
 
 
 def names(runs: Sequence[Run]) -> list[str]:
-    """Return names of verb, name and seed, of what is not the same for all; identifiers where they are alike."""
+    """Return labels of verb, name and seed without the parts that all runs share; identifiers if labels are equal."""
     parts = [(run.verb, run.name, run.seed) for run in runs]
     kept = [index for index in range(3) if len({part[index] for part in parts}) > 1] or [1]
     found = [" ".join(part[index] for index in kept) for part in parts]
@@ -95,7 +95,7 @@ def _opened(name: str, run: Run) -> Compared:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as {"section.key": value in short}."""
+    """Return nested settings as {"section.key": shortened value}."""
     found: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
@@ -120,14 +120,14 @@ def metrics_of(runs: Sequence[Compared]) -> list[str]:
 
 
 def default_metrics(known: Sequence[str]) -> list[str]:
-    """Return what is drawn where nobody chose: success, else how training goes, else the first few."""
+    """Return the default metrics: success and RL diagnostics, else losses, else the first four."""
     if chosen := [name for name in (SUCCESS, "success") if name in known][:1]:
         return [*chosen, *(name for name in ("kl", "reward_per_decision", "value_loss") if name in known)]
     return [name for name in LOSSES if name in known] or list(known[:4])
 
 
 def curves(runs: Sequence[Compared], metrics: Sequence[str]) -> str:
-    """Draw the metrics, a panel each, one colour a run; "" where no run has logged any of them."""
+    """Draw one panel per metric, one colour per run; "" if no run has logged any of them."""
     panels = {metric: [(run, run.curve(metric)) for run in runs] for metric in metrics}
     drawn = {metric: each for metric, each in panels.items() if any(curve for _, curve in each)}
     if not drawn:
@@ -159,17 +159,17 @@ def curves(runs: Sequence[Compared], metrics: Sequence[str]) -> str:
 
 
 def _plain(label: str) -> str:
-    """Return a label that matplotlib takes as it is: no formula, and not hidden."""
+    """Escape a label for matplotlib: no mathtext, no leading underscore (hidden in legends)."""
     return label.replace("$", r"\$").lstrip("_") or "run"
 
 
 def table(runs: Sequence[Compared]) -> Section:
-    """Return the results side by side; differences are those to the first run, paired where the episodes match."""
+    """Return the results side by side, with paired differences to the first run where the episodes match."""
     header = ("", *(run.name for run in runs))
     rows = [["state", *(run.run.state for run in runs)]]
     outcomes = [outcome_of(run.result) if run.result else run.run.outcome for run in runs]
     rows.append(["success", *(outcome.text if outcome else "-" for outcome in outcomes)])
-    rows.append(["of", *(outcome.policy if outcome else "-" for outcome in outcomes)])
+    rows.append(["policy", *(outcome.policy if outcome else "-" for outcome in outcomes)])
     paired = [difference(runs[0], run) for run in runs[1:]]
     if runs[1:]:
         rows.append([f"difference to {runs[0].name}", "", *(text for text, _ in paired)])
@@ -178,23 +178,23 @@ def table(runs: Sequence[Compared]) -> Section:
         values = [figure(run.result.get(key)) for run in runs]
         rows.append([label, *("" if value is None else f"{value:,.0f}" for value in values)])
     caption = (
-        "Success with Wilson 95 % intervals. A difference is given where both policies played the same seeds in the "
-        "same world; its interval is paired (Newcombe)."
+        "Success with Wilson 95 % intervals. Differences are given if both policies were evaluated on the same seeds "
+        "in the same world; their intervals are paired (Newcombe)."
     )
     return Section("Results", caption if runs[1:] else "", header=header, rows=[row for row in rows if any(row[1:])])
 
 
 def difference(first: Compared, other: Compared) -> tuple[str, str]:
-    """Return by how much the policy of `other` succeeds more often, paired by seed, and the p-value; or why not."""
+    """Return the paired difference in success to `first` and its p-value, or the reason why there is none."""
     base, tuned = first.judged(), other.judged()
     if base is None or tuned is None:
-        return "no judged episodes yet", ""
+        return "not evaluated yet", ""
     if base["world"] != tuned["world"]:
-        return "another world", ""
+        return "different worlds", ""
     try:
         pair = [by_seed(figures, "success") for figures in (base, tuned)]
         if pair[0].keys() != pair[1].keys():
-            return "other seeds: not paired", ""
+            return "different seeds: not paired", ""
         compared, outcome = compare_paired, "success"
         if not (base.get("reports_success", True) and tuned.get("reports_success", True)):
             compared, outcome = compare_returns, "returns"
@@ -207,7 +207,7 @@ def difference(first: Compared, other: Compared) -> tuple[str, str]:
 
 
 def by_seed(figures: Mapping[str, Any], name: str) -> dict[int, float]:
-    """Return an outcome of every episode, by its seed."""
+    """Return {seed: outcome of that episode}."""
     episodes = figures["per_episode"]
     return dict(zip(episodes["seeds"], episodes[name], strict=True))
 

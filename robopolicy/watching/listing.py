@@ -1,4 +1,4 @@
-"""The runs below a folder: which there are, in what state each is, and how well its policy does."""
+"""List of the runs below a folder, with the state and success of each."""
 
 import os
 import re
@@ -19,17 +19,17 @@ from robopolicy.runs import DESCRIPTION, RESULT
 
 METRICS = "metrics.jsonl"
 PARTS = frozenset({"checkpoint", "dataset", "resume", "base", "last", "tensorboard", "wandb", "videos", "data"})
-"""Folders of a run in which no other run lies."""
+"""Subfolders of a run that are not searched for further runs."""
 DEEPEST, MOST = 8, 5000
-"""Folders below the root that are searched, and runs that are listed."""
+"""Maximum search depth below the root, and maximum number of runs listed."""
 AGAIN = 2.0
-"""Seconds for which a search of the folders is good."""
+"""Seconds before the folders are searched again."""
 READ = (RESULT, METRICS, *DESCRIPTION)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How well a policy does: text as it is shown, value to sort by; final: no validation of a run that goes on."""
+    """Success or return of a policy. text: for display; value: for sorting; final: False during training."""
 
     text: str
     value: float
@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. identifier: its path below the root; began, updated: seconds since 1970; task: recipe or world."""
+    """One run. identifier: path below the root; began, updated: Unix time in seconds; task: recipe or world."""
 
     identifier: str
     path: Path
@@ -58,17 +58,17 @@ class Run:
 
     @property
     def title(self) -> str:
-        """The run in a few words."""
+        """Verb, name and seed."""
         return f"{self.verb} {self.name} {self.seed}".strip()
 
     @property
     def seconds(self) -> float:
-        """How long the process has worked at it, or did."""
+        """Duration of the run so far, in seconds."""
         return max(0.0, (time.time() if self.state == RUNNING else self.updated) - self.began)
 
 
 class Listing:
-    """The runs below `root`, read again where their files have changed. Links are not followed out of it."""
+    """The runs below `root`; a run is read again when its files change. Symbolic links are not followed."""
 
     def __init__(self, root: Path):
         self.root = root.resolve()
@@ -77,12 +77,12 @@ class Listing:
         self._known: dict[str, tuple[Any, Run]] = {}
 
     def runs(self) -> list[Run]:
-        """Return all runs, the latest first."""
+        """Return all runs, most recently updated first."""
         found = [self._run(name, path) for name, path in self._search().items()]
         return sorted(found, key=lambda run: run.updated, reverse=True)
 
     def run(self, identifier: str) -> Run | None:
-        """Return the run of that identifier, None where there is none: no other path is ever opened."""
+        """Return the run with this identifier, None if there is none. No other path is ever opened."""
         path = self._search().get(identifier)
         return None if path is None else self._run(identifier, path)
 
@@ -111,7 +111,7 @@ class Listing:
 
 
 def signature(path: Path) -> tuple[tuple[int, int], ...]:
-    """Return what changes where a file of the run in a folder does."""
+    """Return modification times and sizes of the files of a run."""
     found = []
     for file in (*(path / name for name in READ), status_file(path)):
         try:
@@ -123,7 +123,7 @@ def signature(path: Path) -> tuple[tuple[int, int], ...]:
 
 
 def read_run(identifier: str, path: Path) -> Run:
-    """Return what the files of a run say; one whose files are damaged says that, as its state."""
+    """Read the files of a run; a run with damaged files has the state "damaged"."""
     told = read_status(path)
     verb, name, seed = ("", "", *path.parts)[-3:]
     times = [time for time, _ in signature(path) if time]
@@ -151,7 +151,7 @@ def read_run(identifier: str, path: Path) -> Run:
 
 
 def _task(path: Path, command: list[str]) -> str:
-    """Return the recipe of a run that began with `command`, else its world."""
+    """Return the recipe named in `command`, else the world in config.yaml."""
     for word in command:
         if found := re.fullmatch(r"\w*\.?recipe=(.+)", word):
             return found[1]
@@ -161,7 +161,7 @@ def _task(path: Path, command: list[str]) -> str:
 
 
 def outcome_of(result: Mapping[str, Any]) -> Outcome | None:
-    """Return how well the policy of a result does, the last one that was judged; None where none was."""
+    """Return the last evaluation in a result; None if there is none."""
     if isinstance(result.get("finetune"), Mapping):  # of a demo
         return outcome_of(result["finetune"])
     judged = [(label, figures) for label, figures in judged_in(result) if label.endswith(", deterministic")]
@@ -186,7 +186,7 @@ def _outcome(policy: str, figures: Mapping[str, Any]) -> Outcome:
 
 
 def so_far(path: Path) -> Outcome | None:
-    """Return the last validation of a run that has no result, None where there was none."""
+    """Return the last validation in metrics.jsonl, for a run without a result; None if there is none."""
     rows = [row for row in RunFolder(path).metrics() if "deterministic_success" in row]
     if not rows:
         return None

@@ -1,4 +1,4 @@
-"""The pages of `robopolicy watch`: all runs, the report of one while it runs, several beside one another."""
+"""Pages of `robopolicy watch`: list of runs, report of one run, comparison of several."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,22 +23,22 @@ COLUMNS: Mapping[str, tuple[str, Callable[[Run], Any]]] = {
     "success": ("success", lambda run: -run.outcome.value if run.outcome else 1e9),
     "changed": ("changed", lambda run: -run.updated),
 }
-"""Columns of the list: key -> heading, and what it is sorted by."""
+"""Columns of the list: key -> (heading, sort key)."""
 SHARE, LONGEST_WAIT = 10, 10.0
-"""A page is drawn again when this many times as long has passed as drawing it took, or so many seconds: runs need the
-processor more.
+"""A changed page is drawn again after SHARE times the duration of its last drawing, at most after LONGEST_WAIT seconds:
+the CPU is for the runs.
 """
 
 
 class Pages:
-    """Renders the pages of the runs in a listing; what is drawn is kept until its files have changed."""
+    """Renders pages and caches them until the files of the runs change."""
 
     def __init__(self, listing: Listing):
         self.listing = listing
         self._drawn: dict[Hashable, tuple[Hashable, float, float, Any]] = {}
 
     def all_runs(self, sort: str) -> str:
-        """Return the list, sorted by a key of COLUMNS, downward after a minus; by the last change for any other."""
+        """Return the list of runs, sorted by a key of COLUMNS (descending after a minus), else by last change."""
         runs = self.listing.runs()
         key = sort.removeprefix("-")
         if key in COLUMNS:
@@ -53,7 +53,7 @@ class Pages:
         return self._render("list.html.jinja", runs=rows, counts=counts, columns=columns)
 
     def one_run(self, run: Run) -> str:
-        """Return the report of a run and what it does now."""
+        """Return the report of a run with its current state and progress."""
 
         def draw() -> Report:
             try:
@@ -67,7 +67,7 @@ class Pages:
         return self._render("run.html.jinja", run=self._shown(run), report=report, metrics=metrics)
 
     def comparison(self, runs: Sequence[Run], chosen: Sequence[str]) -> str:
-        """Return runs beside one another, with curves of the metrics `chosen`, or of those that matter most."""
+        """Return a comparison of runs, with curves of the metrics `chosen` or of the default ones."""
 
         def draw() -> tuple[list[Section], list[str], list[str], list[str]]:
             opened = open_runs(runs)
@@ -84,12 +84,12 @@ class Pages:
         return self._render("compare.html.jinja", heading=heading, links=links, sections=sections, chips=chips)
 
     def _film_address(self, video: Path) -> str:
-        """Return where a film of a run is, another address when the film is another one."""
+        """Return the URL of a video, which contains its modification time so that browsers reload it."""
         of = video.parent.resolve().relative_to(self.listing.root).as_posix()
         return f"/film?{urlencode({'of': '' if of == '.' else of, 'name': video.name, 'at': video.stat().st_mtime_ns})}"
 
     def _kept(self, key: Hashable, mark: Hashable, draw: Callable[[], Any]) -> Any:
-        """Return what `draw` made for `key`, and let it draw again if `mark` has changed and there was time enough."""
+        """Return the cached result for `key`; call `draw` again if `mark` has changed and enough time has passed."""
         known = self._drawn.get(key)
         now = time.monotonic()
         if known is None or (known[0] != mark and now - known[1] > min(SHARE * known[2], LONGEST_WAIT)):
@@ -125,13 +125,13 @@ def _sections(runs: Sequence[Compared], metrics: Sequence[str]) -> list[Section]
 
 
 def _toggled(identifiers: Sequence[str], metrics: Sequence[str], name: str) -> str:
-    """Return the address of a comparison in which the metric `name` is chosen, or no longer chosen."""
+    """Return the URL of a comparison with the metric `name` added or removed."""
     changed = [each for each in metrics if each != name] if name in metrics else [*metrics, name]
     return "/compare?" + urlencode([*(("run", each) for each in identifiers), *(("metric", each) for each in changed)])
 
 
 def run_address(run: Run) -> str:
-    """Return where a run's page is."""
+    """Return the URL of a run's page."""
     return f"/run/{quote(run.identifier)}"
 
 
@@ -148,7 +148,7 @@ def _phase(phase: Phase) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time in words, such as 2 min 5 s."""
+    """Format a duration, such as 2 min 5 s."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -158,6 +158,6 @@ def duration(seconds: float) -> str:
 
 
 def moment(when: float) -> str:
-    """Return a time of today as 13:45:02, another as 2026-11-28 13:45."""
+    """Format a time: 13:45:02 for today, else 2026-11-28 13:45."""
     found = datetime.fromtimestamp(when)
     return f"{found:%H:%M:%S}" if found.date() == datetime.now().date() else f"{found:%Y-%m-%d %H:%M}"

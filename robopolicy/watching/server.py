@@ -1,8 +1,7 @@
-"""The server of the live page: on this machine alone, reading alone, and nothing but runs.
+"""Web server of the live page: read-only, loopback only, limited to runs.
 
-A page in the same browser must not read them either: answers go only to a Host that names this machine (against DNS
-rebinding), other sites may not embed them, and scripts are only ours. A path in a request is never opened: it is looked
-up among the runs that were found.
+Other websites in the same browser cannot read it: requests must name this host (against DNS rebinding), pages cannot be
+embedded, and only our script runs. A path in a request is never opened; it is looked up in the list of runs.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from robopolicy.watching.pages import Pages, run_address
 
 HOST = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-"""What a request may call this machine."""
+"""Accepted Host names."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data:; "
     "media-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -37,7 +36,7 @@ MOST_COMPARED = 12
 
 
 def application(root: Path) -> web.Application:
-    """Return the server of the runs below `root`."""
+    """Return the web application that serves the runs below `root`."""
     site = Site(root)
     app = web.Application(middlewares=[guard])
     app.add_routes(
@@ -53,17 +52,17 @@ def application(root: Path) -> web.Application:
 
 
 class Site:
-    """Answers requests. Files are read in one thread and plots drawn in another, so that a list need not wait."""
+    """Request handlers. One thread reads files and another draws plots, so that the list never waits for plots."""
 
     def __init__(self, root: Path):
         self.listing = Listing(root)
         self.pages = Pages(self.listing)
         self._reader = ThreadPoolExecutor(1)
         self._painter = ThreadPoolExecutor(1)
-        self._painter.submit(success_bars, [Rate("", 0.5, 0.4, 0.6)])  # loads what draws before anybody waits for it
+        self._painter.submit(success_bars, [Rate("", 0.5, 0.4, 0.6)])  # imports matplotlib before the first request
 
     async def all_runs(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the list, or with the only run where the root is one."""
+        """Respond with the list; if the root is itself a run, redirect to it."""
         runs = await self._aside(self.listing.runs)
         if [run.identifier for run in runs] == [""]:
             raise web.HTTPFound(run_address(runs[0]))
@@ -71,12 +70,12 @@ class Site:
         return web.Response(text=text, content_type="text/html")
 
     async def one_run(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the report of one run."""
+        """Respond with the report of one run."""
         run = await self._known(request.match_info["identifier"])
         return await self._page(lambda: self.pages.one_run(run))
 
     async def comparison(self, request: web.Request) -> web.StreamResponse:
-        """Answer with runs beside one another, as many as were asked for."""
+        """Respond with a comparison of the requested runs."""
         asked = dict.fromkeys(request.query.getall("run", []))
         runs = [await self._known(identifier) for identifier in list(asked)[:MOST_COMPARED]]
         if not runs:
@@ -84,15 +83,15 @@ class Site:
         return await self._page(lambda: self.pages.comparison(runs, request.query.getall("metric", [])))
 
     async def film(self, request: web.Request) -> web.StreamResponse:
-        """Answer with a film of a run."""
+        """Respond with a video of a run."""
         run = await self._known(request.query.get("of", ""))
         for video in run.path.glob("*.mp4"):
             if video.name == request.query.get("name") and video.is_file() and not video.is_symlink():
                 return web.FileResponse(video)
-        raise web.HTTPNotFound(text="There is no such film.")
+        raise web.HTTPNotFound(text="There is no such video.")
 
     async def script(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the script that refreshes the pages."""
+        """Respond with the script that refreshes the pages."""
         return web.FileResponse(Path(__file__).with_name("refresh.js"))
 
     async def _known(self, identifier: str) -> Run:
@@ -113,7 +112,7 @@ class Site:
 async def guard(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Refuse what does not name this machine; let browsers take an answer for nothing but what it is."""
+    """Refuse requests for another host, and add security headers to every response."""
     if host_name(request.headers.get("Host", "")) not in NAMES:
         answer: web.StreamResponse = web.Response(status=421, text="Open this page as http://localhost or 127.0.0.1.")
     else:
@@ -127,7 +126,7 @@ async def guard(
 
 
 def host_name(header: str) -> str:
-    """Return the name in a Host header, without its port; "" where it has none."""
+    """Return the host name in a Host header without its port; "" if there is none."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -135,7 +134,7 @@ def host_name(header: str) -> str:
 
 
 def listening(port: int) -> socket.socket:
-    """Return a socket that listens on this machine alone. Raises ConfigError where the port is taken."""
+    """Return a socket bound to loopback. Raises ConfigError if the port is in use."""
     found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -148,7 +147,7 @@ def listening(port: int) -> socket.socket:
 
 
 def serve(root: Path, port: int, say: Callable[[str], None]) -> None:
-    """Serve the runs below `root` until Ctrl-C or SIGTERM; say: is told the address."""
+    """Serve the runs below `root` until Ctrl-C or SIGTERM. say: called with the URL."""
     asyncio.run(_serve(application(root), listening(port), say))
 
 

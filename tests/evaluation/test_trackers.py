@@ -85,7 +85,7 @@ def test_a_tracker_that_fails_is_switched_off_and_the_run_goes_on(tmp_path):
     seen = followed(folder, fails=2)
     folder.log({"step": 1, "loss": 1.0})
     folder.log({"step": 2, "loss": 1.0})
-    with pytest.warns(RobopolicyWarning, match=r"run.tracker failed and is switched off: .*no space left"):
+    with pytest.warns(RobopolicyWarning, match=r"run.tracker failed and is disabled: .*no space left"):
         folder.followers[0].finish()
     folder.log({"step": 3, "loss": 1.0})
     folder.followers[0].finish()

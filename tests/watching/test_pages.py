@@ -123,7 +123,7 @@ def test_two_runs_are_compared_on_the_seeds_that_both_played(tmp_path, pages):
     runs = [run_of(pages, name) for name in ("low", "high", "other", "elsewhere", "going")]
     page = pages.comparison(runs, [])
     assert "+40.0 points" in page and "not paired" in page and "another world" in page
-    assert "no judged episodes yet" in page
+    assert "not evaluated yet" in page
     rows = {row[0]: row[1:] for row in table(open_runs(runs[:2])).rows}
     assert rows["success"] == ["50.0% [36.6%, 63.4%]", "90.0% [78.6%, 95.7%]"]
     assert rows["difference to low"][1].startswith("+40.0 points [") and rows["p (McNemar)"][1] == "1.9e-06"

@@ -133,7 +133,7 @@ def test_a_taken_port_and_a_folder_that_is_none_are_sentences(tmp_path, capsys):
         assert main(["watch", str(tmp_path), f"watch.port={taken.getsockname()[1]}"]) == 2
     assert "is in use: choose another" in " ".join(capsys.readouterr().err.split())
     assert main(["watch", f"watch.path={tmp_path / 'none'}"]) == 2
-    assert "is no folder of runs" in " ".join(capsys.readouterr().err.split())
+    assert "is not a folder of runs" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_only_run_of_a_folder_is_shown_at_once(made):

@@ -110,6 +110,6 @@ class WatchSection:
     """The live page of runs."""
 
     path: Path | None = None
-    """A folder of runs, or one run; default: run.root."""
+    """Folder of runs, or one run (default: run.root)."""
     port: Annotated[int, Range(0, 65535)] = 8600
-    """Port on this machine; 0 for any free one."""
+    """Port on this machine; 0 selects a free one."""
