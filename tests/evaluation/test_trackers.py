@@ -117,7 +117,7 @@ def test_a_tracker_that_waits_for_a_network_does_not_hold_up_the_run(tmp_path, m
 
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     monkeypatch.setattr(trackers, "PATIENCE", 0.2)
-    for lines, wrong in ((2, "has not taken everything"), (9, "3 records wait")):
+    for lines, wrong in ((2, "did not accept all data"), (9, "queue of 3 records is full")):
         folder = RunFolder(tmp_path / str(lines))
         folder.followers.append(Following(Waits, TrackedRun(folder.path, "x", {}), folder))
         with pytest.warns(RobopolicyWarning, match=wrong):
@@ -203,9 +203,8 @@ def read_back(name, run, tmp_path):
     if name == "trackio":
         from trackio.sqlite_storage import SQLiteStorage
 
-        (known,) = [
-            each for each in SQLiteStorage.get_runs("robopolicy") if each.startswith("finetune-reach_planar-0-")
-        ]
+        known = f"finetune-reach_planar-0-{identifier_in(run)}"
+        assert known in SQLiteStorage.get_runs("robopolicy")  # its database is shared: other runs may be there
         rows = SQLiteStorage.get_logs("robopolicy", known)
         success = [(row["step"], row[key]) for row in rows if (key := "iteration/deterministic_success") in row]
         (result,) = [row[key] for row in rows if (key := "result/tuned.deterministic.success_rate") in row]

@@ -118,6 +118,8 @@ def test_what_cannot_be_is_refused():
         SacConfig(critics=0)
     with pytest.raises(ConfigError, match="real_share"):
         ImaginedValuesConfig(real_share=2.0)
+    with pytest.raises(ConfigError, match="alarm"):
+        ImaginedValuesConfig(alarm=-1.0)
 
 
 def two_armed(count=400, seed=0):

@@ -122,7 +122,7 @@ def test_two_runs_are_compared_on_the_seeds_that_both_played(tmp_path, pages):
         make_run(tmp_path, name, share=share, **options)
     runs = [run_of(pages, name) for name in ("low", "high", "other", "elsewhere", "going")]
     page = pages.comparison(runs, [])
-    assert "+40.0 points" in page and "not paired" in page and "another world" in page
+    assert "+40.0 points" in page and "not paired" in page and "different worlds" in page
     assert "not evaluated yet" in page
     rows = {row[0]: row[1:] for row in table(open_runs(runs[:2])).rows}
     assert rows["success"] == ["50.0% [36.6%, 63.4%]", "90.0% [78.6%, 95.7%]"]
