@@ -117,7 +117,7 @@ def test_a_tracker_that_waits_for_a_network_does_not_hold_up_the_run(tmp_path, m
 
     monkeypatch.setattr(trackers, "MOST_WAITING", 3)
     monkeypatch.setattr(trackers, "PATIENCE", 0.2)
-    for lines, wrong in ((2, "did not accept all data"), (9, "queue of 3 records is full")):
+    for lines, wrong in ((1, "did not accept all data"), (9, "queue of 3 records is full")):
         folder = RunFolder(tmp_path / str(lines))
         folder.followers.append(Following(Waits, TrackedRun(folder.path, "x", {}), folder))
         with pytest.warns(RobopolicyWarning, match=wrong):
