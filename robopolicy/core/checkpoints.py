@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.errors import CheckpointError, in_one_line
+from robopolicy.core.file_types import described_path
 from robopolicy.core.modules import Module, Weights
 from robopolicy.core.spec import LONGEST_HISTORY
 from robopolicy.core.storage import read_text, recover_folder, storage_errors, write_folder_atomic, write_json
@@ -142,6 +143,10 @@ class Checkpoint:
         if self._description is None:
             path = self.folder / "config.json"
             file = _identity(path)
+            if file is None and (what := described_path(self.folder)):
+                raise CheckpointError(
+                    f"{self.folder} is {what}. A checkpoint is a folder with config.json and model.safetensors."
+                )
             self._description = _described_in(read_text(path, limit=LARGEST_DESCRIPTION), path)
             self._file = file if file is not None and time.time_ns() - file[-1] > YOUNG else None
         return self._description

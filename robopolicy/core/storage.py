@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 
 from robopolicy.core.arrays import is_mapping
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyError, StorageError, in_one_line
+from robopolicy.core.file_types import described_path
 
 LARGEST_TEXT = 2**24
 """Maximum bytes of a parsed JSON or YAML file; its content takes a hundred times as much memory."""
@@ -144,6 +145,8 @@ def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limi
             raise failure(f"{path} has more than {limit} bytes, which no file of its kind has: it is not read.")
         return data.decode()
     except FileNotFoundError as error:
+        if what := described_path(path.parent):
+            raise failure(f"{path.parent} has no {path.name}: it is {what}. Is this the folder you meant?") from error
         raise failure(f"{path} does not exist. Is this the folder you meant?") from error
     except NotADirectoryError as error:
         raise failure(

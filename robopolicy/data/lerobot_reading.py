@@ -27,6 +27,7 @@ from robopolicy.core.arrays import is_mapping, is_sequence
 from robopolicy.core.checkpoints import wrong_in_field
 from robopolicy.core.episodes import Episodes
 from robopolicy.core.errors import CheckpointError, DataError, RobopolicyWarning, as_setting, did_you_mean, in_one_line
+from robopolicy.core.file_types import described_path
 from robopolicy.core.finite_values import listed
 from robopolicy.core.interventions import Acted, Segment
 from robopolicy.core.spec import IMAGE_PREFIX, STATE, Field
@@ -229,9 +230,8 @@ def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -
     if not Path(folder).exists():
         raise DataError(f"{folder} does not exist. Collect demonstrations into it first, or correct the path.")
     if not is_dataset(folder):
-        description = "a file, and a LeRobotDataset is a folder" if Path(folder).is_file() else "no LeRobotDataset"
-        no_information = f"{folder} is {description}: it has no meta/info.json. {OTHER_FORMATS}"
-        raise DataError(what_it_is(Path(folder)) or no_information)
+        no_dataset = f"{folder} is {described_path(Path(folder))}. A LeRobotDataset is a folder with meta/info.json. "
+        raise DataError(what_it_is(Path(folder)) or no_dataset + OTHER_FORMATS)
     information = read_json(file_within(Path(folder), "meta/info.json", "meta/info.json"), DataError)
     version = str(information.get("codebase_version", "unknown"))[:20] if isinstance(information, dict) else "unknown"
     if not version.startswith("v3."):

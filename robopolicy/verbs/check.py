@@ -9,6 +9,7 @@ it was trained in, or world=NAME.
 """
 
 import inspect
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,11 +27,14 @@ from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config
 from robopolicy.configuration.sections.tools import BenchSection
 from robopolicy.core.episodes import Episodes
-from robopolicy.core.errors import ConfigError, RobopolicyError, RobopolicyWarning, did_you_mean
+from robopolicy.core.errors import ConfigError, DataError, RobopolicyError, RobopolicyWarning, did_you_mean
+from robopolicy.core.file_types import described_path
 from robopolicy.core.policy import BecomesTrainable, Policy
 from robopolicy.core.registry import Kinds, is_dotted, load_dotted
 from robopolicy.core.spec import Field, Observation, WorldSpec
 from robopolicy.core.world import Controller, Renders, Rows, Snapshots, World
+from robopolicy.data.formats.format import what_it_is
+from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.data.record import record
 from robopolicy.policies.loading import build_policy, no_rate
 from robopolicy.policies.registry import POLICIES
@@ -55,6 +59,7 @@ VERB = Verb(
     targets=("check.target",),
     world_from={"check.target": "unassumed"},
 )
+CHECKED = "robopolicy check takes a checkpoint folder, a world's name or package.module:Name."
 EPISODES = 12
 WORLD_ALLOWS = "evaluate, collect, finetune, drive and rank in it; train policies and world models on what it shows"
 MODEL_ALLOWS = "train it (worldmodel.kind), evaluate, finetune, rank and plan in it"
@@ -91,6 +96,7 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
     if target in WORLDS or suite_of(target) is not None:
         return "a world", partial(world_lines, config, target)
     if not is_dotted(target):
+        refuse_file(Path(target))
         raise ConfigError(f"'{target}' is neither a folder, nor registered, nor a dotted path, package.module:Name.")
     target_object = load_dotted(target, "Target")
     if entries := declared_at(target):
@@ -106,6 +112,24 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
         return "a world", partial(world_lines, config, target)
     policy_class = load_dotted(target_object.builds, "Target") if hasattr(target_object, "builds") else target_object
     return kind_checker(config, POLICIES if hasattr(policy_class, "act") else WORLD_MODELS, target)
+
+
+def refuse_file(path: Path) -> None:
+    """Raise an error that says what the file at `path` is, and how to use it, if there is one."""
+    if what := described_path(path):
+        refuse_data(path)
+        raise ConfigError(f"{path} is {what}. {CHECKED}")
+
+
+def refuse_data(path: Path) -> None:
+    """Raise an error where `path` holds recorded data, with the command that examines or converts it."""
+    places = [path] if path.is_dir() else path.absolute().parents  # a table or a video of a dataset
+    dataset = next((folder for folder in places if is_dataset(folder)), None)
+    if dataset is not None:
+        what = "is a LeRobotDataset" if dataset == path else f"belongs to the LeRobotDataset {dataset}"
+        raise ConfigError(f"{path} {what}: examine it with robopolicy doctor {shlex.quote(str(dataset))}")
+    if not (path / "config.json").is_file() and (said := what_it_is(path)):
+        raise DataError(said)
 
 
 def is_controller(found: Any) -> bool:
@@ -164,6 +188,7 @@ def controller_lines(config: Config, target: str) -> list[str]:
 
 def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], list[str]]]:
     """Return the check of a policy checkpoint, or of a world model checkpoint, which is only loaded."""
+    refuse_data(folder)
     device = choose_device(config.run)
     if holds_world_model(folder):
 

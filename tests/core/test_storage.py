@@ -40,7 +40,7 @@ def test_corrupt_and_missing_files_are_named(tmp_path):
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"state\.json"):
         read_json(tmp_path / "state.json")
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match=r"has no absent\.json: it is a folder with state\.json"):
         read_json(tmp_path / "absent.json")
 
 

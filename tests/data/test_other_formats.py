@@ -88,10 +88,13 @@ def test_what_nobody_converts_is_said_honestly(tmp_path):
     ):
         read_information(old(tmp_path / "one", "v1.6"))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match=r"no LeRobotDataset: it has no meta/info.json. .*'robopolicy convert' reads"):
+    with pytest.raises(
+        DataError,
+        match=r"is an empty folder. A LeRobotDataset is a folder with meta/info.json. .*'robopolicy convert' reads",
+    ):
         read_information(tmp_path / "folder")
     (tmp_path / "notes.txt").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"a file, and a LeRobotDataset is a folder.*'robopolicy convert' reads"):
+    with pytest.raises(DataError, match=r"is a text file. A LeRobotDataset is a folder.*'robopolicy convert' reads"):
         read_information(tmp_path / "notes.txt")
     with pytest.raises(DataError, match=r"nowhere does not exist\."):
         read_information(tmp_path / "nowhere")
