@@ -92,9 +92,9 @@ def _interrupted(verb: str) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        again = "Nothing is lost: run the same command again to go on."
+        again = "Nothing is lost: run the same command again to resume."
         if not declaration(verb).resumes:
-            again = "The same command begins anew."
+            again = "Running the same command starts again from the beginning."
         Console(stderr=True, emoji=False).print(f"\nInterrupted. {again}")
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -161,7 +161,7 @@ def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -
     other_sections = {item.name for item in fields(config)} - set(verb.sections)
     unread = [key for key in keys if "." in key and key.partition(".")[0] in other_sections and key not in NAMING]
     if unread:
-        text = f"'{name}' does not read {', '.join(unread)}: it reads {', '.join(verb.sections)}."
+        text = f"'{name}' does not read {', '.join(unread)}: it reads only {', '.join(verb.sections)}."
         Console(stderr=True, emoji=False).print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
 
 
@@ -175,11 +175,11 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
             result.append(argument)
         elif argument.startswith("-"):
             raise ConfigError(
-                f"'{argument}' is not an option: settings are written key=value. See: robopolicy {name} --help"
+                f"'{argument}' is not an option: write settings as key=value. See: robopolicy {name} --help"
             )
         elif not targets:
-            more = "no more bare words" if verb.targets else "no bare word"
-            raise ConfigError(f"'{name}' takes {more} ('{argument}'): settings are written key=value.")
+            more = "no further positional argument" if verb.targets else "no positional argument"
+            raise ConfigError(f"'{name}' takes {more} ('{argument}'): write settings as key=value.")
         else:
             key, text = targets.pop(0), _quoted(argument) if is_path else argument
             result.append(f"{key}=[{text}]" if key in verb.lists else f"{key}={text}")
@@ -206,7 +206,7 @@ def print_overview(output: Console) -> None:
     for name in VERBS.names():
         table.add_row(f"[bold cyan]{name}[/]", declaration(name).summary)
     output.print(table)
-    output.print("\n[dim]robopolicy VERB --help teaches one verb; start with:[/] robopolicy demo")
+    output.print("\n[dim]robopolicy VERB --help explains one verb; start with:[/] robopolicy demo")
 
 
 def print_help(name: str, verb: Verb, config: "Config", output: Console, sections: Sequence[str] = ()) -> None:
@@ -233,20 +233,20 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
     if "world" in verb.sections:
         output.print()
         print_groups(output, width)
-        output.print(f"What a recipe sets: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
+        output.print(f"Settings of a recipe: robopolicy {name} recipe=NAME --help", highlight=False, markup=False)
     folded = [part for part in described_sections if _is_folded(part.path, name)]
     for part in described_sections:
         if part not in folded:
             print_section(part, output, width, page=True)
     if folded:
-        output.print(f"\n[bold]More settings[/], explained by robopolicy {name} --help SECTION:", highlight=False)
+        output.print(f"\n[bold]More settings[/] are explained by robopolicy {name} --help SECTION:", highlight=False)
         table = Table(box=None, show_header=False, padding=(0, 2), width=width)
         table.add_column(style="bold cyan", no_wrap=True)
         table.add_column(style="dim", ratio=1, no_wrap=True, overflow="ellipsis")
         for part in folded:
             table.add_row(part.path, ", ".join(key for key, _, _ in part.keys))
         output.print(table, highlight=False)
-    output.print("[bold]json=PATH[/] also writes the figures of this run as JSON.", highlight=False)
+    output.print("[bold]json=PATH[/] also writes the results of this run as JSON.", highlight=False)
 
 
 def print_groups(output: Console, width: int) -> None:
@@ -273,10 +273,10 @@ def print_section(section: "Described", output: Console, width: int, page: bool 
             unset = [key for key, value, _ in rows if value == "null"]
             rows = [(key, value, re.split(r"(?<=\.) (?=[A-Z0-9])", meaning)[0]) for key, value, meaning in rows]
             rows = [row for row in rows if row[0] not in unset]
-        short_lists = {"Not set (null)": unset, "Seldom set": rare}
+        short_lists = {"Not set (null)": unset, "Rarely set": rare}
         line = " ".join(f"{title}: {', '.join(keys)}." for title, keys in short_lists.items() if keys)
         if line:
-            line = f"{line} All in full: --help {section.path}"
+            line = f"{line} All settings: --help {section.path}"
             output.print(textwrap.fill(line, width - 2, initial_indent="  ", subsequent_indent="    "), highlight=False)
     if width < NARROW:
         for key, value, meaning in rows:
@@ -309,7 +309,7 @@ def _chosen(name: str, found: Sequence["Described"], sections: Sequence[str]) ->
     for section in sections:
         if section not in paths:
             raise ConfigError(
-                f"'{section}' is not a section that '{name}' reads: after --help come sections, out of "
+                f"'{section}' is not a section that '{name}' reads. Write --help SECTION with one of "
                 f"{', '.join(paths)}.{did_you_mean(section, paths)}"
             )
     return [part for part in found if any(f"{part.path}.".startswith(f"{section}.") for section in sections)]

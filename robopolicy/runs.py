@@ -46,10 +46,10 @@ def run_name(config: Config) -> str:
     """
     name = config.run.name or config.world.simulator or config.world.name
     if name in (".", ".."):
-        raise ConfigError(f"run.name={name} leads out of the folder of the runs: choose a name.")
+        raise ConfigError(f"run.name={name} points outside the folder of the runs: choose another name.")
     if len(name.encode()) > LONGEST_NAME or not name.isprintable():
         raise ConfigError(
-            f"run.name={in_one_line(name, 40)!r} cannot be a folder's name: choose one of at most {LONGEST_NAME} "
+            f"run.name={in_one_line(name, 40)!r} cannot be a folder name: choose one of at most {LONGEST_NAME} "
             "printable characters."
         )
     return name.replace("/", "-").replace(":", "-")
@@ -95,9 +95,9 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
     claim(path)
     if config.run.overwrite and path.exists():
         if path.is_symlink():
-            raise ConfigError(f"{path} is a link to {path.resolve()}, which run.overwrite does not remove.")
+            raise ConfigError(f"{path} is a symbolic link to {path.resolve()}, which run.overwrite does not remove.")
         if any(path.iterdir()) and not any((path / name).exists() for name in DESCRIPTION):
-            raise ConfigError(f"{path} holds no run, but other files, which run.overwrite does not remove.")
+            raise ConfigError(f"{path} contains other files and no run: run.overwrite does not remove it.")
         _require_outside(config, sections, path)
         shutil.rmtree(path)
     folder = RunFolder(path)
@@ -109,11 +109,11 @@ def open_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
         try:  # what an older version had no setting for is at its default
             earlier = from_plain(Config, read_yaml(config_file))
         except ConfigError as error:
-            raise ConfigError(f"{path} holds a run of another version ({error}). {way_out}") from error
+            raise ConfigError(f"{path} contains a run of another version ({error}). {way_out}") from error
         old, new = ({name: to_plain(getattr(each, name)) for name in sections} for each in (earlier, config))
         changes = _differences(_with_default_size(old, new), new)
         if changes:
-            raise ConfigError(f"{path} holds a run with other settings ({'; '.join(changes[:4])}). {way_out}")
+            raise ConfigError(f"{path} contains a run with other settings ({'; '.join(changes[:4])}). {way_out}")
         if not (path / RESULT).exists():
             _say_other_ground(folder, config.run.threads)
     else:
@@ -151,8 +151,8 @@ def _require_outside(config: Config, sections: tuple[str, ...], path: Path) -> N
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, Path) and each.resolve().is_relative_to(path.resolve()):
                 raise ConfigError(
-                    f"{setting}={each} lies in {path}, which run.overwrite=true removes: give this run a name of its "
-                    "own, run.name=NAME."
+                    f"{setting}={each} is inside {path}, which run.overwrite=true removes: choose another name for "
+                    "this run, run.name=NAME."
                 )
 
 
@@ -160,8 +160,8 @@ def _way_out(config: Config, verb: str, path: Path) -> str:
     """Return advice for a run folder that contains a run with other settings."""
     going_on = ""
     if verb in ("train", "finetune", "offline", "online") and (path / "checkpoint").exists():
-        going_on = f", go on from what it learned with {verb}.policy={path / 'checkpoint'} run.name=NAME"
-    return f"Give this one a name with run.name=NAME{going_on}, or start over with run.overwrite=true."
+        going_on = f", continue training from its checkpoint with {verb}.policy={path / 'checkpoint'} run.name=NAME"
+    return f"Choose another name with run.name=NAME{going_on}, or start over with run.overwrite=true."
 
 
 def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunFolder:
@@ -175,7 +175,7 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     if config_file.exists() and config_file.read_text() != settings:
         if is_complete(folder.path):
             output.print(
-                f"{folder.path} holds a run with other settings, which this one replaces; run.name=NAME keeps both.",
+                f"{folder.path} contains a run with other settings, which this run replaces; run.name=NAME keeps both.",
                 markup=False,
                 soft_wrap=True,
             )
@@ -191,8 +191,9 @@ def _say_other_ground(folder: RunFolder, threads: int) -> None:
     changes = folder.describe_resumption(threads)
     if changes:
         warnings.warn(
-            f"{folder.path} goes on, but not to where it would have ended unbroken: {'; '.join(changes)}. It is noted "
-            "in versions.json; for figures that repeat, start over with run.overwrite=true.",
+            f"{folder.path} resumes in another environment, so its results will differ from an uninterrupted run: "
+            f"{'; '.join(changes)}. versions.json records this; for reproducible results, start over with "
+            "run.overwrite=true.",
             RobopolicyWarning,
             stacklevel=3,
         )
@@ -266,7 +267,7 @@ def default_path(config: Config, verb: str, part: str, given: Path | None, key: 
     """
     path = given if given is not None else run_path(config, verb) / part
     if not path.exists() and not recover_folder(path).exists():
-        advice = f"'robopolicy {verb}' makes it; or set" if given is None else "check"
+        advice = f"create it with 'robopolicy {verb}', or set" if given is None else "check"
         raise CheckpointError(f"{path} does not exist: {advice} {key}=PATH.")
     return path
 
@@ -321,7 +322,7 @@ def runs_of(paths: Sequence[Path]) -> list[str]:
         names = [name_of.get(place) or _end(place, length) for place in places]
         if len(set(names)) == len(names):
             return names
-    raise ConfigError(f"These do not differ in verb, name or seed: {', '.join(map(str, paths))}.")
+    raise ConfigError(f"These runs have the same verb, name and seed: {', '.join(map(str, paths))}.")
 
 
 def _told_apart(runs: Sequence[Sequence[str]]) -> list[str]:

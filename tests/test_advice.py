@@ -33,7 +33,7 @@ def test_a_critic_that_looks_beyond_the_time_limit_is_named(discount, horizon, l
     section = FinetuneSection(discount=discount, time_limit=limit)
     print_advice({"base": judged(0.4), "tuned": judged(0.4)}, section, horizon)
     assert (
-        "100 control steps ahead, further than an episode lasts (40): try finetune.discount=0.95 or "
+        "100 control steps, longer than an episode (40): try finetune.discount=0.95 or "
         "finetune.time_limit=end first" in " ".join(capsys.readouterr().out.split())
     ) is said
     print_advice({"base": judged(0.4), "tuned": judged(0.9)}, section, horizon)
@@ -50,7 +50,7 @@ def test_without_a_critic_none_is_named(algorithm, capsys):
 @pytest.mark.parametrize(("iterations", "said"), [(3, True), (4, False)])
 def test_that_the_critic_alone_has_learned_is_said(iterations, said, capsys):
     print_advice({"base": judged(0.4), "tuned": judged(0.4)}, FinetuneSection(critic_warmup=3), 0, iterations)
-    assert ("finetune.critic_warmup=3 takes all of 3 iterations" in " ".join(capsys.readouterr().out.split())) is said
+    assert ("finetune.critic_warmup=3 takes all 3 iterations" in " ".join(capsys.readouterr().out.split())) is said
 
 
 def recorded(count: int = 20, **columns: Any) -> list[dict[str, Any]]:
@@ -85,22 +85,24 @@ def outcome(rate: float, episodes: int = 200, reports: bool = True) -> Any:
 UNPAID = {"success": 0.0, "return": 0.0, "reward_per_decision": 0.0}
 FELL = {"success": lambda at: 0.5 - 0.02 * at, "return": lambda at: 1.0 + at}
 CASES = [
-    ("nothing was paid", UNPAID, 0.0, 0.0, "None of 1280 episodes was paid anything", "finetune.hint=guide"),
-    ("two iterations, unpaid", {**UNPAID, "count": 2}, 0.0, 0.0, "None of 128 episodes was paid", "robopolicy teach"),
-    ("no episode ended", {**UNPAID, "success": None, "return": None, "episodes": 0.0}, 0.1, 0.1, "no episode ended",
-     "finetune.rollout_length="),
-    ("all alike", {"success": 0.0, "signal": 0.0}, 0.0, 0.0, "nothing tells good from bad", "finetune.group_size="),
-    ("a penalty a step", {"success": 0.0, "return": -40.0, "reward_per_decision": -1.0}, 0.0, 0.0, "paid the same, -40",
-     "robopolicy train"),
+    ("nothing was paid", UNPAID, 0.0, 0.0, "All rewards were zero in 1280 episodes", "finetune.hint=guide"),
+    ("two iterations, unpaid", {**UNPAID, "count": 2}, 0.0, 0.0, "All rewards were zero in 128 episodes",
+     "robopolicy teach"),
+    ("no episode ended", {**UNPAID, "success": None, "return": None, "episodes": 0.0}, 0.1, 0.1,
+     "All rewards were zero in 20 iterations, and no episode ended", "finetune.rollout_length="),
+    ("all alike", {"success": 0.0, "signal": 0.0}, 0.0, 0.0, "of each initial state had equal returns",
+     "finetune.group_size="),
+    ("a penalty a step", {"success": 0.0, "return": -40.0, "reward_per_decision": -1.0}, 0.0, 0.0,
+     "had the same return, -40", "robopolicy train"),
     ("nothing to gain", {"success": 0.97}, 1.0, 0.995, "already succeeds in 100.0%", "world.options"),
-    ("too large", {"kl": 0.4, "kl_stop": 1.0}, 0.4, 0.2, "Steps were too large: the KL divergence of an update came to "
-     "0.4", "finetune.learning_rate="),
+    ("too large", {"kl": 0.4, "kl_stop": 1.0}, 0.4, 0.2, "Updates were too large: the KL divergence of an update "
+     "reached 0.4", "finetune.learning_rate="),
     ("clipped", {"clip_fraction": 0.6}, 0.4, 0.2, "60% of the ratios were clipped", "finetune.clip="),
-    ("another reward", FELL, 0.4, 0.1, "the return rose from 3 to 18 and success fell", "finetune.rewards="),
-    ("hardly moved", {"kl": 2e-6}, 0.4, 0.4, "The policy hardly moved", "finetune.learning_rate="),
+    ("another reward", FELL, 0.4, 0.1, "the return rose from 3 to 18 while success fell", "finetune.rewards="),
+    ("hardly changed", {"kl": 2e-6}, 0.4, 0.4, "The policy hardly changed", "finetune.learning_rate="),
     ("too few", {"count": 7}, 0.4, 0.39, "7 iterations are too few", "finetune.iterations="),
-    ("within chance", {}, 0.4, 0.39, "is within chance", "finetune.evaluate_episodes=800"),
-    ("by heart", {}, 0.6, 0.2, "learned by heart", "finetune.num_envs="),
+    ("not significant", {}, 0.4, 0.39, "is not significant", "finetune.evaluate_episodes=800"),
+    ("by heart", {}, 0.6, 0.2, "overfit", "finetune.num_envs="),
 ]  # fmt: skip
 
 
@@ -110,8 +112,8 @@ def test_advice_names_what_the_run_shows_and_nothing_else(what, columns, base, t
     print_advice({"base": outcome(base), "tuned": outcome(tuned)}, FinetuneSection(), 0, seen.iterations, seen)
     said = " ".join(capsys.readouterr().out.split())
     assert cause in said and way in said, said
-    others = {"None of", "nothing tells", "already succeeds", "Steps were too large", "hardly moved", "too few",
-              "within chance", "learned by heart", "steps are too large"}  # fmt: skip
+    others = {"All rewards were zero", "equal returns", "the same return", "already succeeds", "Updates were too large",
+              "hardly changed", "too few", "not significant", "overfit", "updates that are too large"}  # fmt: skip
     assert not [other for other in others if other in said and other not in f"{cause} {way}" and what != "clipped"]
 
 
@@ -128,10 +130,10 @@ def test_imagination_that_pays_nothing_is_named_whatever_ended_it(capsys):
     seen = Evidence.of(recorded(**UNPAID))
     both = {"base": outcome(0.2), "tuned": outcome(0.2)}
     imagine.print_advice(ended(Ended.PATIENCE, **WATCHED), both, FinetuneSection(), seen)
-    assert "None of 1280 imagined episodes was paid" in capsys.readouterr().out
+    assert "All rewards were zero in 1280 imagined episodes" in capsys.readouterr().out
     section = FinetuneSection(target_success=0.9)
     imagine.print_advice(ended(Ended.TARGET, **WATCHED), both, section, Evidence.of(recorded()))
-    assert "not on fresh ones" in capsys.readouterr().out
+    assert "not on new ones" in capsys.readouterr().out
 
 
 def judgement(low: float, high: float, candidate: float = 1.0, **changes: Any) -> dict[str, Any]:
@@ -142,8 +144,8 @@ def judgement(low: float, high: float, candidate: float = 1.0, **changes: Any) -
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (judgement(-0.3, -0.1), "1 of 1 judgements found a candidate surely worse"),
-        (judgement(0.1, 0.3, 9.0, ceiling=2.0), "above all recorded successes"),
+        (judgement(-0.3, -0.1), "1 of 1 evaluations found a candidate significantly worse"),
+        (judgement(0.1, 0.3, 9.0, ceiling=2.0), "above nearly all recorded successes"),
         (judgement(0.1, 0.3, margin=0.2), "not by the margin of 0.2"),
         (judgement(-0.1, 0.2), "gate.starts=256"),
     ],
@@ -155,10 +157,10 @@ def test_refused_candidates_are_advised_by_what_the_judges_found(found, said):
 @pytest.mark.parametrize(
     ("curve", "said"),
     [
-        ([(0, 0.0), (100, 0.0)], "No evaluation ever succeeded"),
-        ([(0, 1.0), (100, 0.99)], "next to nothing to gain"),
-        ([(0, 0.4), (50, 0.8), (100, 0.3)], "fell back to 0.3"),
-        ([(0, 0.4), (100, 0.4)], "give it more steps"),
+        ([(0, 0.0), (100, 0.0)], "No evaluation episode succeeded"),
+        ([(0, 1.0), (100, 0.99)], "Almost no improvement is possible"),
+        ([(0, 0.4), (50, 0.8), (100, 0.3)], "dropped to 0.3"),
+        ([(0, 0.4), (100, 0.4)], "train for more steps"),
     ],
 )
 def test_learning_online_that_gains_nothing_is_advised_by_its_curve(curve, said):
@@ -182,13 +184,17 @@ WATCHED = {
 def test_why_imagination_ended_is_said_with_what_was_kept():
     said = imagine.said_at_the_end(ended(Ended.PARTED, **WATCHED))
     assert said == (
-        "Ended after 20 iterations: gap with no real gain. Kept is the policy of iteration 10: 69.5% [62.8%, 75.5%] "
-        "for real, 91.0% in imagination (gap +21.5 points)."
+        "Stopped after 20 iterations: gap with no real gain. Saved the policy of iteration 10: real success 69.5% "
+        "[62.8%, 75.5%], 91.0% in imagination (gap +21.5 points)."
     )
-    assert "not watched for real" in imagine.said_at_the_end(ended(Ended.ITERATIONS, deterministic_success=0.9))
+    assert "not evaluated in the real environment" in imagine.said_at_the_end(
+        ended(Ended.ITERATIONS, deterministic_success=0.9)
+    )
     returns = {"deterministic_success": 0.0, "deterministic_return": 0.0, "deterministic_real_return": -3.0}
-    assert "return 0 in imagination, return -3 for real" in imagine.said_at_the_end(ended(Ended.PATIENCE, **returns))
-    assert "last policy is kept" in imagine.said_at_the_end(FinetuneResult(3, 30, Ended.ITERATIONS, {}))
+    assert "return 0 in imagination, return -3 in the real environment" in imagine.said_at_the_end(
+        ended(Ended.PATIENCE, **returns)
+    )
+    assert "last policy is saved" in imagine.said_at_the_end(FinetuneResult(3, 30, Ended.ITERATIONS, {}))
 
 
 @pytest.mark.parametrize("why", list(Ended))
@@ -203,7 +209,7 @@ def test_advice_after_imagination_fits_why_it_ended(why, capsys):
         Ended.PATIENCE: "imagine.patience",
         Ended.ITERATIONS: "finetune.iterations",
     }
-    assert fitting[why] in said and "did not rise" in said
+    assert fitting[why] in said and "did not increase" in said
     assert not [other for other in fitting.values() if other != fitting[why] and other in said]
 
 

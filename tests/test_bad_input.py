@@ -60,8 +60,8 @@ def complaint(capsys, verb, *arguments) -> str:
         (["optimize", "optimize.engines=[leen]"], ["no engine 'leen'", "'lean'"]),
         (["drive", "drive.port=70000"], ["port is 70000", "1 to 65535"]),
         (["drive", "drive.seconds=3", "drive.task=push"], ["drive.task, drive.seconds", "drive.robot=TYPE"]),
-        (["drive", "drive.episodes=0"], ["drive.episodes is 0"]),
-        (["drive", "drive.robot=so101_follower", "drive.rate=-1"], ["drive.rate=-1 is for simulated robots"]),
+        (["drive", "drive.episodes=0"], ["drive.episodes=0 must be at least 1"]),
+        (["drive", "drive.robot=so101_follower", "drive.rate=-1"], ["drive.rate=-1 is only for simulated robots"]),
         (["drive", "drive.host=wss://127.0.0.1:1", "drive.port=2"], ["says port 1, and port is 2"]),
         (["drive", "drive.certificate=/nowhere.pem"], ["/nowhere.pem cannot be read"]),
         (["evaluate", "evaluate.episodes=-1"], ["evaluate.episodes is -1"]),
@@ -70,7 +70,7 @@ def complaint(capsys, verb, *arguments) -> str:
         (["finetune", "finetune.scored_steps=-1"], ["scored_steps is -1"]),
         (["finetune", "finetune.num_envs=0"], ["finetune.num_envs"]),
         (["bench", "simz"], ["simz", "'sims'"]),
-        (["train", "train.data=[a"], ["train.data=[a cannot be read", "KEY='a=b'"]),
+        (["train", "train.data=[a"], ["train.data=[a cannot be parsed", "KEY='a=b'"]),
         (["evaluate", "evaluate.policy=a=b"], ["evaluate.policy=a=b cannot be read"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
@@ -126,7 +126,7 @@ def test_a_policy_that_does_not_fit_is_named_before_others_are_ranked(root, chec
     played: list[object] = []
     monkeypatch.setattr("robopolicy.verbs.rank.score", lambda *given: played.append(given))
     said = complaint(capsys, "rank", f"rank.policies=[{checkpoint},{other}]", f"run.root={root}", "rank.noise=[none]")
-    assert "is 'left' to the policy" in said and not played
+    assert "is 'left' for the policy" in said and not played
 
 
 def test_code_in_the_place_of_a_checkpoint(root, capsys):

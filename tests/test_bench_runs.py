@@ -76,7 +76,7 @@ def test_checkpoints_are_named_by_what_differs():
     assert runs_of([base, runs / "finetune/other/1/checkpoint"]) == ["base push_cube 0", "tuned other 1"]
     assert runs_of([base]) == ["push_cube"]
     assert runs_of([]) == []
-    with pytest.raises(ConfigError, match="do not differ"):
+    with pytest.raises(ConfigError, match="have the same verb, name and seed"):
         runs_of([base, base])
 
 
@@ -88,7 +88,7 @@ def test_folders_of_others_are_named_by_the_end_of_their_path():
     assert runs_of(steps) == ["push/010000", "push/020000"]
     assert runs_of([Path("a/act"), Path("b/act"), Path("/act")]) == ["a/act", "b/act", "act"]
     assert runs_of([outputs / "push_cube", base]) == ["outputs/push_cube", "push_cube"]
-    with pytest.raises(ConfigError, match="do not differ"):
+    with pytest.raises(ConfigError, match="have the same verb, name and seed"):
         runs_of([push, base, push])
 
 
@@ -175,7 +175,7 @@ def test_the_first_arm_of_imagination_is_what_a_recipes_own_verbs_do(tmp_path, t
 def test_recipes_whose_model_knows_the_base_say_so_where_there_is_none(tmp_path):
     config = compose(["recipe=pick_place", f"run.root={tmp_path}", *TINY])
     assert collect.run(config) == 0
-    with pytest.raises(ConfigError, match=r"'robopolicy train' makes it; or set worldmodel\.include_base=false"):
+    with pytest.raises(ConfigError, match=r"create it with 'robopolicy train', or set worldmodel\.include_base=false"):
         worldmodel.run(config)
     assert config.imagine.near_base == 0.05
     images = [

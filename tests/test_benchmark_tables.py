@@ -47,8 +47,11 @@ def test_the_benchmark_of_the_readme_runs_and_is_checked(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ([["a", "1"]], r"returns \['a', '1'\] where a robopolicy\.verbs\.bench\.Table"),
-        ([bench.Table("mine", ["name", "rate"], [["a", "1"], ["b"]])], r"'mine'.* the line \['b'\]: a line is 2 texts"),
+        ([["a", "1"]], r"returned \['a', '1'\] instead of a robopolicy\.verbs\.bench\.Table"),
+        (
+            [bench.Table("mine", ["name", "rate"], [["a", "1"], ["b"]])],
+            r"'mine'.* the line \['b'\]: a line must have 2 texts",
+        ),
         ([bench.Table("mine", ["name", "rate"], [["a", 1.0]])], r"the line \['a', 1\.0\]"),  # type: ignore[list-item]
     ],
 )
@@ -78,7 +81,7 @@ def test_a_closed_benchmark_keeps_its_figures_its_command_and_where_its_code_is(
     assert figures["code"].startswith(commit)
     text = " ".join(tables.READMES[0].read_text().split())
     assert f"*Figures: assets/figures/{name}.json, made by `{figures['command']}` at commit {commit}" in text
-    with pytest.raises(ConfigError, match=f"'{name}' is closed: .*commit {commit}"):
+    with pytest.raises(ConfigError, match=f"'{name}' was removed: .*commit {commit}"):
         run(tmp_path, f"bench.name={name}")
 
 
@@ -152,11 +155,11 @@ def test_a_changed_figure_changes_the_table(tmp_path, monkeypatch):
     [
         ("sims", "bench.seeds=[0]", "bench.rounds"),
         ("joint", "bench.tasks=[push_t]", "bench.seeds"),
-        ("tables", "bench.rounds=1", "no setting of bench"),
+        ("tables", "bench.rounds=1", "no bench setting"),
     ],
 )
 def test_a_setting_that_a_benchmark_does_not_read_is_refused(tmp_path, name, setting, read):
-    with pytest.raises(ConfigError, match=f"{setting.partition('=')[0]} says nothing to '{name}', which reads {read}"):
+    with pytest.raises(ConfigError, match=f"'{name}' does not use {setting.partition('=')[0]}; it uses {read}"):
         run(tmp_path, f"bench.name={name}", setting)
     assert not list(tmp_path.iterdir()), "nothing was run"
 
@@ -189,7 +192,7 @@ def test_a_benchmark_of_another_package_is_run_by_its_dotted_path(tmp_path, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     published = tmp_path / "figures.json"
     assert run(tmp_path, "bench.name=my_claim:BENCHMARK", "bench.seeds=[7,9]", f"json={published}") == 0
-    with pytest.raises(ConfigError, match="name a `Benchmark`"):
+    with pytest.raises(ConfigError, match="not a `Benchmark`"):
         run(tmp_path, "bench.name=my_claim:measure")
     sys.modules.pop("my_claim")
     assert "Mine" in capsys.readouterr().out
@@ -213,7 +216,9 @@ def test_a_wheel_leaves_ours_out_says_so_and_runs_those_of_other_packages(tmp_pa
     monkeypatch.setattr(sys.modules[__name__], "THEIRS", theirs, raising=False)
     assert main(["bench", "recipes", f"run.root={tmp_path}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "The benchmark 'recipes' comes with a checkout of robopolicy" in said and "Traceback" not in said
+    assert (
+        "The benchmark 'recipes' is only in a checkout of the robopolicy repository" in said and "Traceback" not in said
+    )
     assert not list(tmp_path.iterdir())
     assert run(tmp_path, "bench.name=theirs") == 0 and "Theirs" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"no benchmark 'recipe'.* Did you mean 'recipes'"):

@@ -26,7 +26,7 @@ def experts_of(root, *settings):
 
 def test_what_was_collected_is_imitated_unless_other_datasets_are_named(tmp_path):
     beside = "finetune.auxiliaries=[experts]"
-    with pytest.raises(CheckpointError, match=r"'robopolicy collect' makes it; or set finetune.experts=PATH"):
+    with pytest.raises(CheckpointError, match=r"create it with 'robopolicy collect', or set finetune.experts=PATH"):
         experts_of(tmp_path, beside)
     assert main(["collect", *NOISY, f"run.root={tmp_path}"]) == 0
     folder = tmp_path / "collect" / "reach_planar" / "0"

@@ -33,9 +33,9 @@ SETTINGS = {
 def test_its_own_value_is_taken_with_a_note_and_no_other(setting: str):
     *kinds, key = setting.split()
     same, other = SETTINGS[setting]
-    with pytest.warns(RobopolicyNote, match=f"{key} is no setting any more"):
+    with pytest.warns(RobopolicyNote, match=f"{key} is no longer a setting"):
         assert compose([*kinds, f"{key}={same}"]) == compose(kinds)
-    with pytest.raises(ConfigError, match=rf"'{key}' is .*: it was fixed at .* in 0\.2\.0"):
+    with pytest.raises(ConfigError, match=rf"'{key}' is .*: it is fixed at .* since 0\.2\.0"):
         compose([*kinds, f"{key}={other}"])
 
 
@@ -60,7 +60,7 @@ def test_a_run_of_before_goes_on_unless_it_had_another_value(tmp_path: Path, val
     saved["finetune"] |= {"log_ratio_clamp": value, "critic_depth": 2}
     (folder / "config.yaml").write_text(yaml.safe_dump(saved))
     if differs:
-        with pytest.raises(ConfigError, match=r"another version \('finetune\.log_ratio_clamp' is 5\.0: it was fixed"):
+        with pytest.raises(ConfigError, match=r"another version \('finetune\.log_ratio_clamp' is 5\.0: it is fixed"):
             open_run(config, "finetune", sections)
     else:
         assert open_run(config, "finetune", sections).path == folder

@@ -62,7 +62,7 @@ def test_training_goes_on_as_a_new_run_that_says_where_it_began(root, capsys):
     base = root / "train/base/0/checkpoint"
     assert train(root, root / "data", "more", f"train.policy={base}", "train.episodes=[0,2]", "train.without=[2]") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"Goes on from {base}; its normalisers stay as they are." in said and "1 episodes, 5 frames" in said
+    assert f"Continuing from {base}; its normalisers are unchanged." in said and "1 episodes, 5 frames" in said
     result = json.loads((root / "train/more/0/result.json").read_text())
     assert result["base_checkpoint"] == str(base)
     assert result["base_weights"] == file_hash(base / "model.safetensors")
@@ -78,7 +78,7 @@ def test_training_goes_on_as_a_new_run_that_says_where_it_began(root, capsys):
 def test_data_that_a_policy_cannot_go_on_with_is_refused_or_noted(root, capsys):
     going_on = f"train.policy={root}/train/base/0/checkpoint"
     for data, text in (
-        ("feet", f"'{STATE}' is in 'ft' in {root}/feet, in 'm' to the policy"),
+        ("feet", f"'{STATE}' is in 'ft' in {root}/feet, in 'm' for the policy"),
         ("fast", "has 20 steps per second and the policy acts at 10"),
     ):
         assert train(root, root / data, f"on_{data}", going_on) == 2
@@ -86,14 +86,14 @@ def test_data_that_a_policy_cannot_go_on_with_is_refused_or_noted(root, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("default", RobopolicyWarning)
         assert train(root, root / "wide", "on_wide", going_on) == 0
-    assert f"{root}/wide lies outside of what they were fitted on" in " ".join(capsys.readouterr().err.split())
+    assert f"{root}/wide lies outside the range that they were fitted on" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_with_other_settings_names_the_way_to_go_on(root, capsys):
     assert train(root, root / "data", "base", *SMALL, "train.rename={x: left, y: right}", "train.fit.steps=9") == 2
     checkpoint = root / "train/base/0/checkpoint"
     said = " ".join(capsys.readouterr().err.split())
-    assert f"go on from what it learned with train.policy={checkpoint} run.name=NAME" in said
+    assert f"continue training from its checkpoint with train.policy={checkpoint} run.name=NAME" in said
     assert train(root, root / "data", "base", f"train.policy={checkpoint}", "run.overwrite=true") == 2
     assert "which run.overwrite=true removes" in " ".join(capsys.readouterr().err.split())
     assert checkpoint.exists()
@@ -123,9 +123,9 @@ def test_episodes_are_chosen_by_number(root):
     assert lengths() == [5, 4, 6, 3] and lengths(2) == [5, 4] and lengths(9) == [5, 4, 6, 3]
     assert lengths([2, 0]) == [6, 5] and lengths(without=[1]) == [5, 6, 3] and lengths([0, 1], [1]) == [5]
     for choice, text in (
-        (([0, 4],), r"train.episodes names episode 4; data holds 0 to 3 \(4 episodes\)"),
-        ((0, [7]), "train.without names episode 7"),
-        (([1], [1]), "leave no episode of data"),
+        (([0, 4],), r"train.episodes contains episode 4, but data has episodes 0 to 3 \(4 in all\)"),
+        ((0, [7]), "train.without contains episode 7"),
+        (([1], [1]), "exclude all episodes of data"),
     ):
         with pytest.raises(ConfigError, match=text):
             lengths(*choice)

@@ -182,7 +182,7 @@ def test_errors_name_what_is_missing(tmp_path, capsys):
     assert "at least 2" in complaint(capsys, *here, "collect.anchor_episodes=1")
     short = [*line, "collect.controller=own_things:Towards", "world.options.horizon=2"]
     said = complaint(capsys, *short, "collect.quality=expert")
-    assert "wants an expert that succeeds in 95%" in said
+    assert "requires an expert with at least 95% success" in said
     assert "own_things-Line-expert" in {each.parent.name for each in (tmp_path / "collect").glob("*/0")}
     silent = ["world.name=gymnasium:Pendulum-v1", "collect.controller=own_things:Towards", *here]
     assert "does not say which episodes succeed" in complaint(capsys, *silent, "collect.quality=medium")

@@ -29,8 +29,8 @@ def test_logged_chains_judge_and_the_logged_policy_is_no_better_than_itself(root
     own = "gate.judges=[importance]", "gate.by=return", "gate.effective=24", "run.name=own"
     assert run(root, "gate", str(base), str(base), f"gate.data=[{data}]", *own) == 1
     said = " ".join(capsys.readouterr().out.split())
-    assert "judged by importance sampling of 24 logged episodes: not surely better" in said
-    assert "Episodes that count, of 24 logged: 24, 24." in said
+    assert "evaluated by importance sampling of 24 logged episodes: not significantly better" in said
+    assert "Effective sample size of 24 recorded episodes: 24, 24." in said
     found = result(root, "gate", "own")
     assert found["effective_episodes"] == [24.0, 24.0] and found["gate"]["judgements"][0]["difference"] == 0.0
     plain = root / "collect" / "reach_planar" / "0" / "dataset"
@@ -53,7 +53,7 @@ def test_returns_are_scored_between_the_anchors_of_the_data(root, capsys):
         assert found["normalised"]["policy"][mode]["score"] == pytest.approx(expected)
     assert run(root, "evaluate", str(base), "world=push_cube", f"evaluate.anchors={graded}", "run.name=other") == 2
     assert run(root, "evaluate", str(base), f"evaluate.anchors={plain}", "run.name=other") == 2
-    assert "does not say how good its episodes are" in " ".join(capsys.readouterr().err.split())
+    assert "records no dataset quality" in " ".join(capsys.readouterr().err.split())
     brief = "offline.critic.steps=5", "offline.improve.steps=2", "offline.improve.decisions=8", "offline.rounds=1"
     ungated = *brief, f"offline.policy={base}", "offline.gated=false", "offline.evaluate_episodes=8"
     assert run(root, "offline", str(graded), *ungated, "run.name=graded") == 0
@@ -82,12 +82,15 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["offline", "gate.data=[somewhere]"], "gate.data is not read by offline: judges look at a share"),
+        (["offline", "gate.data=[somewhere]"], "gate.data is not read by offline: evaluators use a fraction"),
         (["offline", "gate.candidate=here"], "gate.candidate is not read by offline"),
         (["offline", "gate.incumbent=here"], "the policy to improve is offline.policy=CHECKPOINT"),
-        (["offline", "gate.judges=[model,importance]"], "judges in robopolicy gate and bakeoff"),
+        (["offline", "gate.judges=[model,importance]"], "works only in robopolicy gate and bakeoff"),
         (["collect", "collect.chains=true"], "set collect.policy=CHECKPOINT"),
-        (["collect", "collect.chains=true", "collect.policy=a", "plan.model=b"], "plan.model chooses among them"),
+        (
+            ["collect", "collect.chains=true", "collect.policy=a", "plan.model=b"],
+            "planning (plan.model) does not provide",
+        ),
         (["gate", "a", "b", "gate.effective=0"], "are at least 1"),
     ],
 )
@@ -102,7 +105,7 @@ def test_a_verb_that_runs_again_says_what_it_replaces(root, capsys):
     assert run(root, "evaluate", *shared) == 0 and run(root, "evaluate", *shared) == 0
     assert "replaces" not in capsys.readouterr().out  # the same settings: the same result
     assert run(root, "evaluate", *shared, "evaluate.episodes=4") == 0
-    assert "holds a run with other settings, which this one replaces; run.name=NAME keeps both" in " ".join(
+    assert "contains a run with other settings, which this run replaces; run.name=NAME keeps both" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -149,7 +152,7 @@ def test_an_evaluation_that_is_broken_off_goes_on_and_ends_where_an_unbroken_one
     with (place / "waves.jsonl").open("a") as file:
         file.write('{"key": "policy, stoch')  # a process that was killed as it wrote
     assert run(root, "evaluate", *shared, "run.name=broken") == 0
-    assert len(played) == 2 and "Goes on: 11 episodes were played" in " ".join(capsys.readouterr().out.split())
+    assert len(played) == 2 and "Resuming: 11 episodes were played" in " ".join(capsys.readouterr().out.split())
     assert outcomes("broken") == outcomes("whole") and not (place / "waves.jsonl").exists()
     assert run(root, "evaluate", *shared, "run.name=broken") == 0 and len(played) == 2 + 6, "what is whole begins anew"
 

@@ -65,7 +65,7 @@ def test_everything_that_is_made_there_remembers_the_delay(root, capsys):
     assert main(["evaluate", str(tuned), *SMALL[1:], f"run.root={root}"]) == 0  # the world is the checkpoint's own
     capsys.readouterr()
     assert main(["evaluate", str(tuned), "world=push_cube", *SMALL[1:], f"run.root={root}", "run.name=now"]) == 2
-    assert "'observation.action_queue', which the world 'push_cube' does not show" in capsys.readouterr().err
+    assert "'observation.action_queue', which the world 'push_cube' does not output" in capsys.readouterr().err
 
 
 def test_what_was_recorded_without_a_delay_teaches_a_policy_that_decides_ahead(root, recorded, tmp_path, capsys):
@@ -145,7 +145,7 @@ def test_a_world_model_of_a_world_without_a_delay_imagines_none(recorded, tmp_pa
     capsys.readouterr()
     assert main(["evaluate", str(policy), *imagined, LATE, f"run.root={tmp_path}", "evaluate.episodes=4"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "latency_steps is 3, and in this world model decisions take 0 control steps" in said
+    assert "latency_steps is 3, but this world model was trained with a latency of 0 control steps" in said
 
 
 def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
@@ -161,7 +161,7 @@ def test_a_delay_of_no_sense_is_refused(tmp_path, capsys):
 
 
 def test_a_policy_that_does_not_see_what_is_underway_is_warned_of():
-    with pytest.warns(RobopolicyWarning, match=r"does not read what is still to be done \(observation.action_queue\)"):
+    with pytest.warns(RobopolicyWarning, match=r"does not read the action queue \(observation.action_queue\)"):
         build_world(WorldSection(name="reach_planar", options={"latency_steps": 2}), _plain(), batch_size=1).close()
 
 

@@ -124,11 +124,11 @@ def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
     for verb, *settings in (["bakeoff", f"bakeoff.policies=[{every}]", trials], ["gate", *policies[:2], trials]):
         capsys.readouterr()
         assert run(verb, *settings, home=home) == 2
-        assert "say it with world.options.success" in " ".join(capsys.readouterr().err.split())
+        assert "define success with world.options.success" in " ".join(capsys.readouterr().err.split())
         assert run(verb, *settings, "gate.by=return", "run.name=paid", home=home) in (0, 1)
     assert run("deploy", *policies[:2], home=home) == 2
     refused = " ".join(capsys.readouterr().err.split())
-    assert "say it with world.options.success" in refused and "target_success" not in refused
+    assert "define success with world.options.success" in refused and "target_success" not in refused
     config = compose([f"world.name={POINT}", "world.options.reward=environment", f"run.root={home}/runs"])
     with pytest.raises(ConfigError, match="does not say which episodes succeed"):
         score(config, config.world, {"first": load_policy(policies[0])}, "simulator")
@@ -143,7 +143,7 @@ def test_success_that_is_given_is_measured(home, capsys):
 
 def test_a_note_is_printed_once_in_a_command(capsys, monkeypatch):
     def verb(config):
-        for text in ("nobody says so", "nobody says so", "something else"):
+        for text in ("not reported", "not reported", "something else"):
             warnings.warn(text, RobopolicyWarning, stacklevel=1)
             with warnings.catch_warnings():  # after which Python shows again what it has shown
                 warnings.simplefilter("ignore")
@@ -155,4 +155,4 @@ def test_a_note_is_printed_once_in_a_command(capsys, monkeypatch):
             warnings.simplefilter("always")
             assert main(["doctor"]) == 0
         told = capsys.readouterr().err
-        assert told.count("nobody says so") == 1 and told.count("something else") == 1
+        assert told.count("not reported") == 1 and told.count("something else") == 1

@@ -48,7 +48,7 @@ def test_a_steered_policy_is_learned_judged_loaded_and_learned_further(root, cap
     folder = root / "online" / "dsrl" / "0"
     assert isinstance(load_policy(folder / "checkpoint"), SteeredPolicy)
     assert "<svg" in (folder / "report.html").read_text()
-    assert "Largest dip" in capsys.readouterr().out
+    assert "Largest drop" in capsys.readouterr().out
     assert run(root, "evaluate", f"evaluate.policy={folder / 'checkpoint'}", "run.name=dsrl") == 0
     assert run(root, "online", "run.name=on", *RLPD, f"online.policy={folder / 'checkpoint'}", "online.steps=200") == 0
     assert result(root, "on")["updates"] > 10
@@ -94,7 +94,7 @@ def test_data_of_another_task_is_refused_before_anything_is_learned_of_it(root, 
     ("settings", "text"),
     [
         (("online.dataset=somewhere",), "offline.improve=dsrl"),
-        (("online.method=actions", "online.retain=0.5"), "Set online.dataset"),
+        (("online.method=actions", "online.retain=0.5"), "set online.dataset"),
         (("online.policy=/nowhere",), "/nowhere does not exist"),
         (("online.bound=0",), "online.bound is 0: it must be above 0"),
         (("online.retain=2", "online.method=actions"), "online.retain is 2: it must lie between 0 and 1"),
@@ -111,5 +111,5 @@ def test_a_policy_goes_on_by_the_method_by_which_it_learned(root, capsys):
     assert run(root, "online", "run.name=own", "online.method=actions", *RLPD, "online.steps=120") == 0
     own = f"online.policy={root}/online/own/0/checkpoint"
     assert run(root, "online", "run.name=other", own, *RLPD) == 2
-    assert "online.method=actions: say so" in " ".join(capsys.readouterr().err.split())
+    assert "was trained with online.method=actions: pass" in " ".join(capsys.readouterr().err.split())
     assert run(root, "online", "run.name=further", "online.method=actions", own, *RLPD) == 0

@@ -138,7 +138,7 @@ def test_another_world_of_the_same_shapes_is_refused_before_anything_starts(push
         capsys.readouterr()
         assert run(verb, *settings, "world=push_cube", home=tmp_path) == 2, verb
         error = said(capsys)
-        assert "'block_x' to the policy, but 'cube_x' in the world 'push_cube'" in error, error
+        assert "'block_x' for the policy, but 'cube_x' in the world 'push_cube'" in error, error
         assert "config.json" in error
         assert not list((tmp_path / verb).glob("**/checkpoint")), verb
 
@@ -173,7 +173,7 @@ def test_policies_of_no_known_world_are_judged_as_before_and_it_is_said(push_t, 
     assert "assumed" not in said(capsys)
     with pytest.warns(
         RobopolicyWarning,
-        match=r"push_cube is assumed where one is needed. .*world=demonstrations .*Name another: world=NAME",
+        match=r"push_cube is assumed if a world is needed. .*world=demonstrations .*To choose another: world=NAME",
     ):
         config = compose([f"evaluate.policy={old}"], lambda config: with_origin(config, {"evaluate.policy": ""}))
     assert config.world.name == "push_cube"
@@ -221,7 +221,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(push_t, tmp_path, monkeyp
 def test_a_damaged_world_is_an_error(push_t, tmp_path, world):
     folder = planted(push_t, tmp_path / "planted", world)
     for read in (saved_origin, load_policy):
-        with pytest.raises(CheckpointError, match="names its world as"):
+        with pytest.raises(CheckpointError, match="describes its world as"):
             read(folder)
 
 
@@ -274,7 +274,7 @@ def test_a_robot_is_driven_in_the_world_of_the_served_policy(push_t, tmp_path, c
             assert json.loads((tmp_path / "figures.json").read_text())["episodes"] == 1
             capsys.readouterr()
             assert main(["drive", *robot, "world=push_cube"]) == 2
-            assert "'block_x' to the policy, but 'cube_x' in the world 'push_cube'" in said(capsys)
+            assert "'block_x' for the policy, but 'cube_x' in the world 'push_cube'" in said(capsys)
         finally:
             server.terminate()
 
@@ -286,7 +286,7 @@ def test_policies_of_different_worlds_are_ranked_in_none_of_them_unasked(push_t,
 
     other = planted(push_t, tmp_path / "other", {"name": "push_cube", "options": {}})
     assert ranked(checkpoint(push_t), checkpoint(push_t)).name == "push_t"
-    with pytest.raises(ConfigError, match=r"from 'push_t' with threads=1, .* from 'push_cube': name one, world=NAME"):
+    with pytest.raises(ConfigError, match=r"from 'push_t' with threads=1, .* from 'push_cube': choose one, world=NAME"):
         ranked(checkpoint(push_t), other)
 
 
@@ -321,7 +321,7 @@ def test_a_policy_of_lerobot_may_be_given_a_world(tmp_path):
     (tmp_path / "robopolicy.json").write_text(json.dumps({"fps": 10, "world": ORIGIN.to_json()}))
     assert saved_origin(tmp_path) == ORIGIN
     (tmp_path / "robopolicy.json").write_text(json.dumps({"world": "push_t"}))
-    with pytest.raises(CheckpointError, match=r"robopolicy\.json names its world as"):
+    with pytest.raises(CheckpointError, match=r"robopolicy\.json describes its world as"):
         saved_origin(tmp_path)
 
 
@@ -354,9 +354,9 @@ def test_fields_without_names_are_compared_by_shape_alone():
     policy = PolicySpec({"observation.state": nameless}, nameless, 1, 1, 1, 0, 10.0)
     require_fit(policy, world)
     require_fit(replace(policy, observation={"observation.state": named}, action=named), world)
-    with pytest.raises(SpecError, match=r"Element 1 of 'observation.state' is 'z' to the policy, but 'y'"):
+    with pytest.raises(SpecError, match=r"Element 1 of 'observation.state' is 'z' for the policy, but 'y'"):
         require_fit(replace(policy, observation={"observation.state": replace(named, names=("x", "z"))}), world)
-    with pytest.raises(SpecError, match="Element 0 of the action is 'y' to the policy, but 'x'"):
+    with pytest.raises(SpecError, match="Element 0 of the action is 'y' for the policy, but 'x'"):
         require_fit(replace(policy, action=replace(named, names=("y", "x"))), world)
 
 
@@ -366,7 +366,7 @@ def test_a_dataset_of_no_known_world_is_its_own_world(push_t, tmp_path, capsys):
     write_dataset(replace(episodes, action_field=replace(episodes.action_field, names=("left", "right"))), foreign)
     assert recorded_origin(foreign) is None
     assert run("train", "train.evaluate_episodes=4", f"train.data={foreign}", home=tmp_path) == 0
-    assert "its own episodes are followed (world=demonstrations)" in said(capsys)
+    assert "its own recorded episodes are used as the world if one is needed (world=demonstrations)" in said(capsys)
     judged = json.loads((tmp_path / "train" / "demonstrations" / "0" / "result.json").read_text())
     assert judged["policy"]["deterministic"]["world"] == "demonstrations"
 

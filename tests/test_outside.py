@@ -81,17 +81,17 @@ def test_a_controller_is_checked_where_it_acts(tmp_path, capsys):
     assert robopolicy("check", target, f"world.name={BALL}", "world.options.horizon=30", root=tmp_path) == 0
     assert f"collect.controller={target}): 12 of 12 succeeded." in " ".join(capsys.readouterr().out.split())
     assert robopolicy("check", target, "world=push_cube", root=tmp_path) == 1
-    assert "breaks its contract" in (shown := " ".join(capsys.readouterr().out.split()))
-    assert "act raised ValueError" in shown and "It was shown observation.state [12, 1, 6]" in shown
+    assert "contract check failed" in (shown := " ".join(capsys.readouterr().out.split()))
+    assert "act raised ValueError" in shown and "It was given observation.state [12, 1, 6]" in shown
 
 
 @pytest.mark.parametrize(
     ("act", "promise"),
     [
         (lambda rows: np.zeros((rows, 1, 2)), r"act returned \[12, 1, 2\] for 12 rows"),
-        (lambda rows: np.zeros((rows, 3)), r"one control step for each, \[12, 2\]"),
+        (lambda rows: np.zeros((rows, 3)), r"one control step per row, \[12, 2\]"),
         (lambda rows: np.full((rows, 2), np.nan), "act returned NaN or infinity in rows 0, 1, 2, 3"),
-        (lambda rows: np.full((rows, 2), "up"), "not numbers"),
+        (lambda rows: np.full((rows, 2), "up"), "instead of numbers"),
     ],
 )
 def test_a_controller_that_breaks_a_promise_is_told_which(act, promise):

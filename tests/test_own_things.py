@@ -284,20 +284,20 @@ def test_a_registry_names_the_nearest(nothing_named):
             "own_things:Linear",
             0,
             [
-                "a policy that keeps its contract",
+                "(a policy): contract check passed",
                 "acts: yes",
                 "scores: no, it lacks log_prob",
-                "in own_things:Line; for another one: world=NAME",
+                "in own_things:Line; to test in another world: world=NAME",
             ],
         ),
         (
             "reach_planar",
             0,
             [
-                "a world that keeps its contract",
+                "(a world): contract check passed",
                 "Shows observation.environment_state [6] (tip_x, tip_y",
-                "Takes actions [2]",
-                "An episode has succeeded:",
+                "Action [2]",
+                "Success:",
                 "Snapshots: yes",
             ],
         ),
@@ -306,8 +306,8 @@ def test_a_registry_names_the_nearest(nothing_named):
             0,
             [
                 "state [10] (observation[0] to [9])",
-                "-1 to 1 (executed as decided, also beyond); 50 a second, 50 in",
-                "nobody says so",
+                "(not clipped: executed as given, also outside the bounds); 50 control steps per second, 50 per",
+                "not reported",
             ],
         ),
     ],
@@ -330,8 +330,8 @@ def test_check_names_elements_limits_and_who_judges():
     )
     assert spec_lines(spec) == [
         "Shows observation.state [5] (grip, pose[0] to [2], speed), m",
-        "Takes actions [2]; -1 to 1, 0 to 512; 25 a second, 50 in an episode",
-        "An episode has succeeded: The door is open.",
+        "Action [2]; -1 to 1, 0 to 512; 25 control steps per second, 50 per episode",
+        "Success: The door is open.",
     ]
 
 
@@ -340,4 +340,4 @@ def test_check_names_a_broken_promise(capsys, monkeypatch):
 
     monkeypatch.setattr(own_things.Line, "reset", lambda self, rows=None, seeds=None, options=None: {})
     assert main(["check", "own_things:Line"]) == 1
-    assert "a world that breaks its contract" in capsys.readouterr().out
+    assert "(a world): contract check failed" in capsys.readouterr().out

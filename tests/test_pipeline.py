@@ -73,7 +73,7 @@ def test_a_new_policy_takes_over_in_a_deployment(root: Path, capsys):
     found = json.loads((root / "deploy" / "reach_planar" / "0" / "result.json").read_text())["deployed"]
     assert [len(found[name]["running"]) for name in ("mixed", "replaced")] == [30, 30]
     assert set(found["replaced"]["shares"]) == {1.0}
-    assert "Success so far" in (root / "deploy" / "reach_planar" / "0" / "report.html").read_text()
+    assert "Running success" in (root / "deploy" / "reach_planar" / "0" / "report.html").read_text()
     assert main(["deploy", str(checkpoint), str(checkpoint), *small, "deploy.drop=2"]) == 2
     assert "deploy.drop is 2" in capsys.readouterr().err
 
@@ -97,7 +97,7 @@ def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, caps
     assert main([*offline, *data]) == 2
     assert "set offline.model" in " ".join(capsys.readouterr().err.split())
     assert main([*offline, *data, f"offline.model={model}", "run.overwrite=true"]) == 2
-    assert "does not judge it alone" in " ".join(capsys.readouterr().err.split())
+    assert "cannot be the only evaluator" in " ".join(capsys.readouterr().err.split())
     other = ["worldmodel", *WORLD, f"run.root={root}", "run.name=judge", "run.seed=5", "worldmodel.include_base=false"]
     assert main([*other, f"worldmodel.data=[{root}/collect/reach_planar/0/dataset]"]) == 0
     judge = f"gate.models=[{root}/worldmodel/judge/5/checkpoint]"
@@ -143,7 +143,7 @@ def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: P
     assert done["training_steps"] == 10
     assert done["teacher_checkpoint"] == str(folder / "train" / "imitation" / "0" / "checkpoint")
     page = (folder / "report.html").read_text()
-    assert "Success, stage by stage" in page and "one_step" in page
+    assert "Success by stage" in page and "one_step" in page
     assert main(asked) == 0
     assert "is done" in capsys.readouterr().out
 
@@ -153,11 +153,11 @@ def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: P
     [
         ({"stages": {}}, "recipe=rl100"),
         ({"stages": {"one": ["trian"]}}, "Did you mean 'train'"),
-        ({"stages": {"one": ["bench"]}}, "'bench' is no stage"),
-        ({"stages": {"one": ["train", "train.data={two}/dataset"], "two": ["collect"]}}, "does not come before it"),
+        ({"stages": {"one": ["bench"]}}, "'bench' is not a verb that can be a stage"),
+        ({"stages": {"one": ["train", "train.data={two}/dataset"], "two": ["collect"]}}, "is not an earlier stage"),
         ({"stages": {"one": "train"}}, "is a list"),
         ({"stages": {"one": []}}, "its verb, then its settings"),
-        ({"stages": {"seed": ["train"]}}, "names a folder"),
+        ({"stages": {"seed": ["train"]}}, "used as a folder name"),
         ({"stages": {"one": ["train"]}, "changes": {"oen": ["train.episodes=1"]}}, "Did you mean 'one'"),
         ({"stages": {"one": ["train", "train.epsiodes=1"]}}, "train.epsiodes"),
     ],

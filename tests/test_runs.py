@@ -122,7 +122,7 @@ def test_overwrite_removes_no_folder_that_is_not_of_a_run(tmp_path):
     config = compose([f"run.root={tmp_path}", "run.name=x", "run.overwrite=true"])
     run_path(config, "train").mkdir(parents=True)
     (run_path(config, "train") / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds no run, but other files"):
+    with pytest.raises(ConfigError, match=r"contains other files and no run"):
         open_run(config, "train", ("run",))
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_has_ended_and_lost_its_checkpoint_is_not_called_done(tmp_pat
     finish(config, folder, {"steps": 1})
     if left is not None:
         folder.checkpoint.write_text(left)
-    with pytest.raises(DataError, match=r"its checkpoint is gone.*run\.overwrite=true"):
+    with pytest.raises(DataError, match=r"its checkpoint is missing.*run\.overwrite=true"):
         Job.open(config, "train", ("run",))
 
 

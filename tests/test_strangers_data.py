@@ -160,7 +160,7 @@ def short(folder):
     shutil.rmtree(folder.path / "meta/robopolicy")
 
 
-WAY = "and critics learn from nothing else. offline.reward=success"
+WAY = "which critics need. Use offline.reward=success"
 ROWS = {
     # defect: (how it comes about, settings, status, what is said)
     "no rewards": (lambda f: f.drop("next.reward", "next.reward.progress"), [], 2, ["no rewards (next.reward)", WAY]),
@@ -168,26 +168,26 @@ ROWS = {
         lambda f: f.drop("next.reward", "next.reward.progress", "next.terminated"),
         ["offline.reward=success"],
         0,
-        ["Of 6 episodes", "Decisions: "],
+        ["of 6 episodes", "Action chunks for the critic: "],
     ),
     "no outcomes at all": (lambda f: f.drop(*OUTCOMES), [], 2, ["no rewards", "in any episode", "head:WORLDMODEL"]),
     "no success label, and paid for it": (
         lambda f: f.drop(*OUTCOMES),
         ["offline.reward=success"],
         2,
-        ["does not say which steps succeeded (next.success)", "head:WORLDMODEL"],
+        ["needs the success of every step (next.success)", "head:WORLDMODEL"],
     ),
     "no success label, a head sees it": (
         lambda f: f.drop(*OUTCOMES),
         ["offline.reward=head:{root}/model"],
         0,
-        ["sees success in", "of 6 episodes", "Decisions:"],
+        ["detects success in", "of 6 episodes", "Decisions:"],
     ),
     "no end of the task, but success": (
         lambda f: f.drop("next.terminated"),
         [],
         0,
-        ["3 episodes end by success, the other 3 are taken for cut by a time limit"],
+        ["3 episodes end by success; the other 3 are treated as truncated by a time limit"],
     ),
     "no end of the task and no success": (
         lambda f: f.drop("next.terminated", "next.success"),
@@ -195,24 +195,29 @@ ROWS = {
         2,
         ["no where the task ended (next.terminated)", "offline.reward=head:WORLDMODEL"],
     ),
-    "done and truncated instead of terminated": (done_and_truncated, [], 0, ["Decisions: "]),
+    "done and truncated instead of terminated": (done_and_truncated, [], 0, ["Action chunks for the critic: "]),
     "episodes of one step": (
         short,
         [],
         0,
-        ["8 episodes, 29 frames", "steps are left out", "is not recorded"],
+        ["8 episodes, 29 frames", "steps are omitted", "is not recorded"],
     ),
-    "NaN": (spoil_nan, [], 2, [f"{STATE}: 1 of 27 rows hold NaN", "(y; episodes 1)", "offline.without=[NUMBER]"]),
-    "NaN, left out": (spoil_nan, ["offline.without=[1]"], 0, ["Left out by offline.without: 1 episodes", "5 episodes"]),
-    "an episode that is not there": (spoil_nan, ["offline.without=[9]"], 2, ["names episode 9", "holds 0 to 5"]),
+    "NaN": (spoil_nan, [], 2, [f"{STATE}: 1 of 27 rows contain NaN", "(y; episodes 1)", "offline.without=[NUMBER]"]),
+    "NaN, left out": (spoil_nan, ["offline.without=[1]"], 0, ["Excluded by offline.without: 1 episodes", "5 episodes"]),
+    "an episode that is not there": (
+        spoil_nan,
+        ["offline.without=[9]"],
+        2,
+        ["contains episode 9", "has episodes 0 to 5"],
+    ),
     "frame rate against timestamps": (slower, [], 2, ["episode 0 has frame 1", "fps 5", "correct fps"]),
     "another frame rate": (slow_throughout, [], 2, ["has 5 steps per second and the policy acts at 10", "resample"]),
-    "columns of float64": (double, [], 0, ["Decisions: "]),
+    "columns of float64": (double, [], 0, ["Action chunks for the critic: "]),
     "actions in another order": (
         swap,
         [],
         2,
-        ["Element 0 of 'action' is 'up' in", "but 'right' to the policy", "one order"],
+        ["Element 0 of 'action' is 'up' in", "but 'right' for the policy", "the same order"],
     ),
     "columns that nobody knows": (
         lambda f: f.put("gripper.temperature", [20.0] * sum(LENGTHS), pa.float64()),
@@ -224,7 +229,7 @@ ROWS = {
         lambda f: f.drop(STATE),
         [],
         2,
-        [f"has no column '{STATE}', which the policy reads", "Rename it"],
+        [f"has no column '{STATE}', which the policy reads", "Rename the column"],
     ),
     "fewer actions": (
         lambda f: f.put("action", [each[0] for each in f.column("action")], pa.float32()),
@@ -270,7 +275,9 @@ def test_every_defect_is_worked_with_or_refused_with_a_way_out(defect, made, tmp
     for text in texts:
         assert text in shown
     if not status:
-        kept, steps, missing = re.findall(r"Decisions: (\d+) of (\d+) steps(?:; (\d+) steps are left out)?", shown)[0]
+        kept, steps, missing = re.findall(
+            r"Action chunks for the critic: (\d+) of (\d+) steps(?:; (\d+) steps are omitted)?", shown
+        )[0]
         assert 0 < int(kept) == int(steps) - int(missing or 0)
     else:
         assert len([line for line in said.err.splitlines() if line.strip()]) <= 6 and "Traceback" not in said.err

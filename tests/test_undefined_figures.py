@@ -37,7 +37,7 @@ def test_a_world_model_is_shown_with_what_is_unknown(capsys):
     worldmodel.show(validation)
     said = " ".join(capsys.readouterr().out.split())
     assert "Reward error - of the variance; success head precision -, recall -" in said
-    assert "nothing is known of the success head" in said
+    assert "the success head cannot be evaluated" in said
     report = Report(title="", subtitle="")
     _add_validation(report, validation)
     assert [row[1] for row in report.sections[0].rows] == ["-", "-", "-"]

@@ -165,7 +165,7 @@ def test_a_joint_model_is_trained_judged_with_and_without_planning_and_evaluated
     assert judged["deterministic"]["success_rate"] == result["policy"]["deterministic"]["success_rate"]
     capsys.readouterr()
     assert run(root, "finetune", f"finetune.policy={folder / 'checkpoint'}", "run.name=joint") == 2
-    assert "JointModel acts but cannot be trained: it lacks log_prob" in " ".join(capsys.readouterr().err.split())
+    assert "JointModel can act but cannot be trained: it lacks log_prob" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_policy_that_looks_ahead_is_judged_beside_itself_and_can_be_recorded(root, capsys):
@@ -225,7 +225,7 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     policies = [base, root / "offline" / "off" / "0" / "base", folder / "checkpoint"]
     asked = f"bakeoff.policies=[{','.join(map(str, policies))}]"
     assert run(root, "bakeoff", asked, "bakeoff.episodes=8", *OFFLINE[-3:], *judges) == 0
-    assert "Judges, on 3 policies" in capsys.readouterr().out
+    assert "Evaluators, on 3 policies" in capsys.readouterr().out
     scored = json.loads((root / "bakeoff" / "reach_planar" / "0" / "result.json").read_text())
     assert len(scored["judges"]) == 3 and {score["pairs"] for score in scored["judges"].values()} == {6}
     gate = json.loads((root / "gate" / "reach_planar" / "0" / "result.json").read_text())["gate"]
@@ -248,7 +248,7 @@ def test_imagined_decisions_join_the_recorded_ones_and_their_model_does_not_judg
     for same in (model, root / "elsewhere", root / "worldmodel" / ".." / "worldmodel" / "reach_planar/0/checkpoint"):
         spelled = [*settings[:-2], f"gate.models=[{same}]", "run.name=imagined", "run.overwrite=true"]
         assert run(root, "offline", *OFFLINE, *spelled) == 2
-        assert "whoever trained a policy does not judge it alone" in " ".join(capsys.readouterr().err.split())
+        assert "cannot be the only evaluator" in " ".join(capsys.readouterr().err.split())
     assert run(root, "offline", *OFFLINE, *settings, "gate.judges=[model,fqe]", "run.overwrite=true") == 0
     metrics = RunFolder(root / "offline" / "imagined" / "0").metrics()
     assert any("critic_step" in record for record in metrics) and any("round" in record for record in metrics)
@@ -272,7 +272,7 @@ def test_a_folder_of_a_version_with_fewer_settings_goes_on(root, capsys):
     written.write_text(whole.replace("  images: png\n", ""))
     capsys.readouterr()
     assert run(root, "collect") == 0
-    assert "already holds" in capsys.readouterr().out
+    assert "already contains" in capsys.readouterr().out
     assert run(root, "collect", "collect.images=video") != 0
     written.write_text(whole)
 
@@ -295,11 +295,11 @@ def test_another_configuration_in_the_same_folder_is_refused(root, capsys):
         (["report", "/nowhere"], "/nowhere"),
         (["collect", "run.device=cudda"], "run.device"),
         (["gate", "/nowhere"], "gate CANDIDATE INCUMBENT"),
-        (["gate", "a", "b", "c"], "takes no more bare words ('c')"),
+        (["gate", "a", "b", "c"], "takes no further positional argument ('c')"),
         (["bakeoff", "bakeoff.policies=[a,b]"], "at least three policies"),
         (["offline", "offline.agent=icl"], "Did you mean 'iql'"),
         (["offline", "offline.improve.expectile=1"], "offline.improve.kind=best_of has no 'expectile'"),
-        (["offline", "offline.data=[imagined]"], "Set offline.model"),
+        (["offline", "offline.data=[imagined]"], "set offline.model"),
         (["online", "online.retain=0.5"], "offline.improve=dsrl"),
     ],
 )

@@ -69,7 +69,9 @@ def demonstrated(config: Config, world: World) -> Demonstrations | None:
     if section.hint is None:
         return None
     if not section.starts:
-        raise ConfigError(f"finetune.hint={section.hint} needs starts that come back: set finetune.starts=N, say 64.")
+        raise ConfigError(
+            f"finetune.hint={section.hint} needs initial states that repeat: set finetune.starts=N, for example 64."
+        )
     expert = build_controller(config.world, world, section.expert)
     seeds, tasks = start_pool(config.run.seed, section.starts, len(spec.instructions))
     return demonstrate(world, expert, seeds, tasks)

@@ -80,7 +80,7 @@ def build_judges(
             judges.append(importance_judge(config, incumbent, episodes))
             continue
         if recorded_data is None:
-            raise ConfigError(f"gate.judges names {name}, which looks at recorded data: set gate.data=[DATASET].")
+            raise ConfigError(f"gate.judges contains {name}, which needs recorded data: set gate.data=[DATASET].")
         if name == "fqe":
             fitting = FqeConfig(steps=section.steps, width=section.width, discount=section.discount)
             judges.append(FittedJudge(recorded_data, fitting, seed=config.run.seed))
@@ -95,7 +95,7 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
     """Return the input of evaluators that use recorded data; raises DataError when rewards are missing."""
     require_recorded("the recorded data", episodes, policy.spec.observation, policy.spec.action)
     if episodes.reward is None:
-        raise DataError("Judges by recorded data need rewards, and this dataset has none: use gate.judges=[model].")
+        raise DataError("Evaluators on recorded data need rewards, and this dataset has none: use gate.judges=[model].")
     interface = critic_interface(policy, episodes)
     decisions = recorded_decisions(episodes, interface, section.discount)
     bounds = value_bound(episodes.reward, section.discount)
@@ -149,10 +149,13 @@ def warn_of_divergence(judges: Sequence[Judge]) -> None:
     """
     for judge in judges:
         if isinstance(judge, ImportanceJudge) and judge.effective:
-            output.print(f"Episodes that count, of {len(judge.episodes)} logged: {effective_text(judge.effective)}.")
+            output.print(
+                f"Effective sample size of {len(judge.episodes)} recorded episodes: {effective_text(judge.effective)}."
+            )
         if isinstance(judge, FittedJudge) and judge.diverged:
             output.print(
-                f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} left what the rewards allow: it has "
-                "diverged, so its verdict means little. Give more data (gate.data), or judge by gate.judges=[model].",
+                f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} exceeded the bounds that the rewards "
+                "allow: it has diverged, and its result is unreliable. Use more data (gate.data), or evaluate with "
+                "gate.judges=[model].",
                 markup=False,
             )

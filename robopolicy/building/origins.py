@@ -57,7 +57,8 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
     for path, other in other_origins:
         if other != origin:
             raise ConfigError(
-                f"{first_path} comes from {_described(origin)}, {path} from {_described(other)}: name one, world=NAME."
+                f"{first_path} comes from {_described(origin)}, but {path} from {_described(other)}: choose one, "
+                "world=NAME."
             )
     return config.replaced(world=in_world(config.world, origin, first_path, config.run.plugins))
 
@@ -89,18 +90,21 @@ def _as_served(config: Config) -> Config:
 
 def _in_recordings(config: Config, data: Path) -> Config:
     """Return `config` with the recorded episodes of `data` as its world, and warn about it."""
-    _say_unknown(data, "where one is needed, its own episodes are followed (world=demonstrations). Name another")
+    _say_unknown(
+        data,
+        "its own recorded episodes are used as the world if one is needed (world=demonstrations). To choose another",
+    )
     return config.replaced(world=dataclasses.replace(config.world, name=DEMONSTRATIONS, data=data))
 
 
 def _say_assumed(where: object, config: Config) -> None:
-    hint = "To follow recorded episodes instead: world=demonstrations world.data=DATASET."
-    _say_unknown(where, f"{config.world.name} is assumed where one is needed. {hint} Name another")
+    hint = "To use recorded episodes instead: world=demonstrations world.data=DATASET."
+    _say_unknown(where, f"{config.world.name} is assumed if a world is needed. {hint} To choose another")
 
 
 def _say_unknown(where: object, instead: str) -> None:
     warnings.warn(
-        f"{where} does not say which world it comes from, and none is named: {instead}: world=NAME.",
+        f"{where} does not record which world it comes from, and no world is set: {instead}: world=NAME.",
         RobopolicyWarning,
         stacklevel=4,
     )
@@ -114,7 +118,11 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     """
     ask_for(plugins)
     kind = untrusted_kind(where) if isinstance(where, Path) else ""
-    more = f" run.plugins=[{kind.partition(':')[0]}], for it holds a '{kind}', which is not either" if kind else ""
+    more = (
+        (f" run.plugins=[{kind.partition(':')[0]}], because it uses '{kind}', which is not part of robopolicy either")
+        if kind
+        else ""
+    )
     require_trusted(origin.name, where, f"world.name={origin.name}{more}")
     saved_options = trusted_options(origin, where, section.options)
     if saved_options:

@@ -57,6 +57,8 @@ def planned_acting(
     world_model = world.model if isinstance(world, ImaginedWorld) and shared else None
     model = load_imagining(section.model, device) if world_model is None else world_model
     if isinstance(model, DecoderFree):
-        raise ConfigError(f"plan.model={section.model} shows a latent: planning needs a model that shows observations.")
+        raise ConfigError(
+            f"plan.model={section.model} outputs only a latent: planning needs a model that decodes observations."
+        )
     settings = narrowed(PlanConfig, section)
     return lambda policy: PlannedPolicy(policy, model, settings)

@@ -56,8 +56,8 @@ def load_policy(folder: Path | str, device: torch.device | str = "cpu") -> Polic
     """
     if is_dotted(str(folder)) and not Path(folder).exists():
         raise ConfigError(
-            f"'{folder}' names code, and a checkpoint is a folder: a policy of yours is trained with "
-            f"policy.kind={folder}, a controller records with collect.controller={folder}."
+            f"'{folder}' is an import path, but a checkpoint folder is needed: train a custom policy with "
+            f"policy.kind={folder}, or record a controller with collect.controller={folder}."
         )
     try:
         policy = load_with_encoder(folder, device)
@@ -73,9 +73,9 @@ def data_instead(path: Path) -> str:
     """Return a sentence where `path` holds recorded data and no checkpoint, "" for anything else."""
     if not path.exists() or (path / "config.json").is_file():
         return ""
-    prefix = f"{path} holds recorded data, and the checkpoint of a policy is needed here."
+    prefix = f"{path} contains recorded data, but a policy checkpoint is needed here."
     if is_dataset(path):
-        return f"{prefix} Train one on it: robopolicy train {shlex.quote(str(path))}"
+        return f"{prefix} Train a policy on it: robopolicy train {shlex.quote(str(path))}"
     try:
         other = what_it_is(path)
     except DataError as error:
@@ -96,7 +96,9 @@ def trainable(policy: Policy, tuning: LeRobotTuning) -> Trainable:
     if isinstance(policy, Tunable):
         return policy.to_trainable_by(tuning)
     if tuning != LeRobotTuning():
-        raise ConfigError(f"lerobot says how policies of LeRobot's learn, and this is a {type(policy).__name__}.")
+        raise ConfigError(
+            f"The section lerobot applies to LeRobot policies only, and this is a {type(policy).__name__}."
+        )
     return require_trainable(policy)
 
 
@@ -144,8 +146,9 @@ def as_seen_in(world: World, policy: Policy) -> Policy:
         not torch.equal(weights[name], other[name].to(weights[name].device)) for name in weights
     ):
         raise ConfigError(
-            f"The policy reads the latent of another model than that of '{world.spec.name}': one that has been trained "
-            "anew or further shows other latents. Its own lies in its checkpoint, in the folder 'encoder'."
+            f"The policy reads the latent of another model than that of '{world.spec.name}': a model that was "
+            "trained again or further has other latents. The policy's own model is in its checkpoint, in the folder "
+            "'encoder'."
         )
     return policy.inner
 

@@ -84,8 +84,8 @@ def build_world(
             _require_fit(policy, world)
     if policy is not None and QUEUE in world.spec.observation and QUEUE not in policy.spec.observation:
         warnings.warn(
-            f"Decisions take time in '{world.spec.name}', and this policy does not read what is still to be done "
-            f"({QUEUE}): it decides as if they took none. Train it with the same world.options.latency_steps.",
+            f"'{world.spec.name}' has inference latency, but this policy does not read the action queue ({QUEUE}) "
+            "and ignores the latency. Train it with the same world.options.latency_steps.",
             RobopolicyWarning,
             stacklevel=2,
         )
@@ -134,9 +134,10 @@ def _made_world(
         raise
     if not world.spec.reports_success:
         warnings.warn(
-            f"'{section.name}' does not say which episodes succeed, so returns are compared instead. Say it: "
-            "world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\" (with both "
-            "quotes; of the whole episode), world.options.success=terminated, or world.options.success_key=NAME.",
+            f"'{section.name}' does not report which episodes succeed, so returns are compared instead. To define "
+            "success: world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\" "
+            "(with both quotes; the return of a whole episode), world.options.success=terminated, or "
+            "world.options.success_key=NAME.",
             RobopolicyWarning,
             stacklevel=3,
         )
@@ -162,8 +163,8 @@ def _shown(section: WorldSection, policy: Policy | None, filmed: bool) -> dict[s
         ]
         if other:
             warnings.warn(
-                f"world.image_size is {' and '.join(other)}, and the policy is shown what it reads, "
-                f"{' and '.join(str(list(size)) for size in policy_sizes.values())}: leave world.image_size out.",
+                f"world.image_size is {' and '.join(other)}, but the policy is given the size that it reads, "
+                f"{' and '.join(str(list(size)) for size in policy_sizes.values())}: unset world.image_size.",
                 RobopolicyNote,
                 stacklevel=4,
             )
@@ -214,17 +215,19 @@ def _require_images(section: WorldSection, fields: Mapping[str, Field], what: st
     available_sizes = shown_sizes(fields)
     if section.cameras and set(section.cameras) != set(available_sizes):
         raise ConfigError(
-            f"world.cameras is [{', '.join(section.cameras)}], and {what} shows "
-            f"{', '.join(available_sizes) or 'no camera'}: leave world.cameras out."
+            f"world.cameras is [{', '.join(section.cameras)}], but {what} has "
+            f"{', '.join(available_sizes) or 'no camera'}: unset world.cameras."
         )
     if image_sizes(available_sizes, section.image_size, available_sizes) != available_sizes:
         sizes = ", ".join(f"{camera} in {list(size)}" for camera, size in available_sizes.items())
-        raise ConfigError(f"world.image_size is {section.image_size}, and {what} shows {sizes}: leave it out.")
+        raise ConfigError(f"world.image_size is {section.image_size}, but {what} has {sizes}: unset world.image_size.")
 
 
 def _demonstrated_world(section: WorldSection, rows: int, history: int, seed: int, rename: Mapping[str, str]) -> World:
     if section.data is None:
-        raise ConfigError("Which demonstrations? Set world.data=FOLDER, a LeRobotDataset such as collect writes.")
+        raise ConfigError(
+            "No demonstrations are given. Set world.data=FOLDER, a LeRobotDataset such as `robopolicy collect` writes."
+        )
     episodes = read_dataset(section.data, cameras=section.cameras or None, rename=rename)
     _require_images(section, episodes.observation_fields, str(section.data))
     world = DemonstratedWorld(
@@ -247,7 +250,7 @@ def _imagined_world(
     section: WorldSection, rows: int, history: int, seed: int, device: torch.device | str
 ) -> ImaginedWorld:
     if section.model is None:
-        raise ConfigError("Which world model? Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
+        raise ConfigError("No world model is given. Set world.model=runs/worldmodel/push_cube/0/checkpoint.")
     model = load_imagining(section.model, device)
     _require_images(section, {**fields_read(model), **model.spec.observation}, f"the world model {section.model}")
     _require_imagined_latency(section.options, model)
@@ -258,8 +261,8 @@ def _imagined_world(
         data = section.model.parent / "dataset" if section.data is None else section.data
         if not data.exists():
             raise ConfigError(
-                f"world.imagination.starts={imagination.starts} begins in recorded steps, and {data} does not exist: "
-                "set world.data=FOLDER."
+                f"world.imagination.starts={imagination.starts} starts from recorded steps, but {data} does not "
+                "exist: set world.data=FOLDER."
             )
         fields = fields_read(model)
         dataset = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
@@ -285,8 +288,9 @@ def _require_imagined_latency(options: Mapping[str, Any], model: WorldModel) -> 
     model_latency = steps_ahead(fields_read(model), model.spec.action)
     if steps not in (0, model_latency):
         raise ConfigError(
-            f"{LATENCY} is {steps}, and in this world model decisions take {model_latency} control steps: it has to "
-            f"learn from data in which they take {steps}, which worldmodel makes with the same {LATENCY}."
+            f"{LATENCY} is {steps}, but this world model was trained with a latency of {model_latency} control "
+            f"steps: train it on data with a latency of {steps}, which `robopolicy worldmodel` records with the same "
+            f"{LATENCY}."
         )
 
 
@@ -303,7 +307,7 @@ def simulator_starts(section: WorldSection, model: WorldModel, rows: int) -> Sta
         simulator = make_saved_world(origin, section.model or Path(), rows, **options)
     world_fields = simulator.spec.observation
     pairs = {f"'{key}'": (field, world_fields[key]) for key, field in fields.items() if key in world_fields}
-    sides = ("to the world model", f"in the simulator '{simulator.spec.name}' that it begins in")
+    sides = ("for the world model", f"in the simulator '{simulator.spec.name}' of its initial states")
     require_alike({**pairs, "the action": (model.spec.action, simulator.spec.action)}, sides)
 
     def starts(seeds: np.ndarray) -> Context:
@@ -367,8 +371,8 @@ def _controller(section: WorldSection, spec: WorldSpec, dotted_path: str) -> Con
     if expert is not None:
         return expert
     raise ConfigError(
-        f"World '{name}' has no scripted expert: give your own with collect.controller=package.module:name, or do "
-        "without: collect.policy=CHECKPOINT, teach.teacher=CHECKPOINT, worldmodel.noise=[], rank.noise=[]."
+        f"The world '{name}' has no scripted expert: use your own with collect.controller=package.module:name, or do "
+        "without one: collect.policy=CHECKPOINT, teach.teacher=CHECKPOINT, worldmodel.noise=[], rank.noise=[]."
     )
 
 

@@ -74,10 +74,12 @@ def compose(
         _leave_out_other_kinds(composed, path, section, arguments)
     for old, new in RENAMED.items():
         if _at(composed, tuple(old.split(".")), None) is not None:
-            raise ConfigError(f"'{old}' is called '{new}' now.")
+            raise ConfigError(f"'{old}' was renamed to '{new}'.")
     config = from_plain(Config, composed)
     for key, value in _fixed_in(composed, {name: to_plain(getattr(config, name)) for name in composed}):
-        message = f"{key} is no setting any more: it is {value} since {SINCE}, as you say. Leave it out."
+        message = (
+            f"{key} is no longer a setting: it has been fixed at {value} since {SINCE}, the value you pass. Remove it."
+        )
         warnings.warn(message, RobopolicyNote, stacklevel=2)
     names_world = any(_at(composed, ("world", key), None) is not None for key in ("name", "simulator"))
     return config if names_world or origin is None else origin(config)
@@ -112,14 +114,14 @@ def _hydra(overrides: list[str]) -> dict[str, Any]:
             composed = OmegaConf.to_container(hydra_compose("robopolicy", overrides=overrides), resolve=True)
     except OverrideParseException as error:
         raise ConfigError(
-            f"{error.override.lstrip('+')} cannot be read: a list is [a,b], a mapping {{a: 1}}, and text with one of "
-            f"= , : [ ] {{ }} ' \" in it stands in quotes within those of the shell, \"KEY='a=b'\"."
+            f"{error.override.lstrip('+')} cannot be parsed: write a list as [a,b], a mapping as {{a: 1}}, and text "
+            "that contains = , : [ ] { } ' \" in quotes within those of the shell, \"KEY='a=b'\"."
         ) from error
     except HydraException as error:
-        hint = " A recipe names its world as 'world: {name: push_t}'." if "override 'world'" in str(error) else ""
+        hint = " A recipe sets its world as 'world: {name: push_t}'." if "override 'world'" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
     except (OmegaConfBaseException, RecursionError, ValueError) as error:
-        raise ConfigError(f"The settings cannot be put together: {in_one_line(error)}.") from error
+        raise ConfigError(f"The settings cannot be combined: {in_one_line(error)}.") from error
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}
 
@@ -210,7 +212,7 @@ def _prepare(override: str, sections: Sequence[str]) -> str:
     _require_each_key_once(key, value)
     for old, new in RENAMED.items():
         if key == old or key.startswith(f"{old}."):
-            raise ConfigError(f"'{key}' is called '{new}{key.removeprefix(old)}' now.")
+            raise ConfigError(f"'{key}' was renamed to '{new}{key.removeprefix(old)}'.")
     parts = tuple(key.split("."))
     for path, section in _tagged_sections():
         inside = path if section.beside else (*path, "config")
@@ -249,7 +251,7 @@ def _require_each_key_once(key: str, value: str) -> None:
         elif isinstance(node, yaml.MappingNode):
             names = [name.value for name, _ in node.value]
             if twice := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
-                raise ConfigError(f"{key} names '{twice[0]}' twice: keep one of them.")
+                raise ConfigError(f"{key} contains '{twice[0]}' twice: keep one of them.")
             nodes += [each for _, each in node.value]
 
 
@@ -280,8 +282,8 @@ def _named_world(name: str) -> str:
     names = groups()["world"]
     if name not in names and suite_of(name) is None and not is_dotted(name):
         raise ConfigError(
-            f"world={name} is not known.{did_you_mean(name, names)} Or give a dotted path, "
-            "package.module:Name, or a .yaml file."
+            f"world={name} is not known.{did_you_mean(name, names)} Or pass an import path, package.module:Name, or "
+            "a .yaml file."
         )
     return f"++world.name={name}"
 
@@ -301,12 +303,12 @@ def _group_option(group: str, value: str) -> str:
         names = groups()[group]
         if value not in names:
             raise ConfigError(
-                f"{group}={value} is not known.{did_you_mean(value, names)} Or give a path to a .yaml file."
+                f"{group}={value} is not known.{did_you_mean(value, names)} Or pass the path of a .yaml file."
             )
         return value
     path = Path(value)
     if not path.is_file():
-        raise ConfigError(f"{group}={value}: there is no such file.")
+        raise ConfigError(f"{group}={value}: this file does not exist.")
     package = "_global_" if group == "recipe" else group
     ConfigStore.instance().store(group=group, name=path.stem, package=package, node=read_yaml(path))
     return path.stem
@@ -324,12 +326,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     text, loader = read_text(path, ConfigError, LONGEST_YAML), get_yaml_loader()
     try:
         if _values(yaml.compose(text, loader), {}) > MOST_VALUES:
-            raise ConfigError(f"{path} expands to more than {MOST_VALUES} values: write them out, without aliases.")
+            raise ConfigError(f"{path} expands to more than {MOST_VALUES} values: write them without aliases.")
         content = OmegaConf.to_container(OmegaConf.create(yaml.load(text, loader) or {}))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no YAML of plain settings ({in_one_line(error)}).") from error
+        raise ConfigError(f"{path} is not a YAML file of plain settings ({in_one_line(error)}).") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, not sections with settings.")
+        raise ConfigError(f"{path} contains a {type(content).__name__}, not sections with settings.")
     return {str(key): value for key, value in content.items()}
 
 

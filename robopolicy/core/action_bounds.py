@@ -50,14 +50,14 @@ class OutsideBounds:
         order = np.argsort(-self.counts[1:], kind="stable")
         worst = [element for element in order.tolist() if self.counts[1 + element]]
         parts = [
-            f"{self._named(element)} {self._share(1 + element)} beyond {self.low[element]:g} to {self.high[element]:g}"
+            f"{self._named(element)} {self._share(1 + element)} outside {self.low[element]:g} to {self.high[element]:g}"
             for element in worst[:LISTED]
         ]
         more = f", and {len(worst) - LISTED} more" if len(worst) > LISTED else ""
         became = (
             "they were clipped to them"
             if self._clipped
-            else "they were handed on as decided (world.options.clip_actions=true clips them)"
+            else "they were executed unclipped (set world.options.clip_actions=true to clip them)"
         )
         return f"{self._share(0)} of actions were outside the declared bounds ({', '.join(parts)}{more}); {became}."
 

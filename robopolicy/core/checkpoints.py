@@ -184,7 +184,11 @@ def _described_in(text: str, path: Path) -> Mapping[str, Any]:
     description = cast(Mapping[str, Any], content)
     kind = description.get("kind", "")
     if not isinstance(kind, str) or not kind.isprintable() or len(kind) > LONGEST_NAME:
-        kind_text = f"text of {len(kind)} characters" if isinstance(kind, str) else f"a {type(kind).__name__}, not text"
+        kind_text = (
+            f"text of {len(kind)} characters"
+            if isinstance(kind, str)
+            else (f"a {type(kind).__name__} instead of a text")
+        )
         raise CheckpointError(f"{path} is corrupt: its kind is {kind_text}.")
     if "spec" in description:
         problem = _wrong_in(description["spec"])
@@ -197,8 +201,8 @@ def require_format(folder: Path, description: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless this version reads the format of the checkpoint in `folder`."""
     if description.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder} has format {in_one_line(description.get('format'))}, this version reads {FORMAT}: use the "
-            "version of robopolicy that wrote it, or train again."
+            f"{folder} has format {in_one_line(description.get('format'))}, but this version reads format {FORMAT}: "
+            "use the version of robopolicy that wrote it, or train again."
         )
 
 
@@ -264,7 +268,7 @@ def require_dtypes(path: Path, saved: Mapping[str, torch.dtype], module: Weights
         widened = dtype in small and (value.dtype == torch.float32 or (rounded and value.dtype in small))
         if dtype != value.dtype and not widened:
             raise CheckpointError(
-                f"{path} holds '{name}' as {str(dtype).removeprefix('torch.')}, and it is used as "
+                f"{path} contains '{name}' as {str(dtype).removeprefix('torch.')}, but it is used as "
                 f"{str(value.dtype).removeprefix('torch.')}: convert the file, or train again."
             )
 
@@ -274,23 +278,23 @@ def _wrong_in(spec: object) -> str:
     the reader.
     """
     if not is_mapping(spec):
-        return "its spec is no mapping"
+        return "its spec is not a mapping"
     rate, texts = spec.get("fps", 1.0), spec.get("instructions", ())
     if not _is_number(rate) or not 0 < rate < math.inf:
         return f"its fps is {in_one_line(rate)}, not a positive number"
     for key, most in (("horizon", LARGEST_COUNT), ("history", LONGEST_HISTORY)):
         count = spec.get(key, 1)
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= most:
-            return f"its {key} is {in_one_line(count)}, not a count of steps"
+            return f"its {key} is {in_one_line(count)}, not a valid number of steps"
     if not is_sequence(texts) or not all(isinstance(text, str) for text in texts):
-        return "its instructions are no list of texts"
+        return "its instructions are not a list of texts"
     fields = spec.get("observation", {})
     if not is_mapping(fields):
-        return "its observation is no mapping of fields"
+        return "its observation is not a mapping of fields"
     all_fields = {**fields, "action": spec["action"]} if "action" in spec else fields
     return next(
         (
-            f"its field '{in_one_line(key)}' has {problem}"
+            f"its field '{in_one_line(key)}' has an invalid value: {problem}"
             for key, field in all_fields.items()
             if (problem := wrong_in_field(field))
         ),
@@ -304,13 +308,13 @@ def wrong_in_field(field: object) -> str:
         return "no entries"
     shape, names = field.get("shape", ()), field.get("names", ())
     if not is_sequence(shape) or not all(isinstance(size, int) and 0 < size <= LARGEST_COUNT for size in shape):
-        return f"the shape {in_one_line(shape)}"
+        return f"shape {in_one_line(shape)}"
     if math.prod(shape) > LARGEST_COUNT:
-        return f"the shape {in_one_line(shape)}"
+        return f"shape {in_one_line(shape)}"
     if not is_sequence(names) or not all(isinstance(name, str) for name in names):
-        return f"the names {in_one_line(names)}"
+        return f"names {in_one_line(names)}"
     if not isinstance(field.get("unit", ""), str) or field.get("dtype", "float32") not in DTYPES:
-        return f"the unit {in_one_line(field.get('unit', ''))} and dtype {in_one_line(field.get('dtype'))}"
+        return f"unit {in_one_line(field.get('unit', ''))} and dtype {in_one_line(field.get('dtype'))}"
     ends: list[list[float]] = []
     for key, default in (("low", "-inf"), ("high", "inf")):
         bound = field.get(key, default)
@@ -323,7 +327,10 @@ def wrong_in_field(field: object) -> str:
         lows * (len(highs) if len(lows) == 1 else 1), highs * (len(lows) if len(highs) == 1 else 1), strict=True
     )
     if any(low > high or low == math.inf or high == -math.inf for low, high in pairs):
-        return f"low {in_one_line(field.get('low'))} and high {in_one_line(field.get('high'))}, with nothing in between"
+        return (
+            f"low {in_one_line(field.get('low'))} and high {in_one_line(field.get('high'))}, which leave no values "
+            "in between"
+        )
     return ""
 
 
@@ -363,7 +370,7 @@ class Allowance(TorchFunctionMode):
         self.elements -= elements
         self.tensors -= 1
         if self.elements < 0 or self.tensors < 0:
-            raise MemoryError("it asks for far more memory than its weights fill")
+            raise MemoryError("it allocates far more memory than its weights occupy")
 
 
 def _elements(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:

@@ -41,7 +41,9 @@ def with_latency(world: World, steps: int, hold: str = "zero") -> World:
     if steps == 0:
         return world
     if QUEUE in world.spec.observation:
-        raise ConfigError(f"'{world.spec.name}' shows {QUEUE} already: its decisions take time as they are.")
+        raise ConfigError(
+            f"'{world.spec.name}' already has an action queue ({QUEUE}), i.e. a latency: do not add another one."
+        )
     world_class = DelayedSnapshots if isinstance(world, Snapshots) else DelayedWorld
     return world_class(world, steps, hold)
 
@@ -67,11 +69,14 @@ def latency_in(options: Mapping[str, Any]) -> tuple[int, str]:
 def _require_latency(steps: Any, hold: Any) -> None:
     if type(steps) is not int or not 0 <= steps <= LONGEST_LATENCY:
         raise ConfigError(
-            f"{LATENCY} is {in_one_line(steps, 60)}: a decision takes 0 control steps or more, a whole number of "
-            f"control steps, at most {LONGEST_LATENCY}."
+            f"{LATENCY} is {in_one_line(steps, 60)}: it must be an integer from 0 to {LONGEST_LATENCY} (latency in "
+            "control steps)."
         )
     if hold not in ("zero", "last"):
-        raise ConfigError(f"{HOLD} is {hold}: zero (actions are velocities or differences) or last (positions).")
+        raise ConfigError(
+            f"{HOLD} is {hold}: it must be zero (if actions are velocities or differences) or last (if actions "
+            "are positions)."
+        )
 
 
 def without_latency(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +109,9 @@ class DelayedWorld:
         self.world, self.steps = world, steps
         spec, action = world.spec, world.spec.action
         if len(action.shape) != 1:
-            raise ConfigError(f"Actions of '{spec.name}' have shape {list(action.shape)}; a delay needs vectors, [A].")
+            raise ConfigError(
+                f"Actions of '{spec.name}' have shape {list(action.shape)}; a latency needs action vectors, [A]."
+            )
         self._spec = replace(spec, observation={**spec.observation, QUEUE: queue_field(action, steps)})
         rows = world.batch_size
         self._kept = np.array(keeps_value(hold, POSITIONS, action.names, action.size, action.unit))
@@ -171,7 +178,7 @@ class DelayedWorld:
     def render(self, rows: Rows = None, camera: str | None = None, height: int = 240, width: int = 240) -> Array:
         """Return uint8 images [R, height, width, 3]; raises ConfigError if the world cannot be rendered."""
         if not isinstance(self.world, Renders):
-            raise ConfigError(f"'{self.spec.name}' cannot be looked at: it has no render().")
+            raise ConfigError(f"'{self.spec.name}' cannot be rendered: it has no render() method.")
         return self.world.render(rows, camera, height, width)
 
     def close(self) -> None:
@@ -201,7 +208,7 @@ class DelayedSnapshots(DelayedWorld):
         arrays = dict(snapshot.arrays)
         own_arrays = {name: arrays.pop(_OURS + name, None) for name in self._arrays}
         if any(array is None or array.shape[1:] != self._arrays[name].shape[1:] for name, array in own_arrays.items()):
-            raise SpecError(f"This snapshot is not of a world with {LATENCY}={self.steps}.")
+            raise SpecError(f"This snapshot is not from a world with {LATENCY}={self.steps}.")
         observation = self.world.restore(Snapshot(arrays), rows)
         index = slice(None) if rows is None else np.asarray(rows)
         for name, array in own_arrays.items():
@@ -266,7 +273,7 @@ def delayed(episodes: Episodes, steps: int, hold: str = "zero") -> Episodes:
             )
         return episodes
     if episodes.actions.ndim != 2:
-        raise DataError(f"Actions have shape {list(episodes.actions.shape[1:])}; a delay needs vectors, [A].")
+        raise DataError(f"Actions have shape {list(episodes.actions.shape[1:])}; a latency needs action vectors, [A].")
     longer = episodes.lengths + steps
     episode, place = _places(longer)
     decision_steps = episodes.starts[episode] + torch.minimum(place, episodes.lengths[episode] - 1)

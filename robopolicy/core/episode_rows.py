@@ -81,7 +81,7 @@ class EpisodeRows:
         episode_seeds = np.array(self._draw(len(index)) if seeds is None else seeds, dtype=np.int64)  # a copy
         if episode_seeds.shape != (len(index),):
             raise SpecError(
-                f"reset got {len(index)} row(s) but seeds of shape {episode_seeds.shape}: give one seed per row."
+                f"reset got {len(index)} row(s) but seeds of shape {episode_seeds.shape}: pass one seed per row."
             )
         return index, episode_seeds
 
@@ -259,12 +259,11 @@ class EpisodeRows:
         """Return the indices [R] of `rows`. Raises SpecError unless `snapshot` can be restored into them."""
         arrays, index = self.arrays, self.index(rows)
         if len(snapshot) != len(index):
-            raise SpecError(f"The snapshot has {len(snapshot)} row(s) but {len(index)} are to be restored.")
+            raise SpecError(f"The snapshot has {len(snapshot)} row(s), but {len(index)} row(s) are to be restored.")
         for name, value in arrays.items():
             if name not in snapshot.arrays or snapshot.arrays[name].shape[1:] != value.shape[1:]:
                 raise SpecError(
-                    f"The snapshot does not fit this world ('{name}'): both must be of one task, with the same history "
-                    "and cameras."
+                    f"The snapshot does not fit this world ('{name}'): both need the same task, history and cameras."
                 )
         return index
 
@@ -281,4 +280,4 @@ def require_sizes(**sizes: int) -> None:
     if min(sizes.values()) < 1:
         values = ", ".join(f"{name}={size}" for name, size in sizes.items())
         limit = " (set world.options.horizon=NUMBER)" if sizes.get("horizon", 1) < 1 else ""
-        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1; got {values}{limit}.")
+        raise ConfigError(f"A world needs {', '.join(sizes)} of at least 1, but got {values}{limit}.")

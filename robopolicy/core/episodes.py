@@ -73,12 +73,13 @@ class Episodes:
         }
         for name, (values, size) in expected.items():
             if values is not None and len(values) != size:
-                raise DataError(f"{name} has {len(values)} entries, {count} episodes of {steps} steps need {size}.")
+                raise DataError(f"{name} has {len(values)} entries, but {count} episodes of {steps} steps need {size}.")
         if count and int(self.lengths.min()) < 1:
-            raise DataError("An episode needs at least one action; drop the empty ones.")
+            raise DataError("An episode needs at least one action: remove the empty ones.")
         if set(self.observation) != set(self.observation_fields):
             raise DataError(
-                f"Observations are {sorted(self.observation)} but the fields say {sorted(self.observation_fields)}."
+                f"The observations are {sorted(self.observation)}, but the fields describe "
+                f"{sorted(self.observation_fields)}."
             )
 
     def __len__(self) -> int:
@@ -149,7 +150,7 @@ class Episodes:
         Raises DataError on None, as `success` is where it is not recorded, and on a mask of another length.
         """
         if index is None:
-            raise DataError("Nothing to select by: does the data record success at all?")
+            raise DataError("The selection is None: this dataset does not record success.")
         indices = torch.as_tensor(index, device=self.device)
         if indices.dtype == torch.bool:
             if len(indices) != len(self):
@@ -189,7 +190,9 @@ class Episodes:
         """
         held_out = max(1, round(share * len(self)))
         if held_out >= len(self):
-            raise DataError(f"Of {len(self)} episodes none is left to learn from: record more of them.")
+            raise DataError(
+                f"Holding out validation data leaves none of {len(self)} episodes for training: record more episodes."
+            )
         order = torch.randperm(len(self), generator=generator)
         return self.select(order[held_out:].sort().values), self.select(order[:held_out].sort().values)
 
@@ -202,7 +205,7 @@ class Episodes:
         the length of labels differ.
         """
         if not parts:
-            raise DataError("There are no episodes to join.")
+            raise DataError("There are no episodes to concatenate.")
         first = parts[0]
         for part in parts[1:]:
             _require_alike(first, part)
@@ -280,7 +283,7 @@ class Episodes:
         selected_keys = self._known_keys(keys)
         with_task = keys is None or TASK in keys
         if history < 1 or prediction < 1 or batch_size < 1:
-            raise DataError("history, prediction and batch_size are at least 1.")
+            raise DataError("history, prediction and batch_size must be at least 1.")
         if not self.step_count:
             raise DataError("There are no steps to sample from: the selection of episodes is empty.")
         return self._batches(history, prediction, batch_size, generator, selected_keys, with_task)
@@ -329,7 +332,7 @@ class Episodes:
         """
         reward = self.reward
         if reward is None or self.terminated is None:
-            raise DataError("Transitions need rewards and where the task ended: this dataset lacks them.")
+            raise DataError("Transitions need rewards and task ends, which this dataset does not record.")
         vector = StateVector.of(self.observation_fields) if vector is None else vector
         if not vector.size:
             raise DataError(
@@ -393,7 +396,10 @@ def _joined_labels(parts: Sequence[Episodes]) -> dict[str, Tensor | None]:
     if not lengths:
         return {"labels": None, "label_steps": None}
     if len(lengths) > 1:
-        raise DataError(f"Labels of {sorted(lengths)} steps cannot be joined: they are of teachers with other chunks.")
+        raise DataError(
+            f"Labels of {sorted(lengths)} steps cannot be concatenated: they come from teachers with different "
+            "chunk lengths."
+        )
     label_length = lengths.pop()
     labels = [part.actions_ahead(label_length) if part.labels is None else part.labels for part in parts]
     every = all(part.labels is not None and part.label_steps is None for part in parts)
@@ -419,18 +425,20 @@ def _require_alike(first: Episodes, other: Episodes) -> None:
         differing = sorted(key for key in {*shapes, *other_shapes} if shapes.get(key) != other_shapes.get(key))
         only = next((key for key in differing if key not in shapes or key not in other_shapes), None)
         way_out = (
-            f" A column that some of them lack is left out by taking its name: "
-            f"{as_setting('train.rename', {only: only.removeprefix('observation.')})}."
+            " To drop a column that some of them lack, rename it to a name without the prefix 'observation.': "
+            f"{as_setting('train.rename', {only: only.removeprefix('observation.')})}"
             if only is not None
             else ""
         )
-        raise DataError(f"Episodes with different observations cannot be joined: {shapes} and {other_shapes}.{way_out}")
+        raise DataError(
+            f"Episodes with different observations cannot be concatenated: {shapes} and {other_shapes}.{way_out}"
+        )
     if first.action_field.shape != other.action_field.shape:
         raise DataError(f"Actions differ in shape: {first.action_field.shape} and {other.action_field.shape}.")
     fields, other_fields = ({**each.observation_fields, "action": each.action_field} for each in (first, other))
     require_alike(
         {f"'{key}'": (field, other_fields[key]) for key, field in fields.items()},
-        ("in the first episodes", "in those that are to be joined with them"),
+        ("in the first episodes", "in those to be concatenated with them"),
         error=DataError,
         renamed=RENAME_DATA,
         converted=CONVERT_DATA,
@@ -461,19 +469,20 @@ def chosen_numbers(
         beyond = [number for number in numbers if not 0 <= number < count]
         if beyond:
             raise ConfigError(
-                f"{section}.{setting} names episode {beyond[0]}; {where} holds 0 to {count - 1} ({count} episodes)."
+                f"{section}.{setting} contains episode {beyond[0]}, but {where} has episodes 0 to {count - 1} "
+                f"({count} in all)."
             )
     numbers_left = [number for number in numbers_left if number not in set(without)]
     if not numbers_left:
-        raise ConfigError(f"{section}.episodes and {section}.without leave no episode of {where} ({count}).")
+        raise ConfigError(f"{section}.episodes and {section}.without exclude all episodes of {where} ({count}).")
     return numbers_left
 
 
 RENAME_DATA = (
-    'Bring the columns and "names" in meta/info.json into one order; or, if the two are one quantity, call both alike, '
-    "in the section that names the data: {train.rename}."
+    'Put the columns and "names" in meta/info.json into the same order; or, if both mean the same quantity, give '
+    "them the same name in the section that names the data: {train.rename}."
 )
-CONVERT_DATA = "Convert one of the two, or correct the unit in the meta/robopolicy of the one that is labelled wrongly."
+CONVERT_DATA = "Convert one of the two, or correct the unit in meta/robopolicy of the dataset that is labelled wrongly."
 
 
 def require_recorded(
@@ -490,15 +499,15 @@ def require_recorded(
         if key not in fields:
             columns = [name for name in fields if name != "action"]
             raise DataError(
-                f"{where} has no column '{key}', which the {whose} reads; it has {', '.join(columns)}."
-                f"{did_you_mean(key, columns)} Rename it, in the section that names the data "
-                f"({as_setting('train.rename', {'COLUMN': key})}), or train a {whose} on what is there."
+                f"{where} has no column '{key}', which the {whose} reads; it has "
+                f"{', '.join(columns)}.{did_you_mean(key, columns)} Rename the column in the section that names the "
+                f"data ({as_setting('train.rename', {'COLUMN': key})}), or train a {whose} on the existing columns."
             )
         if fields[key].shape != own_field.shape:
             raise DataError(
-                f"{where} has '{key}' as {list(fields[key].shape)} and the {whose} {list(own_field.shape)}, in every "
-                f"episode: convert the column, or train a {whose} on this one."
+                f"{where} has '{key}' with shape {list(fields[key].shape)}, but the {whose} reads shape "
+                f"{list(own_field.shape)}: convert the column, or train a {whose} on this dataset."
             )
         pairs[f"'{key}'"] = (fields[key], own_field)
-    sides = (f"in {where}", f"to the {whose}")
+    sides = (f"in {where}", f"for the {whose}")
     require_alike(pairs, sides, error=DataError, renamed=RENAME_DATA, converted=CONVERT_DATA)

@@ -70,7 +70,7 @@ def in_one_line(value: object, length: int = 300) -> str:
     try:
         text = " ".join(str(value).split())
     except RecursionError:
-        text = f"a {type(value).__name__} nested without end"
+        text = f"a {type(value).__name__} that is nested without end"
     if isinstance(value, Exception) and not isinstance(value, RobopolicyError | RuntimeError):
         text = f"{type(value).__name__}: {text}"
     return (text if len(text) <= length else f"{text[:length]} ...").removesuffix(".")
@@ -92,8 +92,8 @@ def in_a_sentence(error: BaseException) -> str:
         isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
     ):
         return (
-            f"This takes more memory than there is ({in_one_line(error, 200)}). Choose smaller sizes, such as "
-            "world.batch_size or the verb's batch_size, or end what else runs here."
+            f"Out of memory ({in_one_line(error, 200)}). Reduce sizes such as world.batch_size or the command's "
+            "batch_size, or stop other processes."
         )
     return ""
 
@@ -130,7 +130,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
         return f" Did you mean '{near}'?"
     if len(names) > MANY:
         closest = difflib.get_close_matches(name, names, n=5, cutoff=0.0)
-        return f" Of {len(names)} names the most alike: {', '.join(closest)}."
+        return f" The most similar of {len(names)} names: {', '.join(closest)}."
     return f" Known: {', '.join(names)}." if names else ""
 
 
@@ -154,7 +154,7 @@ def require_extra(module: str, extra: str) -> ModuleType:
         not_found = isinstance(error, ModuleNotFoundError)
         if not not_found or error.name is None or not (module + ".").startswith(error.name + "."):
             raise ConfigError(
-                f"'{module}' is installed, but cannot be imported ({in_one_line(error, 120)}). Install it with what it "
-                f"needs: pip install 'robopolicy[{extra}]'"
+                f"'{module}' is installed but cannot be imported ({in_one_line(error, 120)}). Install it with its "
+                f"dependencies: pip install 'robopolicy[{extra}]'"
             ) from error
         raise ConfigError(f"'{module}' is not installed. Install it with: pip install 'robopolicy[{extra}]'") from error

@@ -122,8 +122,8 @@ class Extras:
         """Return the tensor; raises MissingExtraError if it was never added, KeyError for an undefined name."""
         if name not in self:
             raise MissingExtraError(
-                f"These rollouts have no '{name}'. A mechanism that reads it declares the need that adds it (see "
-                "robopolicy.core.extras.Extras for who adds what)."
+                f"These rollouts have no column '{name}'. A mechanism that reads it must declare the matching "
+                "`Need`; robopolicy.core.extras.Extras documents what adds each column."
             )
         return getattr(self, name)
 
@@ -131,4 +131,6 @@ class Extras:
 def _require_known(name: str) -> None:
     names = [item.name for item in fields(Extras)]
     if name not in names:
-        raise KeyError(f"Rollouts know no extra '{name}'.{did_you_mean(name, names)} There are {', '.join(names)}.")
+        raise KeyError(
+            f"Rollouts have no extra column '{name}'.{did_you_mean(name, names)} Known columns: {', '.join(names)}."
+        )

@@ -41,8 +41,8 @@ def nonfinite_columns(episodes: Episodes, keys: Collection[str] | None = None, r
         elements = [name for name, is_bad in zip(names, bad.any(0), strict=True) if is_bad]
         within = [str(episode) for episode in sorted({int(episode) for episode in owner.cpu()[rows]})]
         texts.append(
-            f"{name}: {len(rows)} of {len(values)} rows hold NaN or infinity "
-            f"({listed(elements)}; episodes {listed(within)})"
+            f"{name}: {len(rows)} of {len(values)} rows contain NaN or infinity ({listed(elements)}; episodes "
+            f"{listed(within)})"
         )
     return texts
 
@@ -52,8 +52,8 @@ def require_finite_columns(episodes: Episodes, keys: Collection[str] | None = No
     texts = nonfinite_columns(episodes, keys, rewards)
     if texts:
         raise DataError(
-            f"The data cannot be learned from. {'; '.join(texts)}. Leave these episodes out, or mend them; "
-            "'robopolicy doctor' examines a dataset as a whole."
+            f"The data cannot be used for training. {'; '.join(texts)}. Exclude or repair these episodes; "
+            "'robopolicy doctor' checks a whole dataset."
         )
 
 

@@ -149,9 +149,9 @@ class Standstill:
     def text(self, shown: Collection[str]) -> str:
         """Return one line per element; shown: names of elements whose position is part of the robot's state."""
         return "\n".join(
-            f"{name}: {('stays at its place' if name in shown else 'keeps its last value')}"
+            f"{name}: {('holds its position' if name in shown else 'keeps its last value')}"
             if keeps
-            else f"{name}: stops at {neutral:g}"
+            else f"{name}: is set to {neutral:g}"
             for name, keeps, neutral in zip(self.names, self.keeps, self.neutral, strict=True)
         )
 
@@ -176,7 +176,10 @@ def standstill(
     _require_elements("positions", positions if custom_positions else (), names)
     _require_elements("neutral", tuple(neutral_values), names)
     if both := [name for name in neutral_values if custom_positions and name in positions]:
-        raise ConfigError(f"'{both[0]}' is in positions, and neutral says where it goes: leave it out of one of them.")
+        raise ConfigError(
+            f"'{both[0]}' is in both positions (keeps its value) and neutral (value at rest): remove it from one "
+            "of them."
+        )
     element_names = tuple(names) or ("",) * size
     keeps: list[bool] = []
     for name, kind in zip(element_names, kinds, strict=True):
@@ -221,5 +224,7 @@ def _require_elements(setting: str, said: Sequence[str], names: Sequence[str]) -
     """Raise ConfigError if a setting names an unknown element."""
     unknown_names = [name for name in said if name not in names]
     if unknown_names:
-        hint = did_you_mean(unknown_names[0], names) or " Its elements have no names, so none can be named here."
-        raise ConfigError(f"{setting} names '{unknown_names[0]}', which is no element of the action.{hint}")
+        hint = did_you_mean(unknown_names[0], names) or (
+            " The action's elements have no names, so none can be selected here."
+        )
+        raise ConfigError(f"{setting} contains '{unknown_names[0]}', which is not an element of the action.{hint}")

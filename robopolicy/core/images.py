@@ -47,7 +47,7 @@ class PackedFrames:
         if isinstance(frames, PackedFrames):
             return frames
         if frames.dtype != torch.uint8:
-            raise TypeError(f"Frames that are packed are uint8, not {frames.dtype}.")
+            raise TypeError(f"Packed frames must be uint8, not {frames.dtype}.")
         raw = frames.cpu().contiguous()
         packed = (zlib.compress(memoryview(frame.numpy()), FASTEST) for frame in raw)  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
         return PackedFrames(packed, tuple(frames.shape[1:]))
@@ -228,7 +228,7 @@ class Images:
         they are not stored.
         """
         if self.after is None or bool((self.after[where] == 0).any()):
-            raise LookupError("Images after a decision are kept only where an episode or its rollout ends.")
+            raise LookupError("Next-observation images are stored only at the end of an episode or rollout.")
         return self.read(self.after[where] - 1)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Images":
@@ -272,7 +272,7 @@ class Images:
         are kept only if all parts have them. Raises ValueError when the cameras differ.
         """
         if len({tuple(sorted(part.frames)) for part in parts}) > 1:
-            raise ValueError("Rollouts that are to be joined differ in cameras.")
+            raise ValueError("Rollouts to be concatenated have different cameras.")
         parts = [part.compact() for part in parts]
         counts = [len(next(iter(part.frames.values()))) for part in parts]
         first = [sum(counts[:index]) for index in range(len(parts))]

@@ -90,7 +90,7 @@ def interventions_in_words(episodes: Episodes) -> str:
     kinds = {kind: int((episodes.segment == kind).sum()) for kind in Segment}
     return (
         f"Interventions: in {count} of {len(episodes)} episodes; {kinds[Segment.RECOVER]} steps recover, "
-        f"{kinds[Segment.CORRECT]} correct, {int(before.sum())} led to one"
+        f"{kinds[Segment.CORRECT]} correct, {int(before.sum())} of the policy's own steps led to one"
     )
 
 
@@ -104,8 +104,9 @@ def imitated_in_words(episodes: Episodes, everything: bool = False) -> str:
     if worth is None:
         return ""
     if everything:
-        return "Learns from all steps: this kind of policy also learns what actions lead to"
+        return "Trains on all steps, because this kind of policy contains a world model"
     return (
-        f"Imitates {int(worth.sum())} of {len(worth)} steps: recoveries, corrections, demonstrations, and the policy's "
-        f"own that led to success; left out: {int((~worth).sum())} of its own that led to an intervention or to none"
+        f"Imitates {int(worth.sum())} of {len(worth)} steps: recoveries, corrections, demonstrations, and the "
+        f"policy's own steps that led to success; excluded: {int((~worth).sum())} of the policy's own steps that led "
+        "to an intervention or to failure"
     )

@@ -44,8 +44,9 @@ def graphics_trouble(error: Exception) -> str:
         return ""
     backend = os.environ.get("MUJOCO_GL", "")
     return (
-        f"MuJoCo cannot load its graphics (MUJOCO_GL={backend}: {error}). Set MUJOCO_GL=egl or osmesa to one that is "
-        "installed (Debian and Ubuntu: apt-get install libegl1 libgl1, or libosmesa6), or leave it unset."
+        f"MuJoCo cannot load its rendering library (MUJOCO_GL={backend}: {error}). Set MUJOCO_GL to egl or osmesa, "
+        "whichever is installed (Debian and Ubuntu: apt-get install libegl1 libgl1, or libosmesa6), or leave it "
+        "unset."
     )
 
 

@@ -39,7 +39,7 @@ class WorldOrigin:
         except (KeyError, TypeError, ValueError):
             name, options = None, {}
         if not isinstance(name, str) or not name:
-            raise CheckpointError(f"{where} names its world as {str(data)[:80]!r}: expected a name and options.")
+            raise CheckpointError(f"{where} describes its world as {str(data)[:80]!r}: expected a name and options.")
         return WorldOrigin(name, options)
 
 
@@ -99,7 +99,7 @@ def remember_described(trained: object, description: Mapping[str, Any], where: o
     remember_origin(trained, WorldOrigin.from_json(description.get(WORLD), where))
     renaming: object = description.get(RENAMED) or {}
     if not is_mapping(renaming) or not all(isinstance(name, str) for pair in renaming.items() for name in pair):
-        raise CheckpointError(f"{where}: '{RENAMED}' is {str(renaming)[:80]!r}, not names and other names for them.")
+        raise CheckpointError(f"{where}: '{RENAMED}' is {str(renaming)[:80]!r}, not a mapping from names to new names.")
     remember_renaming(trained, {str(name): str(other) for name, other in renaming.items()})
 
 
@@ -153,8 +153,8 @@ def check_saved_options(options: Mapping[str, Any], where: object) -> None:
         if reason := _wrong_option(name, value, budget):
             label = in_one_line(name, 60)
             raise CheckpointError(
-                f"{where} comes from a world with {label}={in_one_line(value, 60)}, which is {reason}: it is not used. "
-                f"If you trust it, name it: world.options.{label}=VALUE."
+                f"{where} stores the world option {label}={in_one_line(value, 60)}, which is {reason}, and is "
+                f"therefore rejected. If you trust it, set it yourself: world.options.{label}=VALUE."
             )
 
 
@@ -165,17 +165,17 @@ def _wrong_option(name: str, value: Any, left: list[int], depth: int = 0) -> str
         return "nested too deeply, or too long"
     kind, low, high = _NUMBERS.get(name, (float, -_LARGEST_NUMBER, _LARGEST_NUMBER))
     if name in _NUMBERS and value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        return "no number"
+        return "not a number"
     if isinstance(value, str):
         if "\\" in value or value.startswith(("/", ".", "~")) or value.lower().endswith(FILES):
-            return "the path of a file"
-        return "a text too long" if len(value) > _LONGEST_TEXT else ""
+            return "a file path"
+        return "too long a text" if len(value) > _LONGEST_TEXT else ""
     if is_mapping(value) or is_sequence(value):
         inside = value.values() if is_mapping(value) else value
         return next((reason for each in inside if (reason := _wrong_option("", each, left, depth + 1))), "")
     if value is None or isinstance(value, bool) or (isinstance(value, int | kind) and low <= value <= high):
         return ""
-    return f"no {'whole ' if kind is int else ''}number from {low:g} to {high:g}"
+    return f"not a {'whole ' if kind is int else ''}number from {low:g} to {high:g}"
 
 
 def texts(value: Any) -> Iterator[str]:

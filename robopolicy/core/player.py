@@ -182,7 +182,7 @@ class Player[Info]:
     def observation(self) -> Observation:
         """Latest observation, key -> [B, H, ...]. Raises SpecError before the first `start`."""
         if self._observation is None:
-            raise SpecError("Nothing is played yet: call start() first.")
+            raise SpecError("No episode has started: call start() first.")
         return self._observation
 
     @property
@@ -232,7 +232,10 @@ class Player[Info]:
             running = self.running
             step = self.world.step(part)
             if not step.valid[running].any():
-                raise SpecError(f"'{self.world.spec.name}' ran no step though episodes had not ended.")
+                raise SpecError(
+                    f"'{self.world.spec.name}' executed no control step although episodes are still running "
+                    "(Step.valid is False everywhere)."
+                )
             self._observation, self.running = step.observation, running & ~step.ended
             chunk_done = place + 1 == len(parts) or not self.running.any()
             yield PlayedStep(info, part, step, running, chunk_done)

@@ -365,8 +365,9 @@ def require_trainable(policy: Policy) -> Trainable:
     missing_names = missing_members(policy, Trainable)
     if missing_names:
         raise ConfigError(
-            f"{type(policy).__name__} acts but cannot be trained: it lacks {', '.join(missing_names)} "
-            "(see Trainable in robopolicy/core/policy.py). Evaluate, serve, collect and rank take it as it is."
+            f"{type(policy).__name__} can act but cannot be trained: it lacks {', '.join(missing_names)} (see "
+            "Trainable in robopolicy/core/policy.py). It can still be evaluated, served, recorded (collect) and "
+            "ranked."
         )
     assert isinstance(policy, Trainable)
     return policy

@@ -207,7 +207,7 @@ class EpisodeGenerator(torch.Generator):
         cannot be assigned to rows. Raises SpecError before the first `begin`.
         """
         if not self.rows:
-            raise SpecError("Random numbers of an episode: call begin() with its seed first.")
+            raise SpecError("Random numbers belong to an episode: call begin() with its seed first.")
         self._decisions[slice(None) if rows is None else rows] += 1
         self._keys = torch.tensor(keyed(self._noise, self._episodes, self._decisions), device=self.device)
         # What no row can own is the same for all episodes, decision by decision.
@@ -222,7 +222,7 @@ class EpisodeGenerator(torch.Generator):
             yield
         if not torch.equal(before, self.get_state()):
             self._watched = True
-            self._say("drew random numbers by a function of torch that cannot be divided among rows")
+            self._say("drew random numbers with a torch function that has no per-row replacement")
 
     def normal(self, shape: Sequence[int], axis: int | None = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         """Draw standard normal noise [*shape] per row; axis: as in `randomness.normal`, None: shared by all rows.
@@ -265,8 +265,9 @@ class EpisodeGenerator(torch.Generator):
     def _say(self, what: str) -> None:
         if not self._said:
             warnings.warn(
-                f"The policy {what}: they do not belong to its episodes, so outcomes may depend on world.batch_size. "
-                "Draw [rows, ...] with normal, uniform or integers of robopolicy.core.randomness.",
+                f"The policy {what}, so they are not tied to episode seeds and results may depend on "
+                "world.batch_size. Draw tensors [rows, ...] with normal, uniform or integers of "
+                "robopolicy.core.randomness.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -277,9 +278,12 @@ class EpisodeGenerator(torch.Generator):
         if axis is None:
             return self._shared, math.prod(shape)
         if not len(self._keys):
-            raise SpecError("Random numbers of an episode are drawn inside EpisodeGenerator.decision().")
+            raise SpecError("Random numbers of an episode can be drawn only inside EpisodeGenerator.decision().")
         if shape[axis] % self.rows:
-            raise SpecError(f"{list(shape)} numbers are drawn for {self.rows} rows: axis {axis} must be that of rows.")
+            raise SpecError(
+                f"Random numbers of shape {list(shape)} are drawn for {self.rows} rows: axis {axis} must be the "
+                "row axis."
+            )
         return self._keys, math.prod(shape) // self.rows
 
     def _bits(self, keys: Tensor, count: int) -> Tensor:

@@ -39,7 +39,7 @@ class Filled:
 
     def wrong(self, value: Sized) -> str:
         """Return the requirement that `value` violates, "" if it is valid."""
-        return "" if len(value) else "name at least one, [A,B]"
+        return "" if len(value) else "it must have at least one entry, [A,B]"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Amount:
             number = float(value)
         except ValueError:
             return ""
-        return "" if 0 <= number < math.inf else "a number there must be finite and at least 0"
+        return "" if 0 <= number < math.inf else "a number must be finite and at least 0"
 
 
 NoiseLevel = Annotated[str, Amount()]

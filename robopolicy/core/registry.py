@@ -44,7 +44,7 @@ def load_dotted(path: str, what: str) -> Any:
     Raises ConfigError on a malformed path, a module that cannot be imported, or a missing name.
     """
     if not is_dotted(path):
-        raise ConfigError(f"{what} '{path}' is not a dotted path: write package.module:name.")
+        raise ConfigError(f"{what} '{path}' is not an import path: write package.module:name.")
     module_name, _, name = path.partition(":")
     target: Any = import_named(module_name, f"{what} '{path}'")
     for part in name.split("."):
@@ -65,9 +65,9 @@ def import_named(module: str, named: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{named}: module '{module}' needs another one: {error}. Install that.") from error
+            raise ConfigError(f"{named}: the module '{module}' needs another module: {error}. Install that.") from error
         raise ConfigError(
-            f"{named}: there is no module '{error.name}'. It must be installed, or lie in the working folder "
+            f"{named}: there is no module '{error.name}'. Install it, or put it into the working directory "
             f"({os.getcwd()})."  # noqa: PTH109
         ) from error
     except Exception as error:
@@ -101,7 +101,7 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     bool: ("true or false", lambda value: isinstance(value, int) and value in (0, 1)),
-    int: ("a whole number", lambda value: not isinstance(value, bool) and isinstance(value, Integral)),
+    int: ("an integer", lambda value: not isinstance(value, bool) and isinstance(value, Integral)),
     float: (
         "a number",
         lambda value: not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value),
@@ -182,8 +182,8 @@ class Registry:
         path = self._known.get(name) or self._installed.get(name)
         if path is None and not is_dotted(name):
             raise ConfigError(
-                f"There is no {self.what} '{name}'.{did_you_mean(name, self.names())} "
-                f"There are {', '.join(self.names())}; your own is named by its dotted path, package.module:Name."
+                f"There is no {self.what} '{name}'.{did_you_mean(name, self.names())} Known: "
+                f"{', '.join(self.names())}; for a custom one pass its import path, package.module:Name."
             )
         return path or name
 
@@ -209,11 +209,11 @@ class Registry:
             return
         if is_dotted(name):
             raise CheckpointError(
-                f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, name its "
-                f"module: run.plugins=[{name.partition(':')[0]}] (in Python: robopolicy.core.registry.ask_for)."
+                f"{where} needs the {self.what} '{name}', which is not part of robopolicy. If you trust it, allow "
+                f"its module: run.plugins=[{name.partition(':')[0]}] (in Python: robopolicy.core.registry.ask_for)."
             )
         raise CheckpointError(
-            f"{where} holds {name!r:.80}, not a {self.what} that is known here.{did_you_mean(name, self.names())}"
+            f"{where} contains {name!r:.80}, which is not a known {self.what}.{did_you_mean(name, self.names())}"
         )
 
     def name_of(self, kind: type) -> str:
@@ -235,8 +235,9 @@ class Kinds(Registry):
         config = target if _is_configuration(target) else getattr(target, "configuration", None)
         if not (isinstance(config, type) and is_dataclass(config)):
             raise ConfigError(
-                f"The {self.what} '{name}' has no configuration: give its class an attribute `configuration`, a "
-                "dataclass of what can be set about it, or a dataclass an attribute `builds`, its class's dotted path."
+                f"The {self.what} '{name}' has no configuration: add to its class an attribute `configuration` (the "
+                "dataclass of its settings), or to that dataclass an attribute `builds` (the import path of the "
+                "class)."
             )
         return config
 

@@ -18,9 +18,9 @@ def progress_reward(episodes: Episodes) -> Tensor:
     if episodes.rewards is None or episodes.step_success is None:
         is_absent = {"next.reward": episodes.rewards is None, "next.success": episodes.step_success is None}
         columns = " and ".join(name for name, lacks in is_absent.items() if lacks)
-        raise DataError(f"A world model learns reward and success: the dataset lacks {columns}.")
+        raise DataError(f"Training a world model needs rewards and success, but the dataset lacks {columns}.")
     if episodes.final_known is not None and not bool(episodes.final_known.all()):
-        raise DataError("The dataset lacks final observations: record it with 'robopolicy collect'.")
+        raise DataError("The dataset lacks final observations: record it again with 'robopolicy collect'.")
     terms = [value for name, value in episodes.rewards.items() if name != SUCCESS]
     return torch.stack(terms).sum(0) if terms else torch.zeros(episodes.step_count)
 

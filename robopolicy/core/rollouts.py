@@ -240,7 +240,7 @@ def concatenate(parts: list[Rollouts], *, same_groups: bool = False) -> Rollouts
     extras or images that another lacks.
     """
     if len({part.images is None for part in parts}) > 1:
-        raise ValueError("Rollouts that are to be joined differ in whether they keep images.")
+        raise ValueError("Rollouts to be concatenated must either all contain images or none.")
     if not same_groups:
         parts = _with_own_groups(parts)
     offsets = [sum(len(part.episode) for part in parts[:index]) for index in range(len(parts))]

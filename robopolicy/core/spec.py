@@ -224,43 +224,40 @@ def require_fields(observation: Mapping[str, Field], action: Field, world: World
             reader = f"camera '{key.removeprefix(IMAGE_PREFIX)}'" if camera else f"field '{key}'"
             candidates = [name for name in world.observation if name.startswith(IMAGE_PREFIX) == camera]
             raise SpecError(
-                f"The policy reads the {reader}, which the world '{world.name}' does not show "
-                f"(it shows {', '.join(sorted(world.observation))}).{did_you_mean(key, candidates)} "
-                "Is this the world it was trained for?"
+                f"The policy reads the {reader}, which the world '{world.name}' does not output (it outputs "
+                f"{', '.join(sorted(world.observation))}).{did_you_mean(key, candidates)} Is this the world it was "
+                "trained for?"
             )
         world_field = world.observation[key]
         if world_field.shape != field.shape:
             size = f"{key.removeprefix(IMAGE_PREFIX)}: {list(field.shape[:2])}".replace(" ", "").replace(":", ": ")
             way_out = (
-                f" Where it is simulated, world.image_size={{{size}}} shows that."
+                f" In a simulator, world.image_size={{{size}}} gives that size."
                 if field.is_image and world_field.is_image
                 else ""
             )
             raise SpecError(
-                f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' shows "
+                f"The policy reads '{key}' as {_describe(field)}, but the world '{world.name}' outputs "
                 f"{_describe(world_field)}.{way_out} Is this the world it was trained for?"
             )
     if action.shape != world.action.shape:
         raise SpecError(
-            f"The policy's actions are {_describe(action)}, those of the world '{world.name}' are "
+            f"The policy's actions are {_describe(action)}, but those of the world '{world.name}' are "
             f"{_describe(world.action)}. Is this the world it was trained for?"
         )
     pairs = {f"'{key}'": (field, world.observation[key]) for key, field in observation.items()}
-    sides = ("to the policy", f"in the world '{world.name}'")
+    sides = ("for the policy", f"in the world '{world.name}'")
     require_alike({**pairs, "the action": (action, world.action)}, sides, rates=(fps, world.fps))
 
 
 RENAMED = (
-    'Is this the world it was trained for? If the two are one quantity, give it one name: "names" in the checkpoint\'s '
-    "config.json (of LeRobot's, in robopolicy.json beside it) or, before training, "
+    'Is this the world it was trained for? If both names mean the same quantity, make them equal: "names" in the '
+    "checkpoint's config.json (for LeRobot checkpoints in robopolicy.json next to it) or, before training, "
     "{train.rename}."
 )
-REORDERED = (
-    "The same names stand at other places there: bring the elements, numbers and names, into one order on one "
-    "of the sides."
-)
+REORDERED = "Both sides have the same names in different order: reorder the values and names on one side."
 CONVERTED = (
-    'Convert one of them; where only what is declared is wrong, correct "unit" in the checkpoint\'s config.json or in '
+    'Convert one of them; if only the declaration is wrong, correct "unit" in the checkpoint\'s config.json or in '
     "the world."
 )
 
@@ -301,7 +298,7 @@ def require_alike(
             raise error(f"{label} is in '{own_field.unit}' {sides[0]}, in '{other.unit}' {sides[1]}. {converted}")
     doubts = [text for name, (one_field, other) in pairs.items() for text in _doubts(name, one_field, other, sides)]
     if not same_rate(*rates):
-        doubts.append(f"The control rate is {rates[0]:g} steps per second {sides[0]}, {rates[1]:g} {sides[1]}")
+        doubts.append(f"The control rate is {rates[0]:g} steps per second {sides[0]}, but {rates[1]:g} {sides[1]}")
     if doubts:
         warnings.warn(f"{'. '.join(doubts)}.", RobopolicyWarning, stacklevel=1)  # one place: each text is said once
 
@@ -334,8 +331,9 @@ def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list
     for own_name, other_name in zip(own.names, other.names, strict=False):
         if own_name != other_name:
             doubts.append(
-                f"The elements of {what} are compared by their number alone: the first unlike names are '{own_name}' "
-                f"{sides[0]} and '{other_name}' {sides[1]}, so see yourself that the {own.size} stand in one order"
+                f"The elements of {what} have only numbered names and are matched by index (first difference: "
+                f"'{own_name}' {sides[0]}, '{other_name}' {sides[1]}); check that all {own.size} are in the same "
+                "order"
             )
             break
     if own.is_image or own.shape != other.shape:  # pixels
@@ -353,7 +351,7 @@ def _doubts(what: str, own: Field, other: Field, sides: tuple[str, str]) -> list
             element = f" in '{own.names[place]}'" if own.names else f" in element {place}" if own.size > 1 else ""
             doubts.append(
                 f"The {'lower' if name == 'low' else 'upper'} bound of {what} is {own_name.flat[place]:g}{element} "
-                f"{sides[0]}, {other_name.flat[place]:g} {sides[1]}"
+                f"{sides[0]}, but {other_name.flat[place]:g} {sides[1]}"
             )
     return doubts
 
@@ -444,13 +442,13 @@ def require_cameras_named(fields: Mapping[str, Field], whose: str) -> None:
     for key, field in fields.items():
         if field.is_image and not key.startswith(IMAGE_PREFIX):
             raise SpecError(
-                f"{whose} shows a picture, uint8 {list(field.shape)}, as '{key}': call it '{camera_key(key)}', as all "
-                "cameras are."
+                f"{whose} outputs an image, uint8 {list(field.shape)}, as '{key}': name it '{camera_key(key)}', like "
+                "all cameras."
             )
         if key.startswith(IMAGE_PREFIX) and not field.is_image:
             raise SpecError(
-                f"{whose} shows the camera '{key}' as {field.dtype} {list(field.shape)}: a picture is uint8 [height, "
-                "width, 3], RGB; numbers have a key outside of 'observation.images.'."
+                f"{whose} outputs the camera '{key}' as {field.dtype} {list(field.shape)}: an image must be uint8 "
+                "[height, width, 3], RGB; give other arrays a key outside 'observation.images.'."
             )
 
 
@@ -463,8 +461,8 @@ def note_large_vectors(fields: Mapping[str, Field]) -> None:
     large = [f"'{key}' ({list(field.shape)})" for key, field in fields.items() if field.size > LARGE_VECTOR]
     if large:
         warnings.warn(
-            f"{', '.join(large)} is read as plain numbers, by fully connected layers: only uint8 [height, width, 3] is "
-            "seen as a picture. Leave it out (policy.observation_keys) unless that is meant.",
+            f"{', '.join(large)} is read as a plain vector, by fully connected layers: only uint8 [height, width, 3] "
+            "is treated as an image. Remove it (policy.observation_keys) unless this is intended.",
             RobopolicyWarning,
             stacklevel=3,
         )
@@ -495,8 +493,8 @@ def image_sizes(
     for camera in requested_sizes:
         if camera not in cameras:
             raise ConfigError(
-                f"world.image_size gives a size for the camera '{camera}', which is not among world.cameras."
-                f"{did_you_mean(camera, cameras)}"
+                f"world.image_size contains the camera '{camera}', which is not in "
+                f"world.cameras.{did_you_mean(camera, cameras)}"
             )
     default_sizes = {**dict.fromkeys(cameras, DRAWN), **(own or {})}
     sizes = {camera: _size(size) for camera, size in requested_sizes.items() if size is not None}
@@ -509,8 +507,8 @@ def _size(given: Any) -> Size:
     if len(sides) == 2 and are_whole and all(0 < side <= LARGEST_SIDE for side in sides):
         return sides
     raise ConfigError(
-        f"world.image_size={given} is no size of 1 to {LARGEST_SIDE} pixels: write world.image_size=64, "
-        "world.image_size=[48,64] (height, width) or, by camera, world.image_size={top: [48,64], wrist: 32}."
+        f"world.image_size={given} is not a size from 1 to {LARGEST_SIDE} pixels: write world.image_size=64, "
+        "world.image_size=[48,64] (height, width) or, per camera, world.image_size={top: [48,64], wrist: 32}."
     )
 
 
@@ -584,7 +582,7 @@ def check_finite(name: str, value: "Array | Tensor") -> None:
     finite = np.isfinite(value) if isinstance(value, np.ndarray) else value.isfinite()
     bad: Any = (~finite).reshape(finite.shape[0] if finite.ndim else 1, -1).any(1)
     first = [row for row, is_bad in enumerate(bad.tolist()) if is_bad][:5]
-    raise NonFiniteError(f"'{name}' is not finite in row(s) {first}: check the sensor or policy that made it.")
+    raise NonFiniteError(f"'{name}' is not finite in row(s) {first}: check the sensor or policy that produced it.")
 
 
 def validate_actions(actions: Array, spec: Field, batch: int) -> None:
@@ -595,5 +593,5 @@ def validate_actions(actions: Array, spec: Field, batch: int) -> None:
             f"(rows, chunk steps, action dimensions{': ' + ', '.join(spec.names) if spec.names else ''})."
         )
     if actions.shape[1] < 1:
-        raise SpecError("An action chunk needs at least one step; got zero.")
+        raise SpecError("An action chunk needs at least one step, but got zero.")
     check_finite("actions", actions)

@@ -32,7 +32,9 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if self.over not in ("mean", "sum", "last"):
-            raise ConfigError(f"A constraint's cost is taken over its stage by mean, sum or last, not by {self.over}.")
+            raise ConfigError(
+                f"over={self.over}: a constraint's cost is aggregated over its stage by mean, sum or last."
+            )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def difference_of_steps(policy: Policy, other: Policy) -> str:
     own_steps, its = _described(policy), _described(other)
     if (len(own_steps) > 2) != (len(its) > 2):
         silent = policy if len(its) > 2 else other
-        return f"{type(silent).__name__} does not say what its steps speak of (describe_steps)"
+        return f"{type(silent).__name__} does not describe its denoising or token steps (method describe_steps)"
     for name in dict.fromkeys((*own_steps, *its)):
         one, another = own_steps.get(name), its.get(name)
         if not _same(one, another):
@@ -62,9 +62,9 @@ def require_own_actions(policy: Policy, ends: Tensor, actions: Tensor, valid: Te
     off = float(((policy.to_actions(ends) - actions).abs() * valid[..., None]).amax())
     if off > SAME_ACTION * (1 + float(actions.abs().amax())):
         raise DataError(
-            f"What the policy makes of stored decisions differs by {off:.3g} from the actions that were stored with "
-            "them: they are of a policy that normalises actions otherwise, whose chains mean nothing to this one. "
-            "Store decisions of this policy, or of one that began with the same normaliser."
+            f"The stored denoising chains decode to actions that differ by {off:.3g} from the stored actions: they "
+            "were recorded by a policy with another action normaliser. Record chains with this policy, or with one "
+            "that has the same normaliser."
         )
 
 
@@ -72,7 +72,7 @@ def _described(policy: Policy) -> dict[str, Any]:
     spec = policy.spec
     description: Mapping[str, Any] = policy.describe_steps() if isinstance(policy, DescribesSteps) else {}
     kind = "tokens" if spec.categorical else "no tokens"
-    return {"kind": kind, "number of scored steps": spec.scored_steps, **description}
+    return {"kind": kind, "number of steps with log-probabilities": spec.scored_steps, **description}
 
 
 def _same(one: Any, another: Any) -> bool:

@@ -36,7 +36,9 @@ def storage_errors(path: Path) -> Generator[None, None, None]:
         yield
     except SafetensorError as error:
         if f"os error {errno.ENOSPC}" in str(error):
-            raise StorageError(f"No space left while writing {path}. Free some and run it again.") from error
+            raise StorageError(
+                f"No space left while writing {path}. Free some space and run the command again."
+            ) from error
         raise StorageError(f"Could not write {path}: {error}. Free some space or choose another folder.") from error
     except OSError as error:
         raise StorageError(unwritten(path, error)) from error
@@ -45,15 +47,15 @@ def storage_errors(path: Path) -> Generator[None, None, None]:
 def unwritten(path: object, error: OSError) -> str:
     """Return the reason why `path` could not be written and the remedy, in one sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"No space left while writing {path}. Free some and run it again."
+        return f"No space left while writing {path}. Free some space and run the command again."
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return f"{path} is not writable. Choose another folder with run.root=FOLDER."
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return f"{path} cannot be made: a file of that name, or of one above it, is in the way."
+        return f"{path} cannot be created: it or one of its parent folders exists as a file."
     if error.errno == errno.EFBIG:
         return (
-            f"{path} grew larger than the file system or a limit of this shell (ulimit -f) allows. Choose another "
-            "folder with run.root=FOLDER, or lift the limit, and run it again."
+            f"{path} exceeds the file size that the file system or a limit of this shell (ulimit -f) allows. Choose "
+            "another folder with run.root=FOLDER, or raise the limit, and run the command again."
         )
     return f"{path} could not be written ({error.strerror or error}). Choose another folder with run.root=FOLDER."
 
@@ -89,7 +91,7 @@ def require_writable(path: Path) -> None:
     """
     path = Path(path)
     if os.path.lexists(path) and not path.is_file():
-        raise StorageError(f"{path} is no file that could be replaced: choose another path.")
+        raise StorageError(f"{path} is not a regular file and cannot be replaced: choose another path.")
     try:
         with suppress(FileNotFoundError):
             path.lstat()  # refuses names that are too long
@@ -142,16 +144,18 @@ def read_text(path: Path, failure: type[RobopolicyError] = CheckpointError, limi
         with open(path, "rb") as file:
             data = file.read() if limit is None else file.read(limit + 1)
         if limit is not None and len(data) > limit:
-            raise failure(f"{path} has more than {limit} bytes, which no file of its kind has: it is not read.")
+            raise failure(
+                f"{path} is larger than {limit} bytes, more than any valid file of this kind: it is not read."
+            )
         return data.decode()
     except FileNotFoundError as error:
         if what := described_path(path.parent):
             raise failure(f"{path.parent} has no {path.name}: it is {what}. Is this the folder you meant?") from error
-        raise failure(f"{path} does not exist. Is this the folder you meant?") from error
+        raise failure(f"{path} does not exist. Check the path of the folder.") from error
     except NotADirectoryError as error:
         raise failure(
             f"{path.parent} is a file; a checkpoint is a folder with config.json and model.safetensors. Pickled "
-            "files (.pt, .ckpt, .pkl) are never read: they can run any code."
+            "files (.pt, .ckpt, .pkl) are never read, because they can run any code."
         ) from error
     except OSError as error:
         raise failure(f"{path} cannot be read ({error.strerror or error}).") from error
@@ -172,7 +176,9 @@ def read_object(path: Path, failure: type[RobopolicyError] = CheckpointError) ->
     """Read a JSON object, or raise `failure` naming the file."""
     content = read_json(path, failure)
     if not is_mapping(content):
-        raise failure(f"{path} is corrupt: it holds a {type(content).__name__}, no object. Restore it from a copy.")
+        raise failure(
+            f"{path} is corrupt: it contains a {type(content).__name__} instead of an object. Restore it from a copy."
+        )
     return dict(content)
 
 
@@ -189,7 +195,7 @@ def reading(
     except RobopolicyError:
         raise
     except MemoryError as error:
-        raise failure(f"{path} takes more memory than there is ({in_one_line(error, 100)}).") from error
+        raise failure(f"Reading {path} needs more memory than is available ({in_one_line(error, 100)}).") from error
     except Exception as error:  # whatever is done with values that nobody has checked
         raise failure(f"{path} cannot be read ({in_one_line(error)}). {way_out}.") from error
 

@@ -64,7 +64,7 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
     `fixed` may be there still, with the value that it has now. `where`: path of this section.
     """
     if not is_mapping(data):
-        raise ConfigError(f"'{where}' is a section with keys, not {data!r}.")
+        raise ConfigError(f"'{where}' must be a mapping of settings, got {data!r}.")
     if issubclass(kind, Tagged):
         data = _of_kind(kind, data, where)
     data = without_fixed(kind, data, where)
@@ -108,8 +108,8 @@ def without_fixed(kind: type, data: Mapping[str, Any], where: str = "") -> dict[
     for key in constants.keys() & data.keys():
         if data[key] != constants[key]:
             raise ConfigError(
-                f"'{_join(where, key)}' is {in_one_line(data[key], 60)}: it was fixed at {constants[key]} in {SINCE}, "
-                "and another value needs an earlier version."
+                f"'{_join(where, key)}' is {in_one_line(data[key], 60)}: it is fixed at {constants[key]} since "
+                f"{SINCE}; for another value use an earlier version."
             )
     return {key: value for key, value in data.items() if key not in constants}
 
@@ -165,7 +165,7 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
     config_data: Any = without_kind if section.beside else data.get("config", {})
     config_keys = {item.name for item in fields(kind) if item.init}
     if not is_mapping(config_data):
-        raise ConfigError(f"'{path}' is a section with keys, not {config_data!r}.")
+        raise ConfigError(f"'{path}' must be a mapping of settings, got {config_data!r}.")
     config_data = without_fixed(kind, config_data, path)
     for key in config_data:
         kinds_with_key = [
@@ -175,7 +175,7 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
         ]
         if key not in config_keys:
             has = (
-                f" {where}.kind={kinds_with_key[0]} has it."
+                f" Set {where}.kind={kinds_with_key[0]}, which has it."
                 if kinds_with_key
                 else did_you_mean(f"{path}.{key}", [f"{path}.{name}" for name in config_keys])
             )
@@ -198,14 +198,14 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if value is None:
-        raise ConfigError(f"'{where}' needs a value ({_name(hint)}), not null.")
+        raise ConfigError(f"'{where}' needs a value of type {_name(hint)}, not null.")
     if is_dataclass(hint):
         return from_plain(cast(type[Any], hint), value, where)
     if origin is tuple or origin is list:
         return _convert_sequence(origin, arguments, value, where)
     if origin in (dict, Mapping, types.MappingProxyType) or hint in (dict, Mapping):
         if not is_mapping(value):
-            raise ConfigError(f"'{where}' is a mapping, not {value!r}.")
+            raise ConfigError(f"'{where}' must be a mapping, not {value!r}.")
         item = arguments[1] if arguments else Any
         return {str(key): _convert(item, element, _join(where, str(key))) for key, element in value.items()}
     if origin is typing.Literal:
@@ -239,7 +239,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, where: str) -> Any:
 
 def _convert_sequence(origin: Any, arguments: tuple[Any, ...], value: Any, where: str) -> Any:
     if not is_sequence(value):
-        raise ConfigError(f"'{where}' is a list, not {value!r}: write {where}=[A,B].")
+        raise ConfigError(f"'{where}' must be a list, not {value!r}: write {where}=[A,B].")
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(arguments) != len(value):
             raise ConfigError(f"'{where}' needs {len(arguments)} values, got {len(value)}.")
@@ -262,13 +262,13 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is Path and isinstance(value, (str, Path)):
         return Path(value)
     if hint is Path:
-        raise ConfigError(f"'{where}' is one path, not {in_one_line(value, 60)}.")
+        raise ConfigError(f"'{where}' must be one path, not {in_one_line(value, 60)}.")
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not abs(value) < _LARGEST_FLOAT:
             raise ConfigError(f"{where} is {in_one_line(value, 60)}: it must be a finite number.")
         return float(value)
     if hint is int and isinstance(value, int | float) and abs(value) > LARGEST:
-        raise ConfigError(f"{where} is {in_one_line(value, 60)}: it must be a whole number of at most {LARGEST}.")
+        raise ConfigError(f"{where} is {in_one_line(value, 60)}: it must be an integer of at most {LARGEST}.")
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if hint is str and isinstance(value, (int, float)) and not isinstance(value, bool):

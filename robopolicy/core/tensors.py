@@ -60,7 +60,7 @@ def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Pat
     if is_mapping(node):
         if set(node) == {"__tensor__"}:
             if node["__tensor__"] not in tensors:
-                raise CheckpointError(f"{path} lacks '{node['__tensor__']}', which {described} names.")
+                raise CheckpointError(f"{path} lacks '{node['__tensor__']}', which {described} refers to.")
             return tensors[node["__tensor__"]]
         return {key: _joined(value, tensors, path, described) for key, value in node.items()}
     return node
@@ -69,7 +69,7 @@ def _joined(node: Any, tensors: Mapping[str, Tensor], path: Path, described: Pat
 def load_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Read a safetensors file as name -> tensor [...] with saved dtypes; raises `CheckpointError` naming it."""
     if not Path(path).is_file():
-        raise CheckpointError(f"{path} does not exist. A checkpoint folder holds config.json and safetensors files.")
+        raise CheckpointError(f"{path} does not exist. A checkpoint folder contains config.json and safetensors files.")
     try:
         return load_file(path, device=str(device))
     except (SafetensorError, OSError, ValueError) as error:
@@ -121,7 +121,7 @@ def require_hash(path: Path, expected: object, where: str) -> None:
         return
     if file_hash(path) != expected:
         raise CheckpointError(
-            f"{path} is not the file that {where} beside it was written with: its SHA-256 is another one. It was "
-            "damaged or replaced: restore both from a copy, or train again (whoever changed it on purpose removes the "
-            f"hash from {where})."
+            f"{path} is not the file that was saved with {where} next to it: its SHA-256 differs. It was damaged or "
+            "replaced: restore both from a copy, or train again (if you changed it on purpose, remove the hash from "
+            f"{where})."
         )

@@ -44,7 +44,7 @@ class Transitions:
     def won(self) -> Tensor:
         """`success` [N] bool; raises DataError if unknown."""
         if self.success is None:
-            raise DataError("These transitions do not say which of them succeeded.")
+            raise DataError("These transitions do not record success.")
         return self.success
 
     def backup(self, following: Tensor, discount: float) -> Tensor:

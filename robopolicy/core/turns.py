@@ -78,9 +78,9 @@ def turns_of(action: Field, turns: Mapping[str, float] | None = None, switches: 
         if unknown_names := [name for name in names if name not in action.names]:
             hint = (
                 did_you_mean(unknown_names[0], action.names)
-                or " Its elements have no names, so none can be named here."
+                or " The action's elements have no names, so none can be selected here."
             )
-            raise ConfigError(f"{setting} names '{unknown_names[0]}', which is no element of the action.{hint}")
+            raise ConfigError(f"{setting} contains '{unknown_names[0]}', which is not an element of the action.{hint}")
     units = unit_of(action.unit, action.names)
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.size) for bound in (action.low, action.high))
     period, at_once = np.zeros(action.size), np.zeros(action.size, dtype=bool)

@@ -133,7 +133,7 @@ def _empty(observation: Mapping[str, Any]) -> Array | Tensor:
     """Return empty vectors [..., 0] with the leading axes of the images [..., height, width, channels]."""
     image = next((value for key, value in observation.items() if key.startswith(IMAGE_PREFIX)), None)
     if image is None:
-        raise SpecError(f"The observation has neither vectors nor images: {', '.join(observation) or 'nothing'}.")
+        raise SpecError(f"The observation contains neither vectors nor images: {', '.join(observation) or 'nothing'}.")
     if isinstance(image, Tensor):
         return torch.zeros(*image.shape[:-3], 0, device=image.device)
     return np.zeros((*image.shape[:-3], 0), np.float32)

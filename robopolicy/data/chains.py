@@ -45,7 +45,7 @@ class Chains:
     def columns(self, steps: int) -> dict[str, Tensor]:
         """Return the dataset columns for N steps; raises DataError without log-densities."""
         if self.log_density is None:
-            raise DataError("Chains are of no use without their log-densities under the policy that acted.")
+            raise DataError("Recorded denoising chains need their log-probabilities under the policy that acted.")
         begins = torch.zeros(steps, dtype=torch.bool)
         begins[self.step] = True
         columns = {BEGINS: begins}
@@ -61,7 +61,7 @@ def chain_of(decision: Decision, row: int) -> tuple[np.ndarray, np.ndarray]:
     """
     chain = decision.latents.get("chain")
     if chain is None or not bool(decision.mask[row].any()):
-        raise ConfigError("This policy's decisions hold no chain of denoising steps with noise: none can be recorded.")
+        raise ConfigError("This policy has no noisy denoising steps, so no chain can be recorded.")
     return chain[row].detach().cpu().numpy(), decision.mask[row].cpu().numpy()
 
 
@@ -75,17 +75,20 @@ def read_chains(folders: Sequence[Path], predicted: int, size: int) -> Chains:
     for folder in folders:
         if BEGINS not in read_information(folder)["features"]:
             raise DataError(
-                f"{folder} records no chains of decisions: record the policy with collect.chains=true "
-                "collect.policy=CHECKPOINT, or judge by gate.judges=[model]."
+                f"{folder} has no denoising chains: record them with collect.chains=true collect.policy=CHECKPOINT, "
+                "or evaluate with gate.judges=[model]."
             )
         columns = read_columns(folder, (BEGINS, CHAIN, DENSITY))
         step = columns[BEGINS].nonzero().squeeze(1)
         chain, density = columns[CHAIN][step], columns[DENSITY][step].reshape(len(step), -1)
         if chain.shape[1] != (density.shape[1] + 1) * predicted * size:
-            raise DataError(f"{folder} records chains of another policy: {predicted} steps of {size} do not fit them.")
+            raise DataError(
+                f"{folder} contains chains of another policy: they do not fit {predicted} predicted steps of "
+                f"dimension {size}."
+            )
         parts.append((step + before, chain.reshape(len(step), -1, predicted, size), density))
         before += len(columns[BEGINS])
     if len({part[2].shape[1] for part in parts}) > 1:
-        raise DataError("The datasets record chains of different lengths: give those of one policy.")
+        raise DataError("The datasets contain chains of different lengths: use datasets of one policy.")
     step, chain, density = (torch.cat([part[place] for part in parts]) for place in range(3))
     return Chains(step, chain, density)

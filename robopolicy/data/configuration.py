@@ -23,7 +23,7 @@ class CorrectConfig:
 
     def __post_init__(self) -> None:
         if min(self.patience, self.budget, self.rewind) < 0:
-            raise ConfigError("patience, budget and rewind of corrections are at least 0.")
+            raise ConfigError("collect.correct: patience, budget and rewind must be at least 0.")
 
     @property
     def wanted(self) -> bool:

@@ -87,8 +87,8 @@ class Conversion:
         if self.fps is None:
             source = self.opened[0].source
             raise ConfigError(
-                f"{source.path} does not say how many control steps a second has: add convert.fps={source.usual_fps:g}"
-                ", or the rate at which it was recorded."
+                f"{source.path} does not record its frame rate (control steps per second): add "
+                f"convert.fps={source.usual_fps:g}, or the rate at which it was recorded."
             )
         return self.fps
 
@@ -98,9 +98,7 @@ class Conversion:
         texts = [note for each in self.opened for note in each.source.notes]
         actions = [each.source.columns[part.key].dtype for each in self.opened for part in each.columns[ACTION]]
         if any(dtype.startswith(("int", "uint", "bool")) for dtype in actions):
-            texts.append(
-                "Actions are whole numbers, and are learned as any other numbers: policies here are continuous."
-            )
+            texts.append("Actions are integers and are treated as continuous values: the policies here are continuous.")
         return list(dict.fromkeys(texts))
 
     @property
@@ -146,7 +144,8 @@ class Conversion:
             for name in getattr(self.config, setting):
                 if name not in cameras:
                     raise ConfigError(
-                        f"convert.{setting} names '{name}'; the cameras are {', '.join(cameras) or 'none'}."
+                        f"convert.{setting} contains '{name}', which is not a camera; the cameras are "
+                        f"{', '.join(cameras) or 'none'}."
                     )
         pictures: dict[str, Pictures] = {}
         for target, (part, *_) in columns.items():
@@ -170,10 +169,10 @@ class Conversion:
             return self.config.fps
         rates = {each.source.fps: each.source for each in self.opened}
         if len(rates) > 1:
-            rates_text = ", ".join(f"{source.path} {rate or 'does not say'}" for rate, source in rates.items())
+            rates_text = ", ".join(f"{source.path} {rate or 'unknown'}" for rate, source in rates.items())
             raise DataError(
-                f"The sources were recorded at different rates (steps per second: {rates_text}): convert them apart, "
-                f"or set convert.fps if they are the same."
+                f"The sources have different frame rates (steps per second: {rates_text}): convert them separately, "
+                "or set convert.fps if they are the same."
             )
         return next(iter(rates))
 
@@ -191,7 +190,7 @@ class Conversion:
                     raise DataError(
                         f"'{name}' is {first_shape} in {self.opened[0].source.path} and {other_shape} in "
                         f"{each.source.path}: set convert.map so that both give the same columns, or convert them "
-                        f"apart."
+                        "separately."
                     )
 
     def _fields(self, opened: _Opened) -> dict[str, Field]:
@@ -226,7 +225,10 @@ class Conversion:
                 source, length = entry.source, entry.source.lengths[episode]
                 place = f"{source.path}: episode {episode}"
                 if length <= cut:
-                    raise DataError(f"{place} has {length} steps, of which convert.trim_start and trim_end leave none.")
+                    raise DataError(
+                        f"{place} has {length} steps, of which none remain after convert.trim_start and "
+                        "convert.trim_end."
+                    )
                 with reading(source.path):
                     shapes = source.shapes(episode, entry.keys)
                 observed = {
@@ -235,13 +237,13 @@ class Conversion:
                 for key, (rows, *shape) in shapes.items():
                     if rows != length and not (key in observed and rows == length + 1):
                         raise DataError(
-                            f"{place} has {length} actions and {rows} rows of '{key}': leave it out, or "
+                            f"{place} has {length} actions but {rows} rows of '{key}': exclude this episode, or "
                             "record it again."
                         )
                     if tuple(shape) != source.columns[key].shape:
                         raise DataError(
-                            f"{place} has '{key}' as {shape}, and the first one as "
-                            f"{list(source.columns[key].shape)}: leave it out."
+                            f"{place} has '{key}' with shape {shape}, but the first episode has shape "
+                            f"{list(source.columns[key].shape)}: exclude this episode."
                         )
                 advance()
 
@@ -250,7 +252,7 @@ class Conversion:
         waiting: list[dict[str, Any]] = []
         size = 0
         for entry, episode in self.chosen:
-            with reading(entry.source.path, f"Leave episode {episode} out, or restore it from a copy"):
+            with reading(entry.source.path, f"Exclude episode {episode}, or restore it from a copy"):
                 waiting.append(self._read(entry, episode))
             size += sum(values.nbytes for values in waiting[-1]["observation"].values())
             if size >= AT_ONCE:
@@ -268,7 +270,7 @@ class Conversion:
         for key, each in values.items():
             if len(each) not in (length, length + 1):
                 raise DataError(
-                    f"{source.path}: episode {episode} has {length} actions and {len(each)} rows of '{key}'."
+                    f"{source.path}: episode {episode} has {length} actions but {len(each)} rows of '{key}'."
                 )
         columns = {name: self._column(opened, name, values, episode) for name in opened.columns}
         observed = {name: each for name, each in columns.items() if name.startswith("observation.")}
@@ -344,16 +346,17 @@ def require_target(target: Path, sources: Sequence[Path], overwrite: bool) -> No
         if target.resolve() == source.resolve() or (
             source.is_dir() and target.resolve().is_relative_to(source.resolve())
         ):
-            raise DataError(f"{target} lies in the source {source}: choose a folder beside it.")
+            raise DataError(f"{target} is inside the source {source}: choose a folder outside it.")
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not is_dataset(target):
         raise DataError(
-            f"{target} holds other files than a LeRobotDataset, which are not removed: choose another folder."
+            f"{target} contains files that do not belong to a LeRobotDataset and are not removed: choose another "
+            "folder."
         )
     if not overwrite:
         raise DataError(
-            f"{target} already holds a LeRobotDataset: choose another folder, or replace it with run.overwrite=true."
+            f"{target} already contains a LeRobotDataset: choose another folder, or replace it with run.overwrite=true."
         )
 
 
@@ -361,14 +364,14 @@ def _unknown(path: Path) -> str:
     """Return why a source cannot be converted, and the way out."""
     if is_dataset(path):
         return (
-            f"{path} is a LeRobotDataset v3 already, which every verb reads; lerobot-edit-dataset cuts and merges it."
+            f"{path} is already a LeRobotDataset v3, which every verb reads; lerobot-edit-dataset splits and merges it."
         )
     if path.is_dir() and (path / "dataset_info.json").is_file() and (path / "features.json").is_file():
         return (
-            f"{path} is RLDS (TensorFlow Datasets), which is not read: LeRobot and openpi have scripts that port it to "
-            "a LeRobotDataset."
+            f"{path} is RLDS (TensorFlow Datasets), which is not supported: LeRobot and openpi have scripts that "
+            "convert it to a LeRobotDataset."
         )
     return (
-        f"{path} is of no format that is known ({', '.join(FORMATS.names())}). Write its arrays as .npz "
-        "(docs/guides/recorded_data.md has the names), or add a format: convert.format=package.module:Class."
+        f"{path} has no known format ({', '.join(FORMATS.names())}). Save its arrays as .npz "
+        "(docs/guides/recorded_data.md lists the names), or add a format: convert.format=package.module:Class."
     )

@@ -124,6 +124,9 @@ def _undoing(action: Field, rewind: int) -> tuple[Array, Array]:
     low, high = (np.broadcast_to(np.asarray(bound, np.float64), action.shape) for bound in (action.low, action.high))
     middle = (low + high) / 2
     if rewind and not np.isfinite(middle).all():
-        raise ConfigError("Actions without a range have no middle to be undone about: set collect.correct.rewind=0.")
+        raise ConfigError(
+            "Undoing actions mirrors them in the middle of their range, but these actions are unbounded: set "
+            "collect.correct.rewind=0."
+        )
     names = action.names or ("",) * action.size
     return middle, np.array(["gripper" in name for name in names])

@@ -29,14 +29,15 @@ class Foresight:
 
     def __init__(self, controller: Controller, world: World, ahead: World, steps: int):
         if not isinstance(world, Snapshots) or not isinstance(ahead, Snapshots):
-            raise ConfigError(f"'{world.spec.name}' has no snapshots, from which a controller could play on.")
+            raise ConfigError(
+                f"'{world.spec.name}' does not support snapshots, which a controller needs to look ahead."
+            )
         try:
             copy.deepcopy(controller)
         except Exception as error:
             name = getattr(controller, "name", type(controller).__name__)
             raise ConfigError(
-                f"{name} cannot be copied to play on from what it remembers ({error}): let it label single steps "
-                "(label_steps=1)."
+                f"{name} cannot be deep-copied to look ahead ({error}): use single-step labels (label_steps=1)."
             ) from error
         self.controller = controller
         self.ahead = ahead

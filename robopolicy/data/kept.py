@@ -115,7 +115,7 @@ def _read(file: Path) -> dict[int, Recording]:
                 by_position.setdefault(int(position), {})[part] = arrays[name]
         return {position: _recording(position, parts) for position, parts in by_position.items()}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{file} is corrupt ({error}): run.overwrite=true records everything anew.") from error
+        raise DataError(f"{file} is corrupt ({error}): run.overwrite=true records everything again.") from error
 
 
 def _recording(position: int, parts: Mapping[str, Array]) -> Recording:

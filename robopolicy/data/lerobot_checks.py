@@ -24,24 +24,26 @@ TIMESTAMP_SLACK = 0.1
 def check_information(information: Any, path: Path) -> None:
     """Raise DataError unless `meta/info.json` at `path` contains a frame rate, totals and well-formed features."""
     if not isinstance(information, dict):
-        raise DataError(f"{path} holds {type(information).__name__}, not a dictionary: restore it from a copy.")
+        raise DataError(
+            f"{path} contains {type(information).__name__} instead of a dictionary: restore it from a copy."
+        )
     fps = information.get("fps")
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not (0 < fps < math.inf):
         raise DataError(f"{path}: fps is {in_one_line(repr(fps), 60)}, not a number of frames per second: correct it.")
     for name in ("total_episodes", "total_frames"):
         if not isinstance(information.get(name, 0), int) or information.get(name, 0) < 0:
-            raise DataError(f"{path}: {name} is {in_one_line(information[name], 60)}, not a count.")
+            raise DataError(f"{path}: {name} is {in_one_line(information[name], 60)}, not a valid count.")
     features = information.get("features")
     if not isinstance(features, dict) or not features:
         raise DataError(f"{path}: features is {in_one_line(features, 60)}, not a dictionary of columns.")
     missing_features = [key for key in ("episode_index", "frame_index", "task_index") if key not in features]
     if missing_features:
-        raise DataError(f"{path}: there is no feature {missing_features[0]}, by which frames find their episode.")
+        raise DataError(f"{path}: the feature {missing_features[0]} is missing, which assigns frames to episodes.")
     for key, feature in features.items():
         shape = feature.get("shape") if isinstance(feature, dict) else None
         sizes = isinstance(shape, list | tuple) and all(isinstance(size, int) and 0 <= size < 2**31 for size in shape)
         if not (sizes and isinstance(feature.get("dtype"), str)):
-            raise DataError(f"{path}: feature '{key}' has no dtype and shape, but {in_one_line(feature, 60)}.")
+            raise DataError(f"{path}: feature '{key}' needs a dtype and a shape, but is {in_one_line(feature, 60)}.")
 
 
 def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -55,9 +57,7 @@ def camera_columns(features: Mapping[str, Any], path: Path) -> dict[str, str]:
         if not name.startswith("observation.") or not is_picture(feature) or is_depth(feature):
             continue
         if other := columns.get(camera_key(name)):
-            raise DataError(
-                f"{path}: '{other}' and '{name}' would both be the camera '{camera_key(name)}': rename one."
-            )
+            raise DataError(f"{path}: '{other}' and '{name}' both map to the camera '{camera_key(name)}': rename one.")
         columns[camera_key(name)] = name
     return columns
 
@@ -96,8 +96,8 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
         numbers = ", ".join(map(str, columns["frame_index"][in_episode][:12]))
         raise DataError(
             f"{folder}: episode {episode[bad_frames[0]]} has frame_index "
-            f"{numbers}{', ...' * bool(in_episode.sum() > 12)}, not 0 to {in_episode.sum() - 1}: frames are missing or "
-            f"stand twice, so images and states would not belong together. Leave that episode out, or record it again."
+            f"{numbers}{', ...' * bool(in_episode.sum() > 12)}, not 0 to {in_episode.sum() - 1}: frames are missing "
+            "or duplicated, so images and states would not be aligned. Exclude that episode, or record it again."
         )
     if "timestamp" not in columns:
         return
@@ -109,9 +109,9 @@ def check_frames(folder: Path, columns: Mapping[str, np.ndarray], lengths: np.nd
     if len(bad_frames):
         place = bad_frames[0]
         raise DataError(
-            f"{folder}: episode {episode[place]} has frame {step[place]} at a timestamp "
-            f"{times[place]:g} s after its first, which at fps {fps:g} is frame {times[place] * fps:.2f}: correct "
-            "fps in meta/info.json, or leave that episode out."
+            f"{folder}: episode {episode[place]} has frame {step[place]} at a timestamp {times[place]:g} s after its "
+            f"first, which at fps {fps:g} is frame {times[place] * fps:.2f}: correct fps in meta/info.json, or "
+            "exclude that episode."
         )
 
 
@@ -125,16 +125,16 @@ def file_within(folder: Path, path: str, what: str) -> Path:
         resolved = (folder / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or no path
         raise DataError(
-            f"{what} is said to lie at {path[:100]!r}, which is no file ({in_one_line(error, 60)})."
+            f"{what} should be at {path[:100]!r}, which is not a valid file path ({in_one_line(error, 60)})."
         ) from error
     if not resolved.is_relative_to(folder.resolve()):
-        raise DataError(f"{what} is said to lie at {path[:100]}, outside of {folder}: it is not read.")
+        raise DataError(f"{what} should be at {path[:100]}, outside {folder}: it is not read.")
     try:
         regular = stat.S_ISREG(resolved.stat().st_mode)
     except OSError:
         regular = False
     if not regular:
-        raise DataError(f"{what} is said to lie at {path[:100]}, and there is no file in {folder}.")
+        raise DataError(f"{what} should be at {path[:100]}, but {folder} has no such file.")
     return resolved
 
 
@@ -143,8 +143,8 @@ def require_room(folder: Path, what: str, needed: int) -> None:
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise DataError(
-            f"{folder}: {what} takes {in_bytes(needed)} of memory, and {in_bytes(free)} are free: read fewer cameras "
-            "or episodes, or choose a larger machine."
+            f"{folder}: {what} needs {in_bytes(needed)} of memory, but only {in_bytes(free)} are free: read fewer "
+            "cameras or episodes, or use a larger machine."
         )
 
 
@@ -161,7 +161,7 @@ def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | N
     try:
         with pq.ParquetFile(table_path) as file:
             if file.metadata.num_rows > most:
-                raise DataError(f"{path} has {file.metadata.num_rows} rows, and meta/info.json promises {most}.")
+                raise DataError(f"{path} has {file.metadata.num_rows} rows, but meta/info.json declares {most}.")
             chunks = [
                 group.column(index)
                 for group in map(file.metadata.row_group, range(file.metadata.num_row_groups))
@@ -169,7 +169,7 @@ def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | N
             ]
             chunks = [chunk for chunk in chunks if columns is None or chunk.path_in_schema.startswith(tuple(columns))]
             if any(chunk.num_values > file.metadata.num_rows for chunk in chunks):
-                raise DataError(f"{path} has lists where a number or a text is expected.")
+                raise DataError(f"{path} contains lists where a number or a text is expected.")
             largest = max((chunk.total_uncompressed_size for chunk in chunks), default=1)
             batches, size = [], 0
             if largest <= LARGEST_TABLE:
@@ -180,7 +180,9 @@ def table_within(folder: Path, path: Path, most: int, columns: Sequence[str] | N
                     if size > LARGEST_TABLE:
                         break
             if max(size, largest) > LARGEST_TABLE:
-                raise DataError(f"{path} holds more than {in_bytes(LARGEST_TABLE)}, which no table of its kind does.")
+                raise DataError(
+                    f"{path} contains more than {in_bytes(LARGEST_TABLE)}, more than any valid table of this kind."
+                )
             return pa.Table.from_batches(batches) if batches else file.read(columns=columns)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is damaged ({in_one_line(error, 120)}). Restore the dataset from a copy.") from error
@@ -220,8 +222,9 @@ def check_columns(file: Any, path: Path, wanted: Mapping[str, Mapping[str, Any]]
                 fits = (column.physical_type in NUMBERS or half) and column.num_values <= group.num_rows * count
             if not fits:
                 raise DataError(
-                    f"{path}: column '{key}' holds other or more values ({column.num_values} of {column.physical_type} "
-                    f"in {group.num_rows} rows) than meta/info.json promises: {feature['dtype']} {feature['shape']}."
+                    f"{path}: column '{key}' contains other values, or more ({column.num_values} of "
+                    f"{column.physical_type} in {group.num_rows} rows), than meta/info.json declares: "
+                    f"{feature['dtype']} {feature['shape']}."
                 )
 
 
@@ -235,8 +238,8 @@ def one_task_each(folder: Path, task: np.ndarray, lengths: np.ndarray) -> np.nda
     if len(changes):
         count = len(np.unique(np.searchsorted(first_steps, changes, side="right")))
         warnings.warn(
-            f"{folder}: {count} of {len(lengths)} episodes change their task on the way. Each part is read as an "
-            "episode of its own, with its own instruction.",
+            f"{folder}: {count} of {len(lengths)} episodes change their task. Each part is read as a separate "
+            "episode with its own instruction.",
             RobopolicyWarning,
             stacklevel=4,
         )

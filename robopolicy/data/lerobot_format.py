@@ -44,7 +44,7 @@ __all__ = ["read_dataset", "recorded_origin", "write_dataset", "write_parts"]
 
 ORIGIN = f"{SIDECAR}/world.json"
 """File inside a dataset that names the world in which its episodes were recorded."""
-APART = "Write them into a dataset of their own."
+APART = "Write them into a separate dataset."
 QUALITY = f"{SIDECAR}/quality.json"
 """File inside a dataset of a quality level that describes how its episodes were generated."""
 
@@ -71,12 +71,12 @@ def write_dataset(
     """
     folder = Path(folder)
     if not len(episodes):
-        raise DataError(f"There are no episodes to write to {folder}: every one was left out or none was recorded.")
+        raise DataError(f"There are no episodes to write to {folder}: all were excluded or none was recorded.")
     if images not in ("video", "png"):
-        raise ConfigError(f"images is 'video' or 'png', not {images!r}.")
+        raise ConfigError(f"images must be 'video' or 'png', not {images!r}.")
     is_occupied = folder.exists() and any(folder.iterdir())
     if is_occupied and existing == "refuse":
-        raise DataError(f"{folder} already holds something: append to it, replace it, or choose another folder.")
+        raise DataError(f"{folder} is not empty: append to it, replace it, or choose another folder.")
     features = _features(episodes, images) | {key: _described(value) for key, value in (columns or {}).items()}
     before: Episodes | None = None
     if is_occupied and existing == "append":
@@ -86,7 +86,7 @@ def write_dataset(
         old_fields, new = ({**each.observation_fields, "action": each.action_field} for each in (before, episodes))
         require_alike(
             {f"'{key}'": (field, new[key]) for key, field in old_fields.items()},
-            (f"in {folder}", "in the episodes that are to be appended"),
+            (f"in {folder}", "in the episodes to be appended"),
             error=DataError,
             renamed=APART,
             converted=APART,
@@ -162,7 +162,7 @@ def recorded_origin(folder: Path) -> WorldOrigin | None:
         file_within(path.parents[2], ORIGIN, "The file that names the world")
         return WorldOrigin.from_json(read_json(path), path)
     except CheckpointError as error:
-        raise DataError(f"{error} Delete {path} to read the dataset as of no known world.") from error
+        raise DataError(f"{error} Delete {path} to read the dataset without its world.") from error
 
 
 def _fill(
@@ -190,7 +190,7 @@ def _fill(
 def _require_same_world(folder: Path, origin: WorldOrigin | None) -> None:
     old_origin = recorded_origin(folder)
     if old_origin is not None and origin is not None and old_origin != origin:
-        raise DataError(f"{folder} was recorded in {old_origin.to_json()}, the new episodes in {origin.to_json()}.")
+        raise DataError(f"{folder} was recorded in {old_origin.to_json()}, but the new episodes in {origin.to_json()}.")
 
 
 def _features(episodes: Episodes, images: str) -> dict[str, Any]:
@@ -249,7 +249,9 @@ def _require_same_columns(folder: Path, features: Mapping[str, Any], fps: int) -
         )
         raise DataError(f"{folder} has other columns than the episodes to append: {', '.join(different)} differ.")
     if information["fps"] != fps:
-        raise DataError(f"{folder} was recorded at {information['fps']} frames per second, the new episodes at {fps}.")
+        raise DataError(
+            f"{folder} was recorded at {information['fps']} frames per second, but the new episodes at {fps}."
+        )
 
 
 def _save_sidecar(target: Path, episodes: Episodes, before: Path | None) -> None:

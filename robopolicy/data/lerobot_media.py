@@ -39,8 +39,8 @@ _PADDING = 128
 """Maximum pixels by which codecs pad a frame's sides."""
 
 _DEEP = (
-    "has grey pixels of more than 8 bits, as depth has, which no colours hold. To leave this column out, add to its "
-    'feature in meta/info.json: "info": {"is_depth_map": true}.'
+    "has grey pixels of more than 8 bits, like a depth image, which RGB cannot represent. To ignore this column, "
+    'add to its feature in meta/info.json: "info": {"is_depth_map": true}.'
 )
 
 Sizes = Collection[tuple[int, int]]
@@ -57,7 +57,9 @@ def promised_sizes(folder: Path, key: str, feature: Mapping[str, Any]) -> Sizes:
     if len(shape) == 3 and shape[:1] in _COLOURS:
         sizes.add(shape[1:])
     if not sizes or 0 in shape:
-        raise DataError(f"{folder}/meta/info.json promises '{key}' as {list(shape)}, which is no image's shape.")
+        raise DataError(
+            f"{folder}/meta/info.json declares '{key}' with shape {list(shape)}, which is not an image shape."
+        )
     return sizes
 
 
@@ -96,7 +98,9 @@ def read_images(
                         images = np.empty((count, *image.shape), dtype=np.uint8)
                     if image.shape != images.shape[1:]:
                         first_shape = list(images.shape[1:])
-                        raise DataError(f"{folder}: {label} is {list(image.shape)}, another is {first_shape}.")
+                        raise DataError(
+                            f"{folder}: {label} has shape {list(image.shape)}, but another frame has {first_shape}."
+                        )
                     images[position] = image
     assert images is not None
     return images
@@ -134,7 +138,7 @@ def decode_image(folder: Path, what: str, item: object, sizes: Sizes) -> np.ndar
     except DataError:
         raise
     except Image.UnidentifiedImageError as error:
-        raise DataError(f"{folder}: {what} is damaged, or no {' or '.join(IMAGE_FORMATS)}.") from error
+        raise DataError(f"{folder}: {what} is damaged, or not {' or '.join(IMAGE_FORMATS)}.") from error
     except Exception as error:  # PIL's decoders raise whatever they stumble over
         raise DataError(
             f"{folder}: {what} is damaged ({in_one_line(error)}). Restore the dataset from a copy."
@@ -171,7 +175,9 @@ def read_videos(
                 frames[target[index]] = frame
                 count += 1
         if count != len(target):
-            raise DataError(f"{path} ends early: {len(target) - count} frames are missing. Restore it from a copy.")
+            raise DataError(
+                f"{path} is incomplete: {len(target) - count} frames are missing at its end. Restore it from a copy."
+            )
     assert frames is not None
     return frames
 
@@ -187,18 +193,21 @@ def _places(
             table = table_within(folder, path, information["total_episodes"], ["episode_index", *names])
             rows += table.to_pylist()
     except DataError as error:
-        raise DataError(f"{folder}/meta/episodes does not say where '{key}' lies: {error}") from error
+        raise DataError(f"{folder}/meta/episodes does not contain the location of '{key}': {error}") from error
     place_of_episode = {row["episode_index"]: tuple(row[name] for name in names) for row in rows}
     places: dict[int, tuple[Path, float]] = {}
     for episode in chosen.tolist():
         if episode not in place_of_episode:
             raise DataError(
-                f"{folder}/meta/episodes does not say where the video '{key}' of episode {episode} lies: the copy of "
-                "the dataset is incomplete."
+                f"{folder}/meta/episodes does not contain the location of the video '{key}' of episode {episode}: "
+                "the copy of the dataset is incomplete."
             )
         chunk, file, start = place_of_episode[episode]
         if not all(isinstance(number, int) for number in (chunk, file)) or not _is_time(start):
-            raise DataError(f"{folder}/meta/episodes has episode {episode} of '{key}' at {chunk}, {file}, {start} s.")
+            raise DataError(
+                f"{folder}/meta/episodes places episode {episode} of '{key}' at {chunk}, {file}, {start} s, "
+                "which is invalid."
+            )
         name = filled_in(folder, information.get("video_path"), video_key=key, chunk_index=chunk, file_index=file)
         places[episode] = file_within(folder, name, f"The video '{key}' of episode {episode}"), start
     return places
@@ -223,7 +232,7 @@ def filled_in(folder: Path, template: object, **given: str | int) -> str:
         return str(template).format(**given)
     except ValueError as error:
         raise DataError(
-            f"{folder}/meta/info.json: video_path cannot be filled in ({error}): it may hold {{video_key}}, "
+            f"{folder}/meta/info.json: video_path cannot be formatted ({error}): it may contain {{video_key}}, "
             "{chunk_index:03d} and {file_index:03d}."
         ) from error
 
@@ -239,7 +248,7 @@ def decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[
         # From an open file, for FFmpeg takes some names for addresses, and as MP4, for others name further files
         with open(path, "rb") as file, av.open(file, format="mp4", **closed) as container:
             if not container.streams.video or container.streams.video[0].codec_context.name not in _DECODERS:
-                raise DataError(f"{path} is no video in {', '.join(CODECS)}: encode it anew with LeRobot's tools.")
+                raise DataError(f"{path} is not a video in {', '.join(CODECS)}: encode it again with LeRobot's tools.")
             stream = container.streams.video[0]
             _require_size(folder, f"the video {path.name} of {path.parent}", (stream.height, stream.width), sizes)
             stream.codec_context.options = {"max_pixels": most}
@@ -253,7 +262,7 @@ def decode_video(folder: Path, path: Path, last: int, sizes: Sizes) -> Iterator[
                     return
     except (FFmpegError, OSError) as error:
         raise DataError(
-            f"{path} is missing, damaged or no MP4 ({in_one_line(error)}). Restore the dataset from a copy."
+            f"{path} is missing, damaged or not an MP4 file ({in_one_line(error)}). Restore the dataset from a copy."
         ) from error
 
 
@@ -261,7 +270,7 @@ def _require_size(folder: Path, what: str, size: tuple[int, int], sizes: Sizes) 
     if size not in sizes:
         expected = " or ".join(f"{height} x {width}" for height, width in sorted(sizes))
         raise DataError(
-            f"{folder}: {what} has {size[0]} x {size[1]} pixels (height x width), and meta/info.json promises "
+            f"{folder}: {what} has {size[0]} x {size[1]} pixels (height x width), but meta/info.json declares "
             f"{expected}: correct the feature's shape there, or restore the dataset from a copy."
         )
 

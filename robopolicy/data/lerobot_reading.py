@@ -63,7 +63,7 @@ def renamed_features(
     for column, feature in features.items():
         name = rename.get(column, column)
         if name in result or (name != column and name in features and rename.get(name, name) == name):
-            raise DataError(f"{folder} has two columns '{name}' once '{column}' is called so: rename one of them.")
+            raise DataError(f"{folder} has two columns '{name}' after '{column}' is renamed to it: rename one of them.")
         result[name] = {**feature, "names": _renamed_names(feature.get("names"), rename)} if rename else dict(feature)
     return result
 
@@ -86,7 +86,7 @@ def with_names(episodes: Episodes, rename: Mapping[str, str]) -> Episodes:
     def named(field: Field) -> Field:
         names = tuple(rename.get(name, name) for name in field.names)
         if twice := [name for name in names if names.count(name) > 1 and name in rename.values()]:
-            raise DataError(f"Two elements would be called '{twice[0]}' once they are renamed: rename both, or none.")
+            raise DataError(f"Two elements would be named '{twice[0]}' after renaming: rename both, or neither.")
         return replace(field, names=names)
 
     fields = {key: named(field) for key, field in episodes.observation_fields.items()}
@@ -124,9 +124,11 @@ def advice(features: Mapping[str, Mapping[str, Any]], stored: Mapping[str, str] 
             new_names[name] = STATE
     new_names = {(stored or {}).get(name, name): new_name for name, new_name in new_names.items()}
     if unchanged := [name for name, new_name in new_names.items() if name == new_name]:
-        return f" train.rename takes the name from '{unchanged[0]}' under which policies read it: leave that out."
+        return f" train.rename renames '{unchanged[0]}', which policies read under this name: remove that entry."
     return (
-        f" Give them the names under which policies read: {as_setting('train.rename', new_names)}." if new_names else ""
+        f" Rename the columns to the names that policies read: {as_setting('train.rename', new_names)}."
+        if new_names
+        else ""
     )
 
 
@@ -200,7 +202,7 @@ def read_columns(folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
     for name in names:
         feature = information["features"].get(name, {"dtype": "", "shape": []})
         if feature["dtype"] not in _NUMERIC or is_picture(feature):
-            raise DataError(f"{folder} has no column '{name}' of numbers.{did_you_mean(name, information['features'])}")
+            raise DataError(f"{folder} has no numeric column '{name}'.{did_you_mean(name, information['features'])}")
     with reading(folder):
         table = _read_table(folder, information, _data_files(folder), [], {}, names)
     order = np.lexsort((table["frame_index"], table["episode_index"]))
@@ -235,16 +237,19 @@ def read_information(folder: Path, rename: Mapping[str, str] = NO_OTHER_NAMES) -
     information = read_json(file_within(Path(folder), "meta/info.json", "meta/info.json"), DataError)
     version = str(information.get("codebase_version", "unknown"))[:20] if isinstance(information, dict) else "unknown"
     if not version.startswith("v3."):
-        newer = f"{folder} has LeRobotDataset format {version}, this reads v3. It is newer: update robopolicy."
+        newer = (
+            f"{folder} has LeRobotDataset format {version}, but this version reads v3. The format is newer: update "
+            "robopolicy."
+        )
         raise DataError(what_it_is(Path(folder)) or newer)
     check_information(information, path)
     if not information.get("total_episodes") or not information.get("total_frames"):
-        raise DataError(f"{folder} holds no finished episode: its recording stopped early. Record it again.")
+        raise DataError(f"{folder} contains no complete episode: its recording stopped early. Record it again.")
     return {**information, "features": renamed_features(information["features"], rename, Path(folder))}
 
 
 OTHER_FORMATS = (
-    "Of another format? 'robopolicy convert' reads robomimic's, ALOHA's and Minari's HDF5, diffusion_policy's zarr, "
+    "For other formats, 'robopolicy convert' reads robomimic's, ALOHA's and Minari's HDF5, diffusion_policy's zarr, "
     "LeRobotDatasets v2 and .npz files."
 )
 
@@ -291,21 +296,21 @@ def _read_table(
             with pq.ParquetFile(path) as file:
                 missing_columns = set(in_file.values()) - set(file.schema_arrow.names)
                 if missing_columns:
-                    raise DataError(f"{path} lacks the column '{min(missing_columns)}' that meta/info.json promises.")
+                    raise DataError(f"{path} lacks the column '{min(missing_columns)}', which meta/info.json declares.")
                 check_columns(file, path, {in_file[key]: features[key] for key in needed_columns})
                 row_count += file.metadata.num_rows
         if row_count != information["total_frames"]:
             raise DataError(
-                f"{folder} promises {information['total_frames']} frames but its data files hold {row_count}: the "
+                f"{folder} declares {information['total_frames']} frames but its data files contain {row_count}: the "
                 "recording was never finalised or the copy is incomplete."
             )
         elements = sum(math.prod(features[key]["shape"]) for key in numbers)
-        require_room(folder, "what it holds of numbers", 8 * row_count * elements)
+        require_room(folder, "the numeric columns", 8 * row_count * elements)
         table = pa.concat_tables([pq.read_table(path, columns=[in_file[key] for key in numbers]) for path in paths])
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
-            f"{folder} has a data file without its end ({in_one_line(error, 120)}): the recording was never finalised "
-            "or the copy is incomplete. Record it again, or call finalize() in the program that wrote it."
+            f"{folder} has an incomplete data file ({in_one_line(error, 120)}): the recording was never finalised or "
+            "the copy is incomplete. Record it again, or call finalize() in the program that wrote it."
         ) from error
     return {key: _column(folder, table.column(in_file[key]), key, features[key]) for key in numbers}
 
@@ -329,7 +334,7 @@ _KNOWN = (*_OWN, "index", "action")
 
 def _column(folder: Path, column: Any, key: str, feature: Mapping[str, Any]) -> np.ndarray:
     if column.null_count and not feature["dtype"].startswith("float"):
-        raise DataError(f"{folder}: column '{key}' says nothing in {column.null_count} of {len(column)} frames.")
+        raise DataError(f"{folder}: column '{key}' is empty in {column.null_count} of {len(column)} frames.")
     array, count = column.combine_chunks(), len(column)
     while hasattr(array, "storage"):
         array = array.storage
@@ -339,8 +344,8 @@ def _column(folder: Path, column: Any, key: str, feature: Mapping[str, Any]) -> 
     shape = (count,) if key in _OWN else (count, *(feature["shape"] or (1,)))
     if values.size != math.prod(shape):
         raise DataError(
-            f"{folder}: column '{key}' holds {values.size / max(count, 1):g} numbers a frame, and meta/info.json "
-            f"promises {feature['shape']}."
+            f"{folder}: column '{key}' contains {values.size / max(count, 1):g} numbers per frame, but "
+            f"meta/info.json declares {feature['shape']}."
         )
     if values.dtype in _UNSIGNED:  # torch has few operations for these
         values = values.astype(np.int64 if values.dtype != "uint64" else np.float64)
@@ -353,9 +358,11 @@ def _chosen_episodes(folder: Path, table: Mapping[str, np.ndarray], episodes: Se
         return present
     missing_episodes = sorted(set(episodes) - set(present.tolist()))
     if missing_episodes:
-        raise DataError(f"{folder} has no episode {missing_episodes[:5]}; it holds {present[0]} to {present[-1]}.")
+        raise DataError(
+            f"{folder} has no episode {missing_episodes[:5]}; it has episodes {present[0]} to {present[-1]}."
+        )
     if not len(episodes):
-        raise DataError("No episode was asked for: leave `episodes` out to read them all.")
+        raise DataError("episodes is empty: omit `episodes` to read all of them.")
     return np.unique(np.asarray(episodes, dtype=np.int64))
 
 
@@ -374,12 +381,12 @@ def _chosen_cameras(
     if other_features and not any(name.startswith("observation.") for name in other_features):
         listing = listed([f"{name} ({kind_in_words(feature)})" for name, feature in other_features.items()], 8)
         names = (
-            " Give what a policy shall read LeRobot's names, such as observation.state and observation.images.wrist: "
-            "train.rename={COLUMN: observation.state}."
+            " Rename the columns that the policy should read to LeRobot's names, such as observation.state and "
+            "observation.images.wrist: train.rename={COLUMN: observation.state}."
         )
         raise DataError(
-            f"{folder} has no column 'observation.*', and policies read nothing else. It has {listing}."
-            f"{advice(features, stored) or names}"
+            f"{folder} has no column 'observation.*', which policies need. It has "
+            f"{listing}.{advice(features, stored) or names}"
         )
     if cameras is None:
         return columns
@@ -446,17 +453,20 @@ def _read_sidecar(
             problem = problem or ("names" if len(field["names"]) not in (0, math.prod(shapes[key])) else "")
             if problem:
                 raise DataError(
-                    f"{folder / SIDECAR} describes '{key}' with {problem} that its data has not. {way_out}."
+                    f"{folder / SIDECAR} describes '{key}' with {problem} that its data does not have. {way_out}."
                 )
         for key, value in final.items():
             if value.shape[1:] != shapes[key]:
-                raise DataError(f"{folder / SIDECAR} ends episodes with '{key}' as {list(value.shape[1:])}. {way_out}.")
+                raise DataError(
+                    f"{folder / SIDECAR} stores final observations of '{key}' with shape "
+                    f"{list(value.shape[1:])}, unlike the data. {way_out}."
+                )
         fps = tree["fps"]
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
-            raise DataError(f"{folder / SIDECAR} says fps is {in_one_line(fps, 60)}. {way_out}.")
+            raise DataError(f"{folder / SIDECAR}: fps is {in_one_line(fps, 60)}, which is invalid. {way_out}.")
         final_known = tree["final_known"][selected]
         if final_known.shape != (len(selected),) or final_known.dtype != torch.bool:
-            raise DataError(f"{folder / SIDECAR} does not say of every episode how it ended. {way_out}.")
+            raise DataError(f"{folder / SIDECAR} does not record how every episode ended. {way_out}.")
         parsed_fields = {key: Field.from_json(field) for key, field in fields.items()}
         return _Sidecar(final, final_known, parsed_fields, Field.from_json(tree["action_field"]), float(fps))
 
@@ -474,7 +484,7 @@ def _assemble(
     unread = {key: feature for key, feature in features.items() if key.startswith("observation.") and key not in keys}
     if unread and not keys and not any(map(is_picture, unread.values())):
         listing = listed([f"{name} ({kind_in_words(feature)})" for name, feature in unread.items()], 8)
-        raise DataError(f"{folder} has no observation of numbers or pictures. It has {listing}.")
+        raise DataError(f"{folder} has no numeric or image observations. It has {listing}.")
     count, ends = len(lengths), np.cumsum(lengths)
     final: Mapping[str, Tensor] = {} if sidecar is None else sidecar.final
     fields: Mapping[str, Field] = {} if sidecar is None else sidecar.fields
@@ -522,7 +532,9 @@ def _labels(columns: Mapping[str, np.ndarray]) -> Tensor | None:
         return None
     labels, size = torch.from_numpy(np.ascontiguousarray(columns[LABELS])).float(), columns["action"].shape[1]
     if labels.shape[1] % size:
-        raise DataError(f"'{LABELS}' has {labels.shape[1]} elements, which are no whole actions of {size}.")
+        raise DataError(
+            f"'{LABELS}' has {labels.shape[1]} elements, which is not a multiple of the action size {size}."
+        )
     return labels.unflatten(1, (-1, size))
 
 
@@ -534,8 +546,8 @@ def _success(folder: Path, columns: Mapping[str, np.ndarray]) -> Tensor | None:
     other = values[(values != 0) & (values != 1)]
     if len(other):
         warnings.warn(
-            f"{folder}: next.success is {other[0].item():g} in a step, and true or false, 1 or 0, elsewhere: nothing "
-            "here says when an episode has succeeded. Write truths to use it.",
+            f"{folder}: next.success is {other[0].item():g} in a step, but true or false (1 or 0) elsewhere, so "
+            "success is undefined. Write only true or false.",
             RobopolicyWarning,
             stacklevel=4,
         )
@@ -600,8 +612,8 @@ def _field(folder: Path, key: str, feature: Mapping[str, Any], image_shape: tupl
         return Field(shape)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         warnings.warn(
-            f"{folder}/meta/info.json (or rename) calls {listed([f"'{name}'" for name in twice], 5)} more than one "
-            f"element of '{key}', whose names are therefore not used: give each element a name of its own there.",
+            f"{folder}/meta/info.json (or rename) gives the name {listed([f"'{name}'" for name in twice], 5)} to "
+            f"more than one element of '{key}', so its names are ignored: give each element a unique name there.",
             RobopolicyWarning,
             stacklevel=4,
         )
@@ -621,5 +633,5 @@ def _tasks(folder: Path, index: np.ndarray, most: int) -> tuple[str, ...]:
     names = dict(zip(columns["task_index"], map(str, texts), strict=True))
     unnamed = sorted(set(index.tolist()) - set(names))
     if unnamed:
-        raise DataError(f"{path} does not name task {unnamed[0]}, which an episode has.")
+        raise DataError(f"{path} has no name for task {unnamed[0]}, which an episode has.")
     return tuple(names[item] for item in index.tolist())

@@ -107,9 +107,9 @@ def _require_finite(values: np.ndarray, lengths: np.ndarray, column: str, elemen
     episodes = np.unique(owner)
     rest = f" and {len(episodes) - 4} more" if len(episodes) > 4 else ""
     raise DataError(
-        f"'{column}' ({', '.join(names[:4])}{' and more' * (len(names) > 4)}) holds NaN or infinity in {len(rows)} "
-        f"frames of episode {', '.join(map(str, episodes[:4]))}{rest} (the first is frame "
-        f"{rows[0] - (np.cumsum(lengths) - lengths)[owner[0]]}): leave these episodes out, or mend them."
+        f"'{column}' ({', '.join(names[:4])}{' and more' * (len(names) > 4)}) contains NaN or infinity in "
+        f"{len(rows)} frames of episode {', '.join(map(str, episodes[:4]))}{rest} (the first is frame "
+        f"{rows[0] - (np.cumsum(lengths) - lengths)[owner[0]]}): exclude or repair these episodes."
     )
 
 

@@ -92,13 +92,13 @@ class Disturbance:
         Raises ConfigError outside of [0, 1].
         """
         if not 0 <= level <= 1:
-            raise ConfigError(f"A level of disturbance is between 0 and 1, not {level}.")
+            raise ConfigError(f"A noise level must be between 0 and 1, not {level}.")
         return Disturbance(float(level), float(level) ** 2)
 
     @property
     def text(self) -> str:
         """Human-readable description."""
-        return f"sigma {self.gaussian:.3f}, random share {self.random:.3f}"
+        return f"Gaussian sigma {self.gaussian:.3f}, fraction of random actions {self.random:.3f}"
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: f
         return 0.0
     if not uniform < aim < undisturbed:
         raise DataError(
-            f"Success of {low:.0%} to {high:.0%} cannot be had: without noise it is {undisturbed:.0%}, of uniform "
-            f"actions {uniform:.0%}. Give a better actor or a harder task."
+            f"No noise level gives success between {low:.0%} and {high:.0%}: it is {undisturbed:.0%} without noise "
+            f"and {uniform:.0%} with uniform random actions. Use a better actor or a harder task."
         )
     good = 0.0
     bad = 1.0
@@ -150,8 +150,9 @@ def medium_level(trial: Callable[[float], Trial], undisturbed: float, uniform: f
     best = min(trials, key=lambda each: abs(each.success - aim))
     if not low <= best.success <= high:
         raise DataError(
-            f"No noise gives success of {low:.0%} to {high:.0%}: it falls at once from more to less at {good:.4f} to "
-            f"{bad:.4f} of the way to uniform actions ({Disturbance.at(best.level).text}: {best.success:.0%})."
+            f"No noise level gives success between {low:.0%} and {high:.0%}: success drops from above to below this "
+            f"range between level {good:.4f} and {bad:.4f} (0: expert, 1: uniform random actions; "
+            f"{Disturbance.at(best.level).text}: {best.success:.0%})."
         )
     return best.level
 
@@ -204,7 +205,9 @@ def schedule(
     level_of = {"expert": expert, "medium": medium}
     missing_levels = [name for name in NEEDED[quality] if level_of[name] is None]
     if missing_levels:
-        raise DataError(f"Quality '{quality}' needs the level of {missing_levels[0]} noise, which has not been found.")
+        raise DataError(
+            f"Quality '{quality}' needs the noise level '{missing_levels[0]}', which has not been determined."
+        )
     good = float(expert or 0.0)
     half = float(medium or 0.0)
     place = np.arange(len(seeds))
@@ -276,7 +279,10 @@ class Disturbances:
         self._low = np.broadcast_to(np.asarray(action.low, dtype=np.float64), action.shape)
         self._high = np.broadcast_to(np.asarray(action.high, dtype=np.float64), action.shape)
         if not (np.isfinite(self._low).all() and np.isfinite(self._high).all()):
-            raise ConfigError("Graded quality needs actions with finite bounds, between which uniform ones are drawn.")
+            raise ConfigError(
+                "Dataset quality levels need actions with finite bounds, because uniform random actions are "
+                "drawn from them."
+            )
         horizon = plan.horizon
         self._next, self._episode = 0, np.zeros(batch_size, np.int64)
         self._time = np.zeros(batch_size, np.int64)
@@ -291,7 +297,7 @@ class Disturbances:
         row_indices = np.arange(len(self._episode)) if rows is None else np.asarray(rows)
         index = row_indices[: len(self._plan) - self._next]  # a last wave has spare rows, which nobody looks at
         if not len(index):
-            raise DataError(f"All of {len(self._plan)} episodes of the schedule have been played.")
+            raise DataError(f"All {len(self._plan)} episodes of the schedule have been played.")
         episodes = self._next + np.arange(len(index))
         self._next += len(index)
         self._episode[index], self._time[row_indices] = episodes, 0
@@ -383,7 +389,7 @@ def columns(episodes: Episodes, plan: Schedule) -> dict[str, Tensor]:
     Raises DataError if their number differs, or the episodes do not record how they ended.
     """
     if len(episodes) != len(plan) or episodes.terminated is None:
-        raise DataError(f"{len(episodes)} episodes do not pair with a schedule of {len(plan)}, or lack `terminated`.")
+        raise DataError(f"{len(episodes)} episodes do not match a schedule of {len(plan)}, or lack `terminated`.")
     lengths = episodes.lengths.cpu().numpy()
     episode = np.repeat(np.arange(len(lengths)), lengths)
     step = np.arange(len(episode)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -416,12 +422,11 @@ def read_quality(folder: Path) -> dict[str, Any]:
     path = recover_folder(Path(folder)) / QUALITY
     if not os.path.lexists(path):
         raise DataError(
-            f"{folder} does not say how good its episodes are: robopolicy collect collect.quality=medium writes data "
-            "that does."
+            f"{folder} records no dataset quality: create such data with robopolicy collect collect.quality=medium."
         )
     description = read_object(path, DataError)
     if not {"name", "quality", "anchors"} <= set(description):
-        raise DataError(f"{path} holds no name, quality and anchors: restore it from a copy.")
+        raise DataError(f"{path} lacks name, quality or anchors (reference scores): restore it from a copy.")
     return description
 
 

@@ -75,7 +75,8 @@ def record_chains(
     chains, masks = (np.stack([pair[place] for item in every for pair in item.chains]) for place in range(2))
     if (masks != masks[0]).any():
         raise ConfigError(
-            "Chains of which only some steps are noisy (noisy_steps) have no density: none can be recorded."
+            "Denoising chains with randomly chosen noisy steps (noisy_steps) have no density and cannot be "
+            "recorded: set noisy_steps=null."
         )
     return _gather(takes, world.spec, None, False), Chains(torch.tensor(chain_starts), torch.from_numpy(chains))
 
@@ -118,11 +119,11 @@ def _play(
     seeds = np.asarray(seeds, dtype=np.int64)
     target = len(seeds) if episodes is None else episodes
     if not len(seeds) or target < 1:
-        raise DataError("Nothing to record: give at least one seed and ask for at least one episode.")
+        raise DataError("Nothing to record: pass at least one seed and request at least one episode.")
     if is_policy(actor) and generator is None:
-        raise DataError("A policy draws noise: pass the generator it shall use.")
+        raise DataError("A policy samples noise: pass the generator that it uses.")
     if successes_only and not spec.reports_success:
-        raise ConfigError(f"'{spec.name}' does not say which episodes succeed, so successes_only would keep none.")
+        raise ConfigError(f"'{spec.name}' does not report success, so successes_only would discard every episode.")
     generator = EpisodeGenerator.of(torch.Generator() if generator is None else generator)
     player_actor = actor if isinstance(actor, Operator) else actor_of(actor, generator, deterministic=deterministic)
     stepwise = bool(spec.cameras) or not spec.terminate_on_success or teacher is not None
@@ -290,12 +291,15 @@ def _gather(takes: _Takes, spec: WorldSpec, wanted: int | None, successes_only: 
     recordings = [item for item in done if item.success[-1]] if successes_only else done
     if wanted is not None and len(recordings) < wanted:
         raise DataError(
-            f"Only {len(recordings)} of {wanted} episodes came out of {len(takes.seeds)} seeds on '{spec.name}': give "
-            f"more seeds or a better actor."
+            f"Only {len(recordings)} of {wanted} requested episodes were obtained from {len(takes.seeds)} seeds on "
+            f"'{spec.name}': use more seeds or a better actor."
         )
     recordings = recordings[:wanted]
     if not recordings:
-        raise DataError(f"None of {len(done)} episodes on '{spec.name}' succeeded: keep failures or better the actor.")
+        raise DataError(
+            f"None of {len(done)} episodes on '{spec.name}' succeeded: record failures too "
+            "(successes_only=false) or use a better actor."
+        )
 
     turns = torch.tensor([turn for item in recordings for turn in item.turns], dtype=torch.int64).reshape(-1, 2)
 

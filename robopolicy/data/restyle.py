@@ -24,17 +24,17 @@ def restyled(world: World, episodes: Episodes) -> Episodes:
     lacks one of their cameras, or the replay deviates (another world, or a non-deterministic one).
     """
     if episodes.seeds is None:
-        raise DataError("Episodes without seeds cannot be filmed again: record them with 'robopolicy collect'.")
+        raise DataError("Episodes without seeds cannot be rendered again: record them with 'robopolicy collect'.")
     cameras = [key for key in episodes.observation if key.startswith(IMAGE_PREFIX) and key in world.spec.observation]
     if not cameras:
-        raise DataError("The world looks through none of the episodes' cameras: there is nothing to film.")
+        raise DataError("The world has none of the episodes' cameras: there is nothing to render.")
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     spread = {key: episodes.observation[key].float().std(0).clamp_min(1e-6).numpy() for key in vectors}
     images = {key: torch.empty_like(episodes.observation[key]) for key in cameras}
     lengths = episodes.lengths.numpy()
     seeds = episodes.seeds.numpy()
     rows = world.batch_size
-    with progress("filming again", len(episodes)) as advance:
+    with progress("rendering again", len(episodes)) as advance:
         for begin in range(0, len(episodes), rows):
             numbers = np.arange(begin, min(begin + rows, len(episodes)))
             frames = episodes.frame_starts[torch.from_numpy(numbers)]
@@ -63,6 +63,6 @@ def _require_same(
         error = np.abs((replayed_values - recorded_values) / spread[key]).max(initial=0.0)
         if error > TOLERANCE:
             raise DataError(
-                f"Played again, '{key}' is {error:.1e} standard deviations off the recording: the episodes come from "
-                "another world, or chance has a hand in it."
+                f"On replay '{key}' deviates by {error:.1e} standard deviations from the recording: the episodes "
+                "come from another world, or the world is not deterministic."
             )

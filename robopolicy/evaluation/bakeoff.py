@@ -73,7 +73,10 @@ def score_judge(
     truth, found = np.asarray(truth, dtype=np.float64), np.asarray(found, dtype=np.float64)
     count = len(truth)
     if count < 3 or found.ndim != 2 or len(found) != count:
-        raise DataError(f"A judge is scored on at least three policies of known value, each scored alike; got {count}.")
+        raise DataError(
+            "Comparing evaluators needs at least three policies of known value, each evaluated from the same "
+            f"initial states; got {count}."
+        )
     if not (np.isfinite(truth).all() and np.isfinite(found).all()):
         raise DataError(f"{judge}: a value is not finite.")
     means = found.mean(1)

@@ -53,11 +53,15 @@ class MixedPolicy:
     def __init__(self, base: Policy, tuned: Policy, share: float, coin: Coin):
         if (base.spec.chunk, base.spec.action.shape) != (tuned.spec.chunk, tuned.spec.action.shape):
             raise ConfigError(
-                f"The base decides {base.spec.chunk} steps of {base.spec.action.shape}, the other policy "
-                f"{tuned.spec.chunk} of {tuned.spec.action.shape}: only policies that act alike take turns."
+                f"The base outputs chunks of {base.spec.chunk} steps with shape {base.spec.action.shape}, the other "
+                f"policy {tuned.spec.chunk} with {tuned.spec.action.shape}: both must have the same chunk length and "
+                "action shape."
             )
         if base.spec.history != tuned.spec.history:
-            raise ConfigError(f"The base reads {base.spec.history} frames, the other policy {tuned.spec.history}.")
+            raise ConfigError(
+                f"The base reads a history of {base.spec.history} frames, the other policy {tuned.spec.history}: "
+                "both must be equal."
+            )
         self.base = base
         self.tuned = tuned
         self.share = share
@@ -114,7 +118,9 @@ class Deployment:
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= 1 or not 0.5 <= self.confidence < 1:
-            raise ConfigError(f"floor {self.floor} is a rate of success, confidence {self.confidence} in [0.5, 1).")
+            raise ConfigError(
+                f"floor={self.floor} must be a success rate in [0, 1], and confidence={self.confidence} in [0.5, 1)."
+            )
 
     def tell(self, share: float, heads: Sequence[int], coins: Sequence[int], success: Sequence[bool]) -> None:
         """Add n episodes played with `share`: of `coins` [n] draws, `heads` [n] selected the tuned policy."""

@@ -82,7 +82,8 @@ class Judgement:
         low, high = self.bootstrap
         bound = f" (Student's t from {self.student[0]:+.3f})" if self.student[0] < low else ""
         return (
-            f"{self.difference:+.3f} [{low:+.3f}, {high:+.3f}]{bound} on {self.starts} starts, judged by {self.judge}"
+            f"{self.difference:+.3f} [{low:+.3f}, {high:+.3f}]{bound} on {self.starts} initial states, evaluated "
+            f"by {self.judge}"
         )
 
 
@@ -127,15 +128,15 @@ class Gate:
         self, judges: Sequence[Judge], *, margin: float = 0.0, relative: float = 0.0, confidence: float = 0.95
     ):
         if not judges:
-            raise ConfigError("A gate needs a judge: a world model, or a critic of data that training has not seen.")
+            raise ConfigError("A gate needs an evaluator: a world model, or a critic trained on held-out data.")
         if not any(judge.independent for judge in judges):
             raise ConfigError(
-                f"{', '.join(judge.name for judge in judges)}: whoever trained a policy does not judge it alone. Add a "
-                "judge of its own: a world model, or a critic of held-out data."
+                f"{', '.join(judge.name for judge in judges)} was used in training, so it cannot be the only "
+                "evaluator. Add an independent one: a world model, or a critic on held-out data."
             )
         if margin < 0 or relative < 0 or not 0 < confidence < 1:
             raise ConfigError(
-                f"margin {margin} and relative {relative} are at least 0, confidence {confidence} in (0, 1)."
+                f"margin={margin} and relative={relative} must be at least 0, and confidence={confidence} in (0, 1)."
             )
         self.judges = tuple(judges)
         self.margin = margin
@@ -186,9 +187,12 @@ def judged(
     """
     candidate, incumbent = (np.asarray(values, dtype=np.float64) for values in (candidate, incumbent))
     if candidate.shape != incumbent.shape or candidate.ndim != 1 or len(candidate) < 2:
-        raise DataError(f"Values {list(candidate.shape)} and {list(incumbent.shape)} do not pair: score both alike.")
+        raise DataError(
+            f"Values of shape {list(candidate.shape)} and {list(incumbent.shape)} cannot be paired: evaluate "
+            "both policies on the same initial states."
+        )
     if not (np.isfinite(candidate).all() and np.isfinite(incumbent).all()):
-        raise DataError(f"{judge} returned values that are not finite: it cannot judge these policies.")
+        raise DataError(f"{judge} returned values that are not finite: it cannot evaluate these policies.")
     from scipy.special import stdtrit  # half a second to import: who judges, pays
 
     difference = candidate - incumbent
@@ -228,9 +232,9 @@ def _reason(found: Judgement) -> str:
         return found.text
     if not found.credible and found.low > found.margin:
         return (
-            f"{found.text}: not credible, a mean of {found.candidate:.3g} where the data shows no more than "
-            f"{found.ceiling:.3g}"
+            f"{found.text}: not credible, a mean of {found.candidate:.3g}, but the data makes at most "
+            f"{found.ceiling:.3g} credible"
         )
     if found.margin and found.low > 0:
-        return f"{found.text}: better, but not by the margin of {found.margin:.3g}"
-    return f"{found.text}: {'worse' if max(found.bootstrap[1], found.student[1]) < 0 else 'not surely better'}"
+        return f"{found.text}: better, but by less than the margin of {found.margin:.3g}"
+    return f"{found.text}: {'worse' if max(found.bootstrap[1], found.student[1]) < 0 else 'not significantly better'}"

@@ -19,7 +19,7 @@ SSIM, LPIPS = " (SSIM)", " (LPIPS)"
 ALEXNET = "alexnet-owt-7be5be79.pth"
 """Torchvision's file of the classifier used by LPIPS, in torch.hub's folder `checkpoints`."""
 
-UNITS = {SSIM: "SSIM, 1 is equal", LPIPS: "LPIPS, 0 is equal"}
+UNITS = {SSIM: "SSIM (1: identical)", LPIPS: "LPIPS (0: identical)"}
 """Units of the metrics by key suffix."""
 
 WINDOW, DEVIATION = 11, 1.5
@@ -91,4 +91,4 @@ def compare(first: Tensor, second: Tensor) -> dict[str, float]:
 
 def unit_of(key: str) -> str:
     """Return the unit of the metrics under a camera's `key`."""
-    return next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "PSNR in dB, more is better")
+    return next((unit for ending, unit in UNITS.items() if key.endswith(ending)), "PSNR in dB (higher is better)")

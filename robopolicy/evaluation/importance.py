@@ -75,7 +75,10 @@ def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
     whose steps are not Gaussian, DataError when its chains have another length.
     """
     if not isinstance(policy, ScoredPolicy) or (isinstance(policy, MatchesNoise) and policy.scored_by_matching):
-        raise ConfigError(f"{type(policy).__name__} has no densities of denoising steps: importance cannot judge it.")
+        raise ConfigError(
+            f"{type(policy).__name__} has no log-probabilities of denoising steps: importance sampling cannot "
+            "evaluate it."
+        )
     spec, frames = policy.spec, chains.step + episodes.episode_of_step[chains.step]
     densities: list[Tensor] = []
     for rows in torch.split(torch.arange(len(chains.step), device=episodes.device), ROWS):
@@ -87,11 +90,14 @@ def log_densities(policy: Policy, episodes: Episodes, chains: Chains) -> Tensor:
             extras = policy.log_prob(observation, {"chain": chain}).extras
         except SpecError as error:
             raise DataError(
-                f"The logged chains have {chain.shape[1] - 1} scored steps of {list(chain.shape[2:])}, this policy has "
-                f"{spec.scored_steps}: importance judges policies that denoise in the same steps as the logged one."
+                f"The recorded chains have {chain.shape[1] - 1} denoising steps with log-probabilities, of shape "
+                f"{list(chain.shape[2:])}; this policy has {spec.scored_steps}: importance sampling needs policies "
+                "with the same denoising steps as the recorded one."
             ) from error
         if "mean" not in extras or "std" not in extras:
-            raise ConfigError(f"{type(policy).__name__} does not say how its steps are distributed: use another judge.")
+            raise ConfigError(
+                f"{type(policy).__name__} does not describe the distribution of its steps: use another evaluator."
+            )
         normal = Normal(extras["mean"].double(), extras["std"].double())
         densities.append(normal.log_prob(chain[:, 1:].double()).sum((-2, -1)))
     return torch.cat(densities)
@@ -123,7 +129,7 @@ class ImportanceJudge:
         independent: bool = True,
     ):
         if chains.log_density is None:
-            raise DataError("The chains lack the log-densities of the policy that acted.")
+            raise DataError("The recorded chains lack the log-probabilities of the policy that acted.")
         self.episodes = episodes
         self.chains = chains
         self.per_decision = per_decision
@@ -147,9 +153,9 @@ class ImportanceJudge:
         self.effective.append(estimate.effective)
         if estimate.effective < self.least:
             raise DataError(
-                f"Of {len(self.episodes)} logged episodes {estimate.effective:.1f} count effectively, fewer than "
-                f"{self.least:g}: this policy does too much else than the one that was logged. Log more episodes of a "
-                "nearer policy, or judge by a world model."
+                f"The effective sample size of {len(self.episodes)} recorded episodes is {estimate.effective:.1f}, "
+                f"below {self.least:g}: this policy differs too much from the recorded one. Record more episodes of "
+                "a more similar policy, or evaluate with a world model."
             )
         return estimate.values
 
@@ -174,10 +180,10 @@ def outcome(episodes: Episodes, by: str) -> Tensor:
     Raises ConfigError for anything but by="success" or "return", DataError when that was not recorded.
     """
     if by not in ("success", "return"):
-        raise ConfigError(f"by={by}: importance sampling judges by success or by return.")
+        raise ConfigError(f"by={by}: importance sampling evaluates success or return.")
     outcomes = episodes.reward if by == "return" else episodes.step_success
     if outcomes is None:
-        raise DataError(f"The logged episodes say nothing of {'rewards' if by == 'return' else 'success'}.")
+        raise DataError(f"The recorded episodes contain no {'rewards' if by == 'return' else 'success'}.")
     if by == "return":
         return outcomes
     before = torch.cat([torch.zeros_like(outcomes[:1]), outcomes[:-1]])

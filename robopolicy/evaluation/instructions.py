@@ -36,10 +36,10 @@ class OtherInstruction:
         self.text = text
         self.world = world
         if text == WRONG and len(world.goals) < 2:
-            raise ConfigError("instruction=wrong needs a world with several instructions; this one has one.")
+            raise ConfigError("instruction=wrong needs a world with several instructions; this world has one.")
         unparaphrased = [goal for goal in world.goals if not world.paraphrases.get(goal)]
         if text == PARAPHRASE and unparaphrased:
-            raise ConfigError(f"instruction=paraphrase: '{world.name}' has no other words for '{unparaphrased[0]}'.")
+            raise ConfigError(f"instruction=paraphrase: '{world.name}' has no paraphrase of '{unparaphrased[0]}'.")
 
     @property
     def spec(self) -> PolicySpec:
@@ -92,8 +92,8 @@ class Control:
     def text(self) -> str:
         """Success under the other instructions, and its difference from success under the world's."""
         if self.found is None:
-            return f"refused: {self.refused}"
-        return f"{self.found.text}, {difference_text(self._difference)} beside the world's words"
+            return f"not possible: {self.refused}"
+        return f"{self.found.text}, {difference_text(self._difference)} compared with the world's instructions"
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary and the paired difference, or the reason for the refusal."""
@@ -118,7 +118,7 @@ def controls_of(world: WorldSpec, asked: Sequence[str] | None) -> tuple[str, ...
     }
     for name in asked or ():
         if name not in possible:
-            raise ConfigError(f"There is no control '{name}'.{did_you_mean(name, CONTROLS)}")
+            raise ConfigError(f"There is no language control '{name}'.{did_you_mean(name, CONTROLS)}")
         if not possible[name]:
             lacks = "has one instruction" if name == "wrong_instruction" else "has no paraphrase of every instruction"
             raise ConfigError(f"evaluate.controls has {name}, but the world '{world.name}' {lacks}.")

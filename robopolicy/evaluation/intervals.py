@@ -20,7 +20,9 @@ def wilson(successes: int, episodes: int, confidence: float = 0.95) -> tuple[flo
     Raises DataError without episodes or with more successes than episodes. Source: Wilson 1927, eq. 3.
     """
     if episodes < 1 or not 0 <= successes <= episodes:
-        raise DataError(f"{successes} successes in {episodes} episodes is not a success rate: evaluate some episodes.")
+        raise DataError(
+            f"{successes} successes in {episodes} episodes is not a success rate: evaluate at least one episode."
+        )
     _check_confidence(confidence)
     z, rate = NormalDist().inv_cdf(0.5 + 0.5 * confidence), successes / episodes
     scale = 2 * (episodes + z**2)
@@ -36,7 +38,7 @@ def wilson_bound(rates: np.ndarray, episodes: np.ndarray, confidence: float = 0.
     Raises DataError for a rate outside [0, 1] or a negative number of episodes.
     """
     if np.any((rates < 0) | (rates > 1)) or np.any(episodes < 0):
-        raise DataError(f"{rates} in {episodes} episodes are no rates of success.")
+        raise DataError(f"{rates} in {episodes} episodes are not success rates.")
     _check_confidence(confidence)
     z = NormalDist().inv_cdf(confidence)
     share = z * z / np.maximum(episodes, 1e-9)
@@ -152,7 +154,9 @@ def percentile_interval(replicates: np.ndarray, confidence: float = 0.95) -> tup
 
 def _pair(base: np.ndarray, tuned: np.ndarray, what: str) -> tuple[np.ndarray, np.ndarray]:
     if base.ndim != 1 or base.shape != tuned.shape or base.size == 0:
-        raise DataError(f"{what} of shape {base.shape} and {tuned.shape} do not pair: evaluate both on the same seeds.")
+        raise DataError(
+            f"{what} of shapes {base.shape} and {tuned.shape} cannot be paired: evaluate both on the same seeds."
+        )
     return base, tuned
 
 
@@ -178,4 +182,4 @@ def _newcombe(both: int, improved: int, worsened: int, neither: int, confidence:
 
 def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
-        raise DataError(f"confidence is {confidence}; it lies between 0 and 1, for example 0.95.")
+        raise DataError(f"confidence={confidence} must lie between 0 and 1, for example 0.95.")

@@ -50,9 +50,9 @@ class ModelReturn:
         seed: int = 0,
     ):
         if by not in ("success", "return"):
-            raise ConfigError(f"by={by}: a model judges by success or by return.")
+            raise ConfigError(f"by={by}: a model evaluates success or return.")
         if by == "success":
-            require_success(world, "judge by gate.by=return")
+            require_success(world, "compare returns with gate.by=return")
         self.world = world
         self.seeds = np.asarray(seeds)
         self.by = by
@@ -65,7 +65,9 @@ class ModelReturn:
     def values(self, policy: Policy) -> Array:
         """Return success (0 or 1) or return of each episode [S], with the same noise for every policy."""
         inside = self.as_inside(policy)
-        result = evaluate_policy(self.world, inside, self.seeds, generator_seed=self.seed, label=f"judge: {self.name}")
+        result = evaluate_policy(
+            self.world, inside, self.seeds, generator_seed=self.seed, label=(f"evaluator: {self.name}")
+        )
         self.env_steps += result.steps if self.trials else 0
         return result.success.astype(np.float64) if self.by == "success" else result.returns
 
@@ -118,7 +120,7 @@ def highest_credible(episodes: Episodes, discount: float) -> float:
     """
     reward = episodes.reward
     if reward is None:
-        raise DataError("What values are credible is found by rewards, and this dataset has none.")
+        raise DataError("The highest credible value is determined from rewards, and this dataset has none.")
     inside = episodes.to("cpu")
     returns = returns_to_go(reward.cpu(), inside, discount)[inside.starts]
     if inside.terminated is not None and discount < 1:
@@ -177,7 +179,7 @@ class FittedJudge:
         return any(share > self.config.alarm for share in self.clipped)
 
     def _fit(self, drawn: Tensor, generator: torch.Generator) -> FittedQ:
-        return fit_q(self.data.decisions.transitions, drawn, self.data.bounds, self.config, generator, "judge: FQE")
+        return fit_q(self.data.decisions.transitions, drawn, self.data.bounds, self.config, generator, "evaluator: FQE")
 
 
 class ActionValues(Protocol):
@@ -210,7 +212,7 @@ class CriticJudge:
         seed: int = 0,
     ):
         if (world is None) != (seeds is None):
-            raise ConfigError("AM-Q along rollouts needs a world and seeds of its starts.")
+            raise ConfigError("AM-Q along rollouts needs a world and seeds of its initial states.")
         self.critic = critic
         self.data = data
         self.world = world
@@ -220,7 +222,7 @@ class CriticJudge:
         self.independent = independent
         self.seed = seed
         self.deterministic = deterministic
-        place = "recorded observations" if world is None else f"{decisions} decisions in the {world.spec.name}"
+        place = "recorded observations" if world is None else f"{decisions} policy calls in {world.spec.name}"
         self.name = f"a critic's values at {place}"
         self.ceiling = data.ceiling if world is None else None  # later in an episode values may be higher
 

@@ -64,7 +64,7 @@ def learning_curve(records: Sequence[Mapping], base: Rate | None = None) -> str:
         figure, axes = new_axes()
         points = [(record["env_steps"], record["success"]) for record in records if "success" in record]
         if points:
-            axes.plot(*zip(*points, strict=True), color=MUTED, linewidth=0.8, alpha=0.7, label="while collecting")
+            axes.plot(*zip(*points, strict=True), color=MUTED, linewidth=0.8, alpha=0.7, label="during collection")
         for mode, colour in (("deterministic", TUNED), ("stochastic", THIRD)):
             rows = [record for record in records if f"{mode}_success" in record]
             if not rows:
@@ -118,7 +118,7 @@ def taught_curve(records: Sequence[Mapping]) -> str:
         low, high = zip(*(wilson(*count) for count in counts), strict=True)
         axes.plot(steps, [done / count for done, count in counts], color=TUNED, marker="o", markersize=3)
         axes.fill_between(steps, low, high, color=TUNED, alpha=0.15, linewidth=0)
-        axes.set(xlabel="environment steps that it has learned from", ylabel="student's success", ylim=(0, 1))
+        axes.set(xlabel="environment steps trained on", ylabel="success of the student", ylim=(0, 1))
         return as_svg(figure)
 
 
@@ -186,7 +186,7 @@ def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
         for row, (name, metrics) in enumerate(reversed(list(ways.items()))):
             fill = TUNED if name == chosen else "none"
             axes.plot(metrics["least_ms"], row, "o", color=TUNED, markerfacecolor=fill, markersize=7)
-            note = f"{metrics['times_as_fast']:.1f} times, error {metrics['error']:.2g}"
+            note = f"{metrics['times_as_fast']:.1f}x, error {metrics['error']:.2g}"
             axes.annotate(note, (1.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=8)
         axes.set_yticks(range(len(ways)), list(reversed(list(ways))))
         axes.set(xlabel="milliseconds", xscale="log", ylim=(-0.6, len(ways) - 0.4))
@@ -249,7 +249,7 @@ def open_loop_errors(figures: Mapping[str, Mapping[str, Mapping[str, float]]], k
         steps, image = [horizon for horizon, _ in rows], key.startswith(IMAGE_PREFIX)
         for name, label, colour in (
             ("model", "world model", TUNED),
-            ("shuffled", "world model told other actions", THIRD),
+            ("shuffled", "world model with shuffled actions", THIRD),
             ("copy", "first frame repeated", BASE),
         ):
             axes.plot(steps, [errors[name] for _, errors in rows], marker="o", color=colour, label=label)
@@ -431,7 +431,7 @@ def speed_beside_success(panels: Mapping[str, Mapping[str, tuple[float, float, f
             right.set(xlim=(-0.02, 1.02), ylim=(len(points) - 0.5, -0.5), yticks=[])
             left_axes.set_yticks(rows, list(points))
             left_axes.set_title(title, fontsize=10, loc="left")
-        grid[-1, 0].set_xlabel("milliseconds a decision")
+        grid[-1, 0].set_xlabel("milliseconds per policy call")
         grid[-1, 1].set_xlabel("success")
         return as_svg(figure)
 
@@ -461,7 +461,7 @@ def success_beside_delay(panels: Mapping[str, Mapping[str, Sequence[tuple[float,
                 )
             axes.set(ylim=(-0.02, 1.02), xticks=[int(point[0]) for point in next(iter(ways.values()))])
             axes.set_title(title, fontsize=10)
-        figure.supxlabel("control steps that a decision takes", fontsize=10, color=STYLE["axes.labelcolor"])
+        figure.supxlabel("inference latency in control steps", fontsize=10, color=STYLE["axes.labelcolor"])
         figure.supylabel("success", fontsize=10, color=STYLE["axes.labelcolor"])
         figure.legend(*grid.flat[0].get_legend_handles_labels(), frameon=False, loc="outside upper center", ncols=4)
         return as_svg(figure)
@@ -479,7 +479,7 @@ def value_curves(runs: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) ->
                 epochs, values = [row["epoch"] for row in records], [row["value"] for row in records]
                 axes.plot(epochs, values, color=colour, label=name if index == 0 else None)
         bounds = [row["value_bound"] for seeds in runs.values() for records in seeds for row in records]
-        axes.axhline(max(bounds, default=0.0), color=BASE, linestyle="--", linewidth=1, label="highest possible")
+        axes.axhline(max(bounds, default=0.0), color=BASE, linestyle="--", linewidth=1, label="highest possible value")
         axes.set_yscale("symlog", linthresh=1.0)
         axes.set(xlabel="epoch", ylabel="value")
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -189,7 +189,9 @@ def rank(
     names.
     """
     if set(real) != set(model):
-        raise DataError(f"Policies differ: simulator has {sorted(real)}, world model has {sorted(model)}.")
+        raise DataError(
+            f"The simulator and the world model evaluated different policies: {sorted(real)} and {sorted(model)}."
+        )
     if len(real) < 3:
         raise DataError(f"Ranking needs at least three policies (better six), got {len(real)}.")
     names = list(real)
@@ -214,7 +216,9 @@ def rank(
             _interval(by_episode, confidence),
         )
         if statistics[name].value is None:
-            warnings.append(f"{name} is undefined: all policies have the same score in one of the two worlds.")
+            warnings.append(
+                f"{name} is undefined: all policies have the same score in the simulator or in the world model."
+            )
     return RankingResult(
         real={name: real[name].success_rate for name in names},
         model={name: model[name].success_rate for name in names},
@@ -241,7 +245,8 @@ def _warnings(scores: np.ndarray) -> list[str]:
     spread = float(np.ptp(scores[0]))
     if spread < 0.5:
         warnings.append(
-            f"The policies' real success spans only {spread:.0%}: correlations say little. Add weaker or stronger ones."
+            f"The policies' real success spans only {spread:.0%}: correlations are uninformative. Add weaker or "
+            "stronger policies."
         )
     return warnings
 
@@ -267,6 +272,7 @@ def _pair(real: np.ndarray, model: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     real, model = np.asarray(real, dtype=np.float64), np.asarray(model, dtype=np.float64)
     if real.ndim < 1 or real.shape != model.shape or real.shape[-1] < 2:
         raise DataError(
-            f"Scores of shape {real.shape} and {model.shape} do not pair: one number per policy, two or more."
+            f"Scores of shapes {real.shape} and {model.shape} cannot be paired: pass one number per policy, for "
+            "two or more policies."
         )
     return real, model

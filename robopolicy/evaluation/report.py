@@ -26,7 +26,7 @@ IMAGINED = "imagined"
 """Name of the video of imagined and recorded images."""
 
 TEMPLATE = "report.html.jinja"
-DAMAGED = "Its files are not those of one run, or damaged: make the run anew"
+DAMAGED = "Its files are damaged, or not those of one run: repeat the run"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ def report_for_run(path: Path) -> Path:
     path = Path(path)
     if not any((path / name).exists() for name in ("result.json", "metrics.jsonl")):
         raise DataError(
-            f"{path} holds no run (no result.json, no metrics.jsonl): give a folder like runs/finetune/push_cube/0."
+            f"{path} contains no run (no result.json, no metrics.jsonl): pass a run folder such as "
+            "runs/finetune/push_cube/0."
         )
     report, result = report_of(path)
     with reading(path, DAMAGED):
@@ -97,7 +98,7 @@ def report_of(path: Path, address: Callable[[Path], str] | None = None) -> tuple
             _add_run(report, folder, result, address or embedded)
         if "base_weights" in result:
             weights = f"sha256 of its weights: {result['base_weights']}"
-            report.details["began from"] = f"{result['base_checkpoint']}\n{weights}"
+            report.details["initial checkpoint"] = f"{result['base_checkpoint']}\n{weights}"
         for name in ("config.yaml", "versions.json"):
             if (folder.path / name).exists():
                 report.details[name] = read_text(folder.path / name, DataError)
@@ -129,7 +130,7 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
     if "difference" in result:
         report.cards.append(_difference_card(result["difference"]))
     if "times_faster" in result:
-        report.cards.append(Card("a decision", f"{result['times_faster']:.1f} times", "as fast as the teacher's"))
+        report.cards.append(Card("policy call", f"{result['times_faster']:.1f}x", "faster than the teacher"))
     if "success_rate" in result and "steps" in result:
         report.cards.append(Card("episodes", str(result["episodes"]), f"{result['steps']} steps"))
         rate = result["success_rate"]
@@ -137,7 +138,9 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
     if "seconds" in result:
         report.cards.append(Card("time", f"{result['seconds']:.0f} s"))
     if rates:
-        caption = "Points are success rates, bars their Wilson 95 % intervals; all policies play the same seeds."
+        caption = (
+            "Points are success rates, bars their Wilson 95 % intervals; all policies are evaluated on the same seeds."
+        )
         report.sections.append(Section("Success", caption, svg=plots.success_bars(rates)))
     _add_conditions(report, result)
     _add_ways(report, result)
@@ -156,9 +159,9 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
 def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
     """Add the evaluation conditions, and the smoothness of the policies if measured."""
     if "conditions" in result:
-        caption = "Success above is that of policies judged so."
+        caption = "Success above was measured under these conditions."
         rows = [[condition, value] for condition, value in result["conditions"].items()]
-        report.sections.append(Section("Judged so", caption, header=("what", "value"), rows=rows))
+        report.sections.append(Section("Evaluation conditions", caption, header=("what", "value"), rows=rows))
     from robopolicy.evaluation.smoothness import Smoothness  # imports torch, which the pages of runs do without
 
     smooth = {
@@ -170,8 +173,8 @@ def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
         [label, ", ".join(f"{metric} {value}" for metric, value in texts.items())] for label, texts in smooth.items()
     ]
     if rows:
-        caption = "Means over actions' elements and control steps, in the world's units."
-        report.sections.append(Section("How smooth", caption, header=("policy", "actions"), rows=rows))
+        caption = "Means over action elements and control steps, in the world's units."
+        report.sections.append(Section("Smoothness of the actions", caption, header=("policy", "actions"), rows=rows))
 
 
 def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
@@ -182,30 +185,30 @@ def _add_ways(report: Report, result: Mapping[str, Any]) -> None:
     chosen_method = result["chosen"]
     left_out = result["left_out"]
     report.cards.append(
-        Card("chosen", chosen_method, f"{ways[chosen_method]['times_as_fast']:.1f} times as fast as the reference")
+        Card("chosen", chosen_method, f"{ways[chosen_method]['times_as_fast']:.1f}x faster than the reference")
     )
-    caption = "The least of several times in turns, with the error of what is decided; the chosen way is filled."
+    caption = "Minimum of several interleaved measurements, and the error of the actions; the chosen method is filled."
     report.sections.append(Section("Time and error", caption, svg=plots.ways_of_deciding(ways, chosen_method)))
     caption = " ".join(
-        ["* is the chosen one.", *(f"{name} was left out: {reason}." for name, reason in left_out.items())]
+        ["* marks the chosen method.", *(f"{name} was excluded: {reason}." for name, reason in left_out.items())]
     )
     header, rows = ways_header(result.get("error_of", "std")), way_rows(ways, chosen_method)
-    report.sections.append(Section(result.get("measured", "A decision"), caption, header=header, rows=rows))
+    report.sections.append(Section(result.get("measured", "Policy call"), caption, header=header, rows=rows))
 
 
 def _add_language(report: Report, result: Mapping[str, Any]) -> None:
     """Add success by instruction and under the language controls, if the world has several instructions."""
     table = instruction_table(judged_in(result))
     if table is not None:
-        caption = "Success with Wilson 95 % intervals, of the episodes that asked for it."
-        report.sections.append(Section("Every instruction", caption, header=table[0], rows=table[1]))
+        caption = "Success with Wilson 95 % intervals, over the episodes with this instruction."
+        report.sections.append(Section("Success by instruction", caption, header=table[0], rows=table[1]))
     if "controls" in result:
         header, rows = control_table(result["controls"])
         caption = (
-            "The same starts and the same judge, but the policy is told something else. Told another instruction, a "
-            "policy that listens fails; told a paraphrase, one that understands succeeds as before."
+            "Same initial states and success criterion, other instructions. With a wrong instruction, a policy that "
+            "conditions on language fails; with a paraphrase, one that understands it succeeds as before."
         )
-        report.sections.append(Section("Does it listen?", caption, header=header, rows=rows))
+        report.sections.append(Section("Language conditioning", caption, header=header, rows=rows))
 
 
 def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
@@ -220,12 +223,16 @@ def _add_gate(report: Report, result: Mapping[str, Any]) -> None:
     ]
     if rows:
         steps = sum(verdict.get("env_steps", 0) for _, verdict in verdicts if verdict is not None)
-        env_text = f"Trials in the world took {steps:,} steps" if steps else "Neither was played in the real world"
-        caption = (
-            "The candidate's value minus the incumbent's on the same starts, with its bootstrap interval. "
-            f"{env_text}; a candidate is accepted where the lower bound exceeds the margin."
+        env_text = (
+            f"Evaluation in the world took {steps:,} steps"
+            if steps
+            else ("No episodes were played in the real environment")
         )
-        report.sections.append(Section("Gate", caption, header=("candidate", "verdict", "why"), rows=rows))
+        caption = (
+            "The candidate's value minus the incumbent's on the same initial states, with its bootstrap interval. "
+            f"{env_text}; a candidate is accepted if the lower bound exceeds the margin."
+        )
+        report.sections.append(Section("Gate", caption, header=("candidate", "decision", "reasons"), rows=rows))
     if "accepted" in result and "rounds" in result:
         report.cards.append(Card("accepted", f"{result['accepted']} of {len(result['rounds'])}", "candidates"))
 
@@ -234,11 +241,11 @@ def _add_deployment(report: Report, deployed: Mapping[str, Mapping[str, Any]]) -
     """Add running success while a new policy took over."""
     floor = next(iter(deployed.values()))["floor"]
     for name, metrics in deployed.items():
-        note = f"share of the new policy at last {metrics['share_at_last']:.0%}"
+        note = f"final share of the new policy {metrics['share_at_last']:.0%}"
         report.cards.append(Card(f"{name}: success", f"{metrics['success_rate']:.1%}", note))
     report.cards.append(Card("floor", f"{floor:.1%}"))
-    caption = "Mixed: a coin lets the new policy decide as often as the lower bound of success stays above the floor."
-    report.sections.append(Section("Success so far", caption, svg=plots.deployments(deployed, floor)))
+    caption = "Mixed: the new policy acts with a probability that keeps the lower bound of success above the floor."
+    report.sections.append(Section("Running success", caption, svg=plots.deployments(deployed, floor)))
 
 
 def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any], address: Callable[[Path], str]) -> None:
@@ -250,13 +257,13 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any], addr
     drive = result["drive"]
     report.cards.append(
         Card(
-            "served robot",
+            "policy server",
             f"{drive['successes']} of {drive['episodes']}",
-            f"{drive['latency_ms']['p50']:.0f} ms a chunk",
+            f"{drive['latency_ms']['p50']:.0f} ms per chunk",
         )
     )
     report.cards.append(
-        Card("whole demo", f"{result['seconds'] / 60:.1f} min", "from demonstrations to a served policy")
+        Card("complete demo", f"{result['seconds'] / 60:.1f} min", "from demonstrations to a served policy")
     )
     caption = "Base and fine-tuned policy on the same seeds, with Wilson 95 % intervals."
     report.sections.append(Section("Success in the simulator", caption, svg=plots.success_bars(rates)))
@@ -267,7 +274,7 @@ def _add_demo(report: Report, folder: RunFolder, result: Mapping[str, Any], addr
     _add_rankings(report, ranked["models"])
     _add_validation(report, result["worldmodel"]["validation"])
     stages = [[name, f"{seconds:.0f} s"] for name, seconds in result["seconds_by_stage"].items()]
-    report.sections.append(Section("Where the time went", header=("stage", "seconds"), rows=stages))
+    report.sections.append(Section("Time per stage", header=("stage", "seconds"), rows=stages))
     report.next_steps = list(result.get("next_steps", ()))
 
 
@@ -282,12 +289,15 @@ def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
     ]
     report.cards = [Card(rate.label, f"{rate.value:.1%}", f"{rate.low:.1%} to {rate.high:.1%}") for rate in rates]
     faster = [stage["times_faster"] for stage in stages.values() if "times_faster" in stage]
-    report.cards += [Card("decisions", f"{value:.1f} times", "as fast as the teacher's") for value in faster]
+    report.cards += [Card("decisions", f"{value:.1f}x", "faster than the teacher") for value in faster]
     report.cards.append(Card("time", f"{result['seconds'] / 60:.1f} min"))
     if rates:
-        caption = "The policy after each stage, on the same seeds without noise, with Wilson 95 % intervals."
-        report.sections.append(Section("Success, stage by stage", caption, svg=plots.success_bars(rates)))
-    caption = "World steps are those played to learn from or to record; judging plays others, and chooses nothing."
+        caption = "The deterministic policy after each stage, on the same seeds, with Wilson 95 % intervals."
+        report.sections.append(Section("Success by stage", caption, svg=plots.success_bars(rates)))
+    caption = (
+        "World steps are those collected for training or recording; evaluation steps are not included and select "
+        "nothing."
+    )
     report.sections.append(Section("Stages", caption, header=STAGES, rows=stage_rows(stages)))
     report.details["folders"] = "\n".join(f"{name}: {place}" for name, place in result["folders"].items())
 
@@ -297,20 +307,20 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
     fitting = [record for record in records if "step" in record]
     if any("deterministic_real_success" in record for record in tuning):
         caption = (
-            "The same starts in both worlds, Wilson 95 % intervals. Nothing was learned from the real episodes, but "
-            "the best policy was chosen by them (unless keep=imagined)."
+            "Same initial states in the simulator and the world model, Wilson 95 % intervals. Real episodes were "
+            "not used for training, but selected the best policy (unless keep=imagined)."
         )
-        report.sections.append(Section("Imagined beside real", caption, svg=plots.imagined_and_real(tuning)))
+        report.sections.append(Section("Imagined and real success", caption, svg=plots.imagined_and_real(tuning)))
     elif tuning:
-        caption = "Validation on seeds that the final judgement does not use; bands are Wilson 95 % intervals."
+        caption = "Validation on seeds that the final evaluation does not use; bands are Wilson 95 % intervals."
         report.sections.append(Section("Learning curve", caption, svg=plots.learning_curve(tuning, base)))
     student_records = [record for record in records if record.get("student_episodes")]
     if student_records:
         caption = (
-            "Of the episodes that the student played, noise and all, before it learned from the round's; Wilson 95 % "
-            "intervals. The last round's learning is the longest, and is judged above."
+            "Success of the episodes that the student played (with exploration noise) before it trained on the "
+            "round's data; Wilson 95 % intervals. The last round trains longest, and its result is evaluated above."
         )
-        report.sections.append(Section("Round by round", caption, svg=plots.taught_curve(student_records)))
+        report.sections.append(Section("Success by round", caption, svg=plots.taught_curve(student_records)))
     if len(fitting) > 1:
         report.sections.append(Section("Training losses", svg=plots.loss_curves(fitting)))
 
@@ -318,26 +328,32 @@ def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate
 def _add_validation(report: Report, validation: Mapping[str, Any]) -> None:
     success = validation["success"]
     rows = [
-        ["reward error (share of variance)", shown(validation["reward_error"], ".3f")],
+        ["reward error (fraction of variance)", shown(validation["reward_error"], ".3f")],
         ["success head: precision", shown(success["precision"], ".2f")],
         ["success head: recall", shown(success["recall"], ".2f")],
     ]
     caption = f"On {validation['steps']} held-out steps."
     report.sections.append(Section("World model on held-out episodes", caption, header=("figure", "value"), rows=rows))
-    caption = "Recorded actions, no corrections on the way. A model that ignores actions would not mind other ones."
+    caption = (
+        "Open-loop prediction of recorded actions, without corrections. For a model that ignores actions, shuffled "
+        "actions would give the same error."
+    )
     for key in sorted({key for figures in validation["open_loop"].values() for key in figures}):
         svg = plots.open_loop_errors(validation["open_loop"], key)
-        report.sections.append(Section(f"Imagining further ahead: {key}", caption, svg=svg))
+        report.sections.append(Section(f"Open-loop prediction error: {key}", caption, svg=svg))
 
 
 def _add_rankings(report: Report, models: Mapping[str, Mapping[str, Any]]) -> None:
-    caption = "One point per policy, the same starts in both worlds, Wilson 95 % intervals; on the line they agree."
+    caption = (
+        "One point per policy, same initial states in simulator and world model, Wilson 95 % intervals; on the line "
+        "both agree."
+    )
     for name, result in models.items():
         svg = ranking_plot(result["policies"])
         report.sections.append(Section(f"World model against simulator: {name}", caption, svg=svg))
     header, rows = agreement(models)
     warnings = dict.fromkeys(warning for result in models.values() for warning in result["warnings"])
-    caption = " ".join(["In brackets the bootstrap interval over policies.", *warnings])
+    caption = " ".join(["In brackets: bootstrap interval over policies.", *warnings])
     report.sections.append(Section("Agreement", caption, header=header, rows=rows))
 
 
@@ -377,10 +393,10 @@ def film(path: Path, address: Callable[[Path], str] = embedded) -> list[Section]
         if video.is_symlink() or not video.is_file():  # what lies elsewhere does not belong into a page to be shown
             continue
         name = video.stem.replace("_", " ")
-        starts = "the same starts, " if "and" in name.split() else ""
+        starts = "same initial states, " if "and" in name.split() else ""
         caption = f"{name[0].upper()}{name[1:]}: {starts}green border: success, orange: failure."
         if video.stem == IMAGINED:
-            caption = "Real above, imagined below, from the same starts under the same actions."
+            caption = "Top: real. Bottom: imagined, from the same initial states with the same actions."
         sections.append(Section("Rollouts", caption, video=address(video)))
     return sections
 
@@ -395,8 +411,8 @@ def _rate(label: str, judged: Mapping[str, Any]) -> Rate:
     rate = Rate(label, judged["success_rate"], judged["low"], judged["high"])
     if not all(0 <= each <= 1 for each in (rate.value, rate.low, rate.high)):
         raise DataError(
-            f"result.json says that '{label}' succeeds in {rate.value} of its episodes, with an interval from "
-            f"{rate.low} to {rate.high}: these are shares between 0 and 1. Make the run anew."
+            f"result.json gives '{label}' a success rate of {rate.value} with an interval from {rate.low} to "
+            f"{rate.high}; rates must lie between 0 and 1. Repeat the run."
         )
     return rate
 

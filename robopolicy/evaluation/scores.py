@@ -46,7 +46,7 @@ class Performance:
     def of_episodes(episodes: Episodes) -> "Performance":
         """Summarise recorded episodes; raises DataError when rewards or success are missing."""
         if episodes.returns is None or episodes.success is None:
-            raise DataError("These episodes say nothing of rewards or of success, so there is nothing to score.")
+            raise DataError("These episodes record neither rewards nor success, so there is nothing to score.")
         return Performance.of(episodes.returns.cpu().double().numpy(), episodes.success.cpu().numpy())
 
     @property
@@ -77,16 +77,17 @@ class Anchors:
         if self.expert.return_low > self.random.return_high:
             return self
         raise DataError(
-            f"In '{self.world}' the expert earns {self.expert.text}, and uniform actions {self.random.text}: such a "
-            "return ranks nothing, and teaches to put success off. It is so where every step pays and success ends the "
-            "episode. Pay progress (world.options.reward=increase) or let episodes run on "
+            f"In '{self.world}' the expert's return is {self.expert.text}, that of uniform random actions "
+            f"{self.random.text}: such a return does not rank policies, and rewards delaying success. This happens "
+            "when every step is rewarded and success ends the episode. Reward progress "
+            "(world.options.reward=increase), or do not end episodes at success "
             "(world.options.terminate_on_success=false)."
         )
 
     def require_world(self, world: str) -> None:
         """Raise DataError when returns are from another world than the anchors."""
         if world != self.world:
-            raise DataError(f"Returns in '{world}' cannot be scored by anchors of '{self.world}'.")
+            raise DataError(f"Returns in '{world}' cannot be normalised with the reference scores of '{self.world}'.")
 
     def score(self, value: float) -> float:
         """Return the score of a mean return: 100 (value - random) / (expert - random)."""
@@ -104,7 +105,9 @@ class Anchors:
             ends = {name: Performance(**data[name]) for name in ("random", "expert")}
             return Anchors(str(data["world"]), **ends)
         except (KeyError, TypeError) as error:
-            raise DataError(f"{where} has no anchors of a normalised score ({error!r}): restore it.") from error
+            raise DataError(
+                f"{where} has no reference scores (anchors) for the normalised score ({error!r}): restore it."
+            ) from error
 
 
 @dataclass(frozen=True)

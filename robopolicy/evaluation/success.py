@@ -196,9 +196,9 @@ def evaluate_policy(
     """
     seeds = np.asarray(seeds, dtype=np.int64)
     if seeds.ndim != 1 or len(seeds) == 0:
-        raise ConfigError("Evaluation needs at least one seed: ask for episodes=1 or more.")
+        raise ConfigError("Evaluation needs at least one seed: set episodes=1 or more.")
     if len(np.unique(seeds)) != len(seeds):
-        raise ConfigError("Evaluation seeds repeat: repeated episodes are not independent, use distinct seeds.")
+        raise ConfigError("Evaluation seeds are repeated: repeated episodes are not independent, pass distinct seeds.")
     success, cut = np.zeros(len(seeds), dtype=bool), np.zeros(len(seeds), dtype=bool)
     returns, lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
     several, instructions = len(world.spec.goals) > 1, np.full(len(seeds), "", dtype=object)
@@ -241,9 +241,9 @@ def require_success(world: World, instead: str = "") -> None:
     """Raise ConfigError when `world` does not report success; instead: alternative, in words, for the error message."""
     if not world.spec.reports_success:
         raise ConfigError(
-            f"'{world.spec.name}' does not say which episodes succeed: say it with "
-            "world.options.success=package.module:function (or terminated), or "
-            f"\"world.options.success='return >= NUMBER'\" with both quotes{instead and f', or {instead}'}."
+            f"'{world.spec.name}' does not report which episodes succeed: define success with "
+            "world.options.success=package.module:function (or terminated), or \"world.options.success='return >= "
+            f"NUMBER'\" with both quotes{instead and f', or {instead}'}."
         )
 
 
@@ -253,7 +253,9 @@ def compare(base: EvaluationResult, tuned: EvaluationResult) -> PairedComparison
     Raises DataError unless both played the same seeds.
     """
     if not np.array_equal(np.sort(base.seeds), np.sort(tuned.seeds)):
-        raise DataError("The two evaluations played different seeds: evaluate both with the same seed and episodes.")
+        raise DataError(
+            "The two evaluations used different seeds: evaluate both with the same seed and number of episodes."
+        )
     first, second = np.argsort(base.seeds), np.argsort(tuned.seeds)
     if not (base.reports_success and tuned.reports_success):
         return compare_returns(base.returns[first], tuned.returns[second], base.confidence)

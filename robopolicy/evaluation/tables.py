@@ -36,7 +36,7 @@ def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[
         [
             text,
             *(
-                rate_in_words(metrics_of_text[text]) if text in metrics_of_text else "not asked"
+                rate_in_words(metrics_of_text[text]) if text in metrics_of_text else "not requested"
                 for metrics_of_text in metrics_of_label.values()
             ),
         ]
@@ -47,7 +47,7 @@ def instruction_table(judged: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[
 
 def control_table(controls: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows: one control of a policy per row, as in `Control.to_json`."""
-    header = ["policy", "told", "success, deterministic", "difference to the world's words"]
+    header = ["policy", "instruction", "success, deterministic", "difference from the world's instructions"]
     rows = []
     for name, figures_of_control in controls.items():
         for control, figures in figures_of_control.items():
@@ -65,7 +65,7 @@ def difference_text(difference: Mapping[str, Any]) -> str:
 
 def _outcome(figures: Mapping[str, Any]) -> tuple[str, str]:
     if "refused" in figures:
-        return "refused", str(figures["refused"])
+        return "not possible", str(figures["refused"])
     difference = figures["difference"]
     of = f"return {figures['return_mean']:.4g}" if difference.get("of") == "return" else rate_in_words(figures)
     return of, difference_text(difference)
@@ -113,7 +113,7 @@ def stage_rows(stages: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 def ways_header(error: str = "std") -> tuple[str, ...]:
     """Return the header of `way_rows`; error: unit of the errors."""
-    return "way", "median ms", "least ms", "times as fast", f"error / {error}", "block evaluations"
+    return "method", "median ms", "min ms", "speed-up", f"error / {error}", "block evaluations"
 
 
 def way_rows(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> list[list[str]]:

@@ -76,7 +76,7 @@ class TwoWorlds:
         target, and real_steps if that is the real one. Raises ConfigError without `confirming`.
         """
         if self.confirming is None:
-            raise ConfigError("Nothing says on which seeds a target is confirmed: give `confirming`.")
+            raise ConfigError("The target needs seeds for its confirmation: pass `confirming`.")
         real = self.by_real and len(self.watched) > 0
         world, acting = (self.real, self.in_reality(policy)) if real else (self.imagined, policy)
         seeds = self.confirming(iteration, len(self.watched if real else self.seeds))

@@ -186,7 +186,7 @@ def write_video(clip: Clip, path: Path) -> None:
     encoders = {".mp4": mp4_bytes, ".gif": gif_bytes}
     path = Path(path)
     if path.suffix not in encoders:
-        raise ConfigError(f"Videos are written as .mp4 or .gif, not '{path.suffix}'.")
+        raise ConfigError(f"Videos are written as .mp4 or .gif, not as '{path.suffix}'.")
     write_atomic(path, encoders[path.suffix](clip))
 
 

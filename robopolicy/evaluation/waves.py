@@ -96,7 +96,7 @@ def play_wave(
         if watch is not None:
             watch(part)
         if lengths.max() > horizon and player.running.any():
-            raise SpecError(f"'{world.spec.name}' has a horizon of {horizon} steps but did not end there.")
+            raise SpecError(f"'{world.spec.name}' has a horizon of {horizon} steps but did not end the episode then.")
     assert step is not None
     cut = np.zeros(rows, dtype=bool)
     if step.horizon_end is not None:
@@ -118,7 +118,7 @@ class KeptWaves:
         self._known: dict[str, tuple[Wave, float]] = {}
         records = read_json_lines(path)
         if records and records[0] == of:
-            with reading(path, "Remove it: the episodes are played anew"):
+            with reading(path, "Remove it: the episodes are played again"):
                 self._known = {each["key"]: (_read(each["wave"]), each["seconds"]) for each in records[1:]}
         lines = [json.dumps(of), *(_line(key, *entry) for key, entry in self._known.items())]
         write_atomic(path, "\n".join(lines) + "\n")

@@ -37,14 +37,14 @@ def _act(controller: Controller, observation: Observation, world: World) -> None
     except Exception as error:
         fields = ", ".join(f"{key} {list(value.shape)}" for key, value in observation.items())
         message = str(error) if isinstance(error, RobopolicyError) else f"act raised {type(error).__name__}: {error}."
-        raise AssertionError(f"{message} It was shown {fields}.") from error
+        raise AssertionError(f"{message} It was given {fields}.") from error
     rows, size = world.batch_size, tuple(world.spec.action.shape)
     _promise(
         actions.shape == (rows, *size),
-        f"act returned {list(actions.shape)} for {rows} rows: it returns one control step for each, "
-        f"[{rows}, {', '.join(map(str, size))}]",
+        f"act returned {list(actions.shape)} for {rows} rows: it must return one control step per row, [{rows}, "
+        f"{', '.join(map(str, size))}]",
     )
-    _promise(np.issubdtype(actions.dtype, np.number), f"act returned {actions.dtype}, not numbers")
+    _promise(np.issubdtype(actions.dtype, np.number), f"act returned {actions.dtype} instead of numbers")
     bad = np.flatnonzero(~np.isfinite(actions).reshape(rows, -1).all(1))
     _promise(not len(bad), f"act returned NaN or infinity in rows {', '.join(map(str, bad[:4]))}")
 

@@ -39,7 +39,7 @@ ACTS_WITHOUT_RATE = "evaluate, record, collect, serve and rank it; imitate it as
 ALLOWS: dict[Level, str] = {
     Level.ACTS: "evaluate, record, collect, serve, drive and rank it; imitate it as a teacher",
     Level.SCORES: "compare log-probabilities of recorded decisions with it: a teacher or base of the same steps",
-    Level.TRAINS: "train it on demonstrations; finetune it in simulators, world models and on recorded data",
+    Level.TRAINS: "train it on demonstrations; fine-tune it in simulators, world models and on recorded data",
 }
 """Uses enabled by a level, in addition to those of lower levels."""
 
@@ -105,7 +105,7 @@ def check_policy(
     if reached >= Level.TRAINS:
         _check_training(cast(Trainable, policy), observation)
     if load is not None:
-        assert hasattr(policy, "save"), f"{name} has no save, so that it cannot be loaded"
+        assert hasattr(policy, "save"), f"{name} has no save method, so it cannot be saved and loaded"
         _check_round_trip(cast(Trainable, policy), observation, load)
     return PolicyReport(reached, lacks, bool(policy.spec.fps))
 
@@ -143,11 +143,15 @@ def _check_acting(policy: Policy, scored: ScoredPolicy | None, observation: Tens
 def _check_decision(policy: Policy, observation: TensorObservation, deterministic: bool) -> None:
     spec = policy.spec
     call = f"act(deterministic={deterministic})"
-    assert 1 <= spec.chunk <= spec.prediction, f"spec: chunk {spec.chunk} does not fit prediction {spec.prediction}"
+    assert 1 <= spec.chunk <= spec.prediction, (
+        f"spec: chunk {spec.chunk} exceeds or does not fit prediction {spec.prediction}"
+    )
     batch = len(cast(list[str], observation[TASK]))
     before, random_state = _copy(observation), torch.get_rng_state()
     decision = _act(policy, observation, deterministic=deterministic)
-    assert torch.equal(random_state, torch.get_rng_state()), f"{call} drew from torch's global generator"
+    assert torch.equal(random_state, torch.get_rng_state()), (
+        f"{call}: random numbers were drawn from torch's global generator"
+    )
     _check_untouched(before, observation, call)
     expected = (batch, spec.chunk, *spec.action.shape)
     assert tuple(decision.actions.shape) == expected, f"{call}: actions {list(decision.actions.shape)}, not {expected}"
@@ -157,13 +161,13 @@ def _check_decision(policy: Policy, observation: TensorObservation, deterministi
     assert bool(((actions >= low - TOLERANCE) & (actions <= high + TOLERANCE)).all()), f"{call}: action out of range"
     tensors = {"actions": decision.actions, "logp": decision.logp, "mask": decision.mask, **decision.latents}
     for name, value in tensors.items():
-        assert not value.requires_grad, f"{call}: {name} carries gradient"
+        assert not value.requires_grad, f"{call}: {name} requires gradients"
         assert len(value) == batch, f"{call}: {name} has {len(value)} rows, not {batch}"
     repeated = _act(policy, observation, deterministic=deterministic)
-    assert _equal(decision, repeated), f"{call}: equal generators gave different decisions after a reset"
+    assert _equal(decision, repeated), f"{call}: equal generators gave different actions after a reset"
     with torch.inference_mode():
         assert _equal(decision, _act(policy, observation, deterministic=deterministic)), (
-            f"{call}: inference_mode differs"
+            f"{call}: the result differs under inference_mode"
         )
 
 
@@ -189,9 +193,8 @@ def _check_rows(policy: Policy, observation: TensorObservation, deterministic: b
     near = ((together - fewer).abs().flatten(1) <= 1e-3 * together.abs().max().clamp_min(1.0)).all(1)
     # Most rows and not all: fewer rows round otherwise, which may now and then make another token the likeliest.
     assert float(near.float().mean()) > 0.5, (
-        f"act(deterministic={deterministic}): a row's decision depends on the other rows, so that outcomes would "
-        "depend on world.batch_size. Draw noise [rows, ...] with normal, uniform or integers of "
-        "robopolicy.core.randomness."
+        f"act(deterministic={deterministic}): a row's actions depend on the other rows, so results would depend on "
+        "world.batch_size. Draw noise [rows, ...] with normal, uniform or integers of robopolicy.core.randomness."
     )
 
 
@@ -199,20 +202,20 @@ def _check_untouched(before: TensorObservation, observation: TensorObservation, 
     for key, value in before.items():
         after = observation[key]
         same = torch.equal(value, cast(Tensor, after)) if isinstance(value, Tensor) else value == after
-        assert same, f"{how} changed '{key}' of its observation"
+        assert same, f"{how} modified '{key}' of its observation"
 
 
 def _check_choices(policy: ScoredPolicy, observation: TensorObservation, deterministic: bool) -> None:
     """Check the log-probabilities stored in a decision."""
     call = f"act(deterministic={deterministic})"
     decision, expected = _act(policy, observation, deterministic=deterministic), policy.spec.scored_steps
-    assert expected >= 1, f"spec: scored_steps is {expected}, so that nothing can be scored"
+    assert expected >= 1, f"spec: scored_steps is {expected}, so there are no log-probabilities"
     for name, value, dtype in (("logp", decision.logp, torch.float32), ("mask", decision.mask, torch.bool)):
         shape = (len(decision.actions), expected)
         assert tuple(value.shape) == shape, f"{call}: {name} is {list(value.shape)}, not [B, K] = {list(shape)}"
         assert value.dtype == dtype, f"{call}: {name} is {value.dtype}, not {dtype}"
     if not deterministic:
-        assert bool(decision.mask.any()), f"{call}: no step has a density, so nothing can be scored"
+        assert bool(decision.mask.any()), f"{call}: no step has a density, so there are no log-probabilities"
         other = _act(policy, observation, seed=2)
         assert not torch.equal(decision.actions, other.actions), f"{call}: another generator gave the same actions"
 
@@ -224,7 +227,7 @@ def _check_scores(policy: ScoredPolicy, observation: TensorObservation) -> None:
     assert scores.entropy.shape == decision.logp.shape, "log_prob: entropy is not [N, K]"
     for name, value in scores.extras.items():
         rows = list(value.shape[:1])
-        assert rows in ([1], [len(scores.logp)]), f"log_prob: extra '{name}' has {rows} rows, not N, nor 1 for all"
+        assert rows in ([1], [len(scores.logp)]), f"log_prob: extra '{name}' has {rows} rows instead of N, or 1 for all"
     error = (scores.logp - decision.logp)[decision.mask].abs().max().item()
     assert error <= TOLERANCE, f"log_prob: logp differs from act's by {error:.2e}, more than {TOLERANCE:.0e}"
     order = torch.arange(len(decision.logp) - 1, -1, -1, device=decision.logp.device)
@@ -245,7 +248,7 @@ def _check_errors(policy: Policy, observation: TensorObservation) -> None:
         incomplete = {name: item for name, item in observation.items() if name != key}
         _expect(policy, incomplete, SpecError, f"without '{key}'")
         long = torch.cat([value, value], 2)
-        _expect(policy, {**observation, key: long}, SpecError, f"with a twice too long '{key}'")
+        _expect(policy, {**observation, key: long}, SpecError, f"with '{key}' twice as long")
         _expect(policy, {**observation, key: value[:, 0]}, SpecError, f"with '{key}' without history")
         if not field.dtype.startswith(("uint", "int", "bool")):
             with_nan = value.clone()
@@ -260,17 +263,21 @@ def _expect(policy: Policy, observation: TensorObservation, error: type[Robopoli
         return
     except Exception as other:
         raise AssertionError(f"act {what} raised {type(other).__name__}, not {error.__name__}: {other}") from other
-    raise AssertionError(f"act {what} raised no {error.__name__}")
+    raise AssertionError(f"act {what} did not raise {error.__name__}")
 
 
 def _check_training(policy: Trainable, observation: TensorObservation) -> None:
     """Check pre-training and fine-tuning on copies of the policy."""
-    assert isinstance(policy, nn.Module), f"{type(policy).__name__} is no torch.nn.Module"
+    assert isinstance(policy, nn.Module), f"{type(policy).__name__} is not a torch.nn.Module"
     parameters = list(policy.trainable_parameters())
     parameter_ids = {id(parameter) for parameter in policy.parameters()}
-    assert parameters, "trainable_parameters: there are none"
-    assert all(id(item) in parameter_ids for item in parameters), "trainable_parameters: one is not among parameters()"
-    assert all(item.requires_grad for item in parameters), "trainable_parameters: one does not require gradients"
+    assert parameters, "trainable_parameters() is empty"
+    assert all(id(item) in parameter_ids for item in parameters), (
+        "trainable_parameters() contains one that is not among parameters()"
+    )
+    assert all(item.requires_grad for item in parameters), (
+        "trainable_parameters() contains one that does not require gradients"
+    )
     _check_modes(policy, observation)
     _check_loss(policy, observation)
     _check_finetuning(policy, observation)
@@ -288,9 +295,9 @@ def _check_loss(policy: Trainable, observation: TensorObservation) -> None:
     batch = example_batch(policy.spec, observation, next(policy.parameters()).device)
     before, random_state = _copy(observation), torch.get_rng_state()
     losses, again = (policy.loss(batch, torch.Generator().manual_seed(4)) for _ in range(2))
-    assert torch.equal(random_state, torch.get_rng_state()), "loss drew from torch's global generator"
+    assert torch.equal(random_state, torch.get_rng_state()), "loss drew random numbers from torch's global generator"
     _check_untouched(before, observation, "loss")
-    assert isinstance(losses, Mapping) and len(losses), "loss returns no parts by name"
+    assert isinstance(losses, Mapping) and len(losses), "loss returns no named parts"
     count = len(batch["actions"])
     for name, value in losses.items():
         assert tuple(value.shape) == (count,), f"loss: '{name}' is {list(value.shape)}, not [N] = [{count}]"
@@ -330,12 +337,14 @@ def _check_finetuning(policy: Trainable, observation: TensorObservation) -> None
         weights = {name: value.detach().clone() for name, value in policy_copy.state_dict().items()}
         _step(policy_copy, gradients)
         new_logp = policy_copy.log_prob(observation, decision.latents).logp[decision.mask]
-        assert not torch.equal(new_logp, logp), f"{when} a step on trainable_parameters() leaves log_prob as it was"
-        assert _equal(original, _act(policy, observation)), f"{when} a copy changes the policy it was copied from"
-        policy_copy.load_state_dict(weights)
-        assert _equal(decision, _act(policy_copy, observation)), (
-            f"{when} load_state_dict does not bring the decisions back"
+        assert not torch.equal(new_logp, logp), (
+            f"{when}, an optimiser step on trainable_parameters() does not change log_prob"
         )
+        assert _equal(original, _act(policy, observation)), (
+            f"{when}, changing a copy changes the policy that it was copied from"
+        )
+        policy_copy.load_state_dict(weights)
+        assert _equal(decision, _act(policy_copy, observation)), f"{when}, load_state_dict does not restore the actions"
 
 
 @torch.no_grad()
@@ -355,4 +364,4 @@ def _check_round_trip(policy: Trainable, observation: TensorObservation, load: C
     assert restored.spec == policy.spec, "save and load changed the spec"
     for deterministic in (False, True):
         first, second = (_act(item, observation, deterministic=deterministic) for item in (policy, restored))
-        assert _equal(first, second), "a loaded policy decides differently from the saved one"
+        assert _equal(first, second), "a loaded policy acts differently from the saved one"

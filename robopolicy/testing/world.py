@@ -37,7 +37,7 @@ def check_world(
     2.
     """
     if batch_size < 3 or chunk < 2:
-        raise ValueError("check_world needs batch_size >= 3 and chunk >= 2 to tell rows and steps apart.")
+        raise ValueError("check_world needs batch_size >= 3 and chunk >= 2 to distinguish rows and steps.")
     seeds = first_seed + np.arange(batch_size)
     check_starts(make_world, seeds, tolerance)
     check_partial_reset(make_world, seeds, chunk, deterministic, tolerance)
@@ -59,30 +59,32 @@ def check_starts(make_world: MakeWorld, seeds: Array, tolerance: float) -> None:
     """
     world = make_world(len(seeds))
     spec = world.spec
-    promise(world, world.batch_size == len(seeds), f"batch_size is {world.batch_size}, not the {len(seeds)} asked for")
+    promise(
+        world, world.batch_size == len(seeds), f"batch_size must be the requested {len(seeds)}, not {world.batch_size}"
+    )
     initial = world.reset(seeds=seeds)
     start = copy(initial)
     check_observation(world, start)
     again = world.reset(seeds=seeds[::-1])
-    check_same(world, start, initial, "a returned observation is never written to again", 0.0)
+    check_same(world, start, initial, "a returned observation is never modified later", 0.0)
     reverse = {key: value[::-1] for key, value in again.items()}
-    check_same(world, start, reverse, "a start depends on its seed alone, not on its row", tolerance)
+    check_same(world, start, reverse, "an initial state depends only on its seed, not on its row", tolerance)
     world.step(sample_actions(spec, len(seeds), 2, 0))
     repeated = world.reset(seeds=seeds)
-    check_same(world, start, repeated, "a start depends on its seed alone, not on earlier episodes", tolerance)
+    check_same(world, start, repeated, "an initial state depends only on its seed, not on earlier episodes", tolerance)
     free, other = world.reset(), world.reset()
     check_observation(world, free)
     varied = any(not np.array_equal(free[key], other[key]) for key in spec.observation)
     text = (
-        "reset without seeds draws new starts each time: episodes that all begin alike are one episode (where pictures "
-        "alone differ, check it with world.cameras=[NAME])"
+        "reset without seeds draws new initial states each time: identical episodes would count as one (if only the "
+        "images differ, check with world.cameras=[NAME])"
     )
     promise(world, varied, text)
     world.close()
     alone = make_world(1)
     one = alone.reset(seeds=seeds[1:2])
     expected = {key: value[1:2] for key, value in start.items()}
-    check_same(alone, expected, one, "a start depends on its seed alone, not on the batch size", tolerance)
+    check_same(alone, expected, one, "an initial state depends only on its seed, not on the batch size", tolerance)
     alone.close()
 
 
@@ -102,11 +104,11 @@ def check_partial_reset(make_world: MakeWorld, seeds: Array, chunk: int, determi
     check_observation(world, after)
     other_rows = np.arange(len(seeds)) != 1
     check_same(
-        world, take(before, other_rows), take(after, other_rows), "reset(rows) leaves other rows alone", tolerance
+        world, take(before, other_rows), take(after, other_rows), "reset(rows) leaves other rows unchanged", tolerance
     )
     fresh = make_world(1)
     start = fresh.reset(seeds=seeds[:1])
-    check_same(world, start, take(after, ~other_rows), "reset(rows) starts the rows it is given", tolerance)
+    check_same(world, start, take(after, ~other_rows), "reset(rows) resets the given rows", tolerance)
     fresh.close()
     if deterministic:
         actions = sample_actions(world.spec, len(seeds), chunk, 2)
@@ -137,7 +139,11 @@ def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
         count += step.valid.sum(axis=1)
         check_endings(world, step, count, ended_rows, chunk)
         check_same(
-            world, take(observation, ended_rows), take(step.observation, ended_rows), "an ended row is frozen", 0.0
+            world,
+            take(observation, ended_rows),
+            take(step.observation, ended_rows),
+            "an ended row no longer changes",
+            0.0,
         )
         observation = copy(step.observation)
         ended_rows = step.ended
@@ -149,7 +155,7 @@ def check_episode(make_world: MakeWorld, seeds: Array, chunk: int) -> None:
     promise(world, not last.valid.any(), "an ended row has no valid step: step never resets")
     pairs = zip(flags, (last.terminated, last.truncated, last.success), strict=True)
     promise(world, all(np.array_equal(before, after) for before, after in pairs), "an ended row keeps its flags")
-    check_same(world, observation, last.observation, "an ended row is frozen", 0.0)
+    check_same(world, observation, last.observation, "an ended row no longer changes", 0.0)
     world.close()
 
 
@@ -160,7 +166,7 @@ def check_endings(world: World, step: Step, count: Array, before: Array, chunk: 
     promise(world, bool((count <= spec.horizon).all()), f"no episode exceeds the horizon of {spec.horizon}")
     promise(world, bool(ended_rows[count == spec.horizon].all()), "a row at the horizon has ended")
     short = (step.valid.sum(axis=1) < chunk) & ~before
-    promise(world, bool(ended_rows[short].all()), "a chunk is cut short only where the row ended")
+    promise(world, bool(ended_rows[short].all()), "a chunk is executed partially only in a row that ended")
     if spec.terminate_on_success:
         promise(world, bool(ended_rows[step.success].all()), "success ends the episode (terminate_on_success)")
         promise(world, not (step.success & step.truncated).any(), "an episode that succeeds is not truncated")
@@ -226,7 +232,7 @@ def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, determini
     world.reset(seeds=seeds)
     good = sample_actions(world.spec, batch, chunk, 3)
     bad_actions = {
-        "no chunk axis": good[:, 0],
+        "a missing chunk axis": good[:, 0],
         "too few rows": good[:-1],
         "too many action dimensions": np.concatenate([good, good], axis=-1),
         "an empty chunk": good[:, :0],
@@ -244,9 +250,9 @@ def check_bad_actions(make_world: MakeWorld, seeds: Array, chunk: int, determini
     if deterministic:
         twin = make_world(batch)
         twin.reset(seeds=seeds)
-        check_same_step(world, twin.step(good), world.step(good), "refused actions leave no trace", tolerance)
+        check_same_step(world, twin.step(good), world.step(good), "rejected actions have no effect", tolerance)
         if clips:
-            text = "actions out of range are clipped to it"
+            text = "actions out of range are clipped"
             check_same_step(world, twin.step(np.clip(beyond, low, high)), world.step(beyond), text, tolerance)
         twin.close()
     world.close()
@@ -306,7 +312,7 @@ def check_snapshots(make_world: MakeWorld, seeds: Array, chunk: int, determinist
     """
     world, batch = make_world(len(seeds)), len(seeds)
     if not isinstance(world, Snapshots):
-        promise(world, False, "it has snapshot and restore (or pass snapshots=False)")
+        promise(world, False, "the world has snapshot and restore (or pass snapshots=False)")
         return
     world.reset(seeds=seeds)
     start = copy(world.step(sample_actions(world.spec, batch, chunk, 30)).observation)
@@ -318,10 +324,10 @@ def check_snapshots(make_world: MakeWorld, seeds: Array, chunk: int, determinist
     ]
     first = [world.step(each) for each in actions]
     world.reset(seeds=seeds + batch)
-    check_same(world, start, world.restore(snapshot), "restore shows the observation of the snapshot", 0.0)
+    check_same(world, start, world.restore(snapshot), "restore returns the observation of the snapshot", 0.0)
     if deterministic:
         for before, each in zip(first, actions, strict=True):
-            check_same_step(world, before, world.step(each), "a restored row repeats its future", tolerance)
+            check_same_step(world, before, world.step(each), "a restored row repeats its later steps", tolerance)
     zero = np.zeros(batch, dtype=np.int64)
     branched = world.restore(snapshot.take(zero))
     check_same(world, take(start, zero), branched, "a snapshot can be restored into several rows", 0.0)
@@ -345,7 +351,7 @@ def check_render(make_world: MakeWorld, seeds: Array) -> None:
     """
     world = make_world(len(seeds))
     if not can_render(world):
-        promise(world, False, "it has render (or pass renders=False)")
+        promise(world, False, "the world has render (or pass renders=False)")
         return
     world.reset(seeds=seeds)
     every, some = world.render(), world.render(rows=[1], height=48, width=64)
@@ -378,7 +384,7 @@ def expect_error(world: World, actions: Array, error: type[RobopolicyError], wha
         world.step(actions)
     except error:
         return
-    promise(world, False, f"{what} raise {error.__name__}")
+    promise(world, False, f"{what} must raise {error.__name__}")
 
 
 def check_same_step(
@@ -412,7 +418,9 @@ def check_same(world: World, expected: Observation, got: Observation, text: str,
 def promise(world: World, kept: bool, text: str) -> None:
     """Raise AssertionError unless the requirement is fulfilled."""
     if not kept:
-        raise AssertionError(f"World '{world.spec.name}' ({type(world).__name__}) breaks a promise: {text}.")
+        raise AssertionError(
+            f"World '{world.spec.name}' ({type(world).__name__}) violates the World interface, which requires: {text}."
+        )
 
 
 def copy(observation: Observation) -> Observation:

@@ -50,16 +50,18 @@ def check_world_model(
     model fulfils the `World` contract.
     """
     if rows < 3:
-        raise ValueError("check_world_model needs rows >= 3 to tell rows apart.")
+        raise ValueError("check_world_model needs rows >= 3 to distinguish rows.")
     state = torch.get_rng_state()
     model = _check_build(kind, config, spec, episodes)
     _check_spec(model, spec)
     for name, (part, share) in model.stages().items():
-        _promise(model, share > 0, f"stages: the share of '{name}' is positive, not {share}")
+        _promise(model, share > 0, f"stages: the share of '{name}' must be positive, not {share}")
         _check_stage(model, name, part, episodes, steps)
     model.calibrate(episodes)
     module(model).eval()
-    _promise(model, torch.equal(state, torch.get_rng_state()), "nothing draws from torch's global generator")
+    _promise(
+        model, torch.equal(state, torch.get_rng_state()), "no random numbers are drawn from torch's global generator"
+    )
     _check_quantiles(model)
     latent = _check_initial(model, episodes, rows)
     _check_imagine(model, latent)
@@ -69,12 +71,16 @@ def check_world_model(
         _check_generate(model, latent, tolerance)
     starts = recorded_starts(episodes, model.context)
     check_world(lambda batch: ImaginedWorld(model, starts, batch, history=2), renders=False, tolerance=tolerance)
-    _promise(model, torch.equal(state, torch.get_rng_state()), "imagining draws nothing from torch's global generator")
+    _promise(
+        model,
+        torch.equal(state, torch.get_rng_state()),
+        "imagining draws no random numbers from torch's global generator",
+    )
 
 
 def module(model: LearnedModel | Regression) -> nn.Module:
     """Return a model, or the trained part of one of its stages, as nn.Module, which it must be."""
-    _promise(model, isinstance(model, nn.Module), "it is an nn.Module")
+    _promise(model, isinstance(model, nn.Module), "the model is a torch.nn.Module")
     assert isinstance(model, nn.Module)
     return model
 
@@ -86,7 +92,9 @@ def _check_build(kind: type[LearnedModel], config: object, spec: WorldSpec, epis
         torch.manual_seed(1)
         twin = kind.build(config, spec, episodes, 0)
     missing_names = [name for name in _members(LearnedModel) if not hasattr(model, name)]
-    _promise(model, not missing_names, f"it has all of `LearnedModel`; it lacks {', '.join(missing_names)}")
+    _promise(
+        model, not missing_names, f"the model has all members of `LearnedModel`; it lacks {', '.join(missing_names)}"
+    )
     first, second = module(model).state_dict(), module(twin).state_dict()
     is_same = set(first) == set(second) and all(torch.equal(value, second[name]) for name, value in first.items())
     _promise(model, is_same, "build: equal seeds give equal weights, whatever the global generator")
@@ -95,7 +103,7 @@ def _check_build(kind: type[LearnedModel], config: object, spec: WorldSpec, epis
 
 def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
     model_spec = model.spec
-    _promise(model, bool(model_spec.rewards), "spec: it has reward terms")
+    _promise(model, bool(model_spec.rewards), "spec: there are reward terms")
     _promise(
         model, model_spec.action == spec.action and model_spec.fps == spec.fps, "spec: actions and fps are the world's"
     )
@@ -104,7 +112,9 @@ def _check_spec(model: LearnedModel, spec: WorldSpec) -> None:
     fields_in_use = model.reads if isinstance(model, DecoderFree) else model_spec.observation
     odd = [key for key, field in fields_in_use.items() if spec.observation.get(key) != field]
     _promise(
-        model, not odd, f"it reads and decodes fields of the world; not of it: {', '.join(odd)} (see `DecoderFree`)"
+        model,
+        not odd,
+        f"the model reads and decodes only fields of the world; not {', '.join(odd)} (see `DecoderFree`)",
     )
 
 
@@ -113,11 +123,11 @@ def _check_stage(model: LearnedModel, name: str, part: Regression, episodes: Epi
     fitted_module, label = module(part), f"stage '{name}'"
     twins = [list(islice(_batches(part, episodes, seed), 2)) for seed in (3, 3, 4)]
     _promise(model, _same(twins[0], twins[1]), f"{label}: equal generators give equal batches")
-    _promise(model, not _same(twins[0], twins[2]), f"{label}: batches are drawn with the generator")
+    _promise(model, not _same(twins[0], twins[2]), f"{label}: batches are drawn with the given generator")
     fitted_module.train()
     batch = twins[0][0]
     losses, again = (part.loss(batch, torch.Generator().manual_seed(5)) for _ in range(2))
-    _promise(model, bool(losses), f"{label}: loss has parts")
+    _promise(model, bool(losses), f"{label}: loss has named parts")
     for key, value in losses.items():
         text = f"{label}: loss '{key}' is [N] and finite"
         _promise(model, value.ndim == 1 and bool(value.isfinite().all()), f"{text}, not {list(value.shape)}")
@@ -133,14 +143,14 @@ def _check_stage(model: LearnedModel, name: str, part: Regression, episodes: Epi
         optimiser.step()
     has_changed = any(not torch.equal(old, new) for old, new in zip(before, weights, strict=True))
     finite = all(bool(weight.isfinite().all()) for weight in weights)
-    _promise(model, has_changed and finite, f"{label}: {steps} steps change weights, which stay finite")
+    _promise(model, has_changed and finite, f"{label}: {steps} training steps change the weights, which stay finite")
 
 
 def _check_quantiles(model: LearnedModel) -> None:
     quantiles = model.uncertainty_quantiles
     _promise(model, tuple(quantiles.shape) == (101,), f"uncertainty_quantiles is [101], not {list(quantiles.shape)}")
     ascending = bool(quantiles.isfinite().all()) and bool((quantiles.diff() >= 0).all())
-    _promise(model, ascending, "uncertainty_quantiles is finite and ascends after calibrate")
+    _promise(model, ascending, "uncertainty_quantiles is finite and sorted after calibrate")
 
 
 def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent:
@@ -150,8 +160,12 @@ def _check_initial(model: LearnedModel, episodes: Episodes, rows: int) -> Latent
     context = context_at(episodes, steps, model.context)
     latent = model.initial(context, seeds)
     for name, value in latent.items():
-        _promise(model, len(value) == rows, f"initial: latent '{name}' has a row an episode, not {list(value.shape)}")
-        _promise(model, not value.requires_grad, f"initial: latent '{name}' carries no gradient")
+        _promise(
+            model,
+            len(value) == rows,
+            f"initial: latent '{name}' has one row per episode, not shape {list(value.shape)}",
+        )
+        _promise(model, not value.requires_grad, f"initial: latent '{name}' requires no gradient")
     _promise(
         model, _same(latent, model.initial(context, seeds)), "initial: equal contexts and seeds give equal latents"
     )
@@ -175,13 +189,13 @@ def _check_imagine(model: LearnedModel, latent: Latent) -> None:
     actions = _actions(model, rows, 1)[:, 0]
     actions_copy = actions.clone()
     next_latent, outcome = model.imagine(latent, actions)
-    _promise(model, _same(before, latent), "imagine: the latent that it is given stays as it was")
-    _promise(model, torch.equal(actions_copy, actions), "imagine: the actions that it is given stay as they were")
+    _promise(model, _same(before, latent), "imagine: the given latent is not modified")
+    _promise(model, torch.equal(actions_copy, actions), "imagine: the given actions are not modified")
     layout = {name: (value.shape, value.dtype) for name, value in latent.items()}
     after = {name: (value.shape, value.dtype) for name, value in next_latent.items()}
-    _promise(model, after == layout, "imagine: the next latent has the names, shapes and types of the one before")
+    _promise(model, after == layout, "imagine: the next latent has the same names, shapes and types")
     _check_observation(model, outcome.observation, rows, "imagine")
-    _promise(model, set(outcome.rewards) == set(model.spec.rewards), f"imagine: rewards are {model.spec.rewards}")
+    _promise(model, set(outcome.rewards) == set(model.spec.rewards), f"imagine: the rewards are {model.spec.rewards}")
     for name, value in {**outcome.rewards, "uncertainty": outcome.uncertainty}.items():
         good = tuple(value.shape) == (rows,) and value.is_floating_point() and bool(value.isfinite().all())
         _promise(model, good and not value.requires_grad, f"imagine: {name} is [B], finite, floating, without gradient")
@@ -193,12 +207,12 @@ def _check_imagine(model: LearnedModel, latent: Latent) -> None:
         torch.manual_seed(11)
         again = model.imagine(before, actions)
     _promise(
-        model, _same((next_latent, outcome), again), "imagine: equal latents and actions lead to the same, bit by bit"
+        model, _same((next_latent, outcome), again), "imagine: equal latents and actions give bitwise equal results"
     )
     if isinstance(model, DecoderFree):
         observation = model.show(next_latent)
         is_same = all(torch.equal(observation[key], outcome.observation[key]) for key in model.spec.observation)
-        _promise(model, is_same, "show: what is seen after a step is what the new latent shows")
+        _promise(model, is_same, "show: the observation returned by a step equals the decoded new latent")
 
 
 def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
@@ -208,9 +222,9 @@ def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
     all_outcomes = _followed(model, latent, actions)
     order = torch.arange(rows - 1, -1, -1)
     for index, text in (
-        (order, "an episode is the same in another row"),
-        (order[:1], "an episode is the same alone"),
-        (order[[0, 0, 1]], "copies of a latent go on alike"),
+        (order, "an episode is the same in any row"),
+        (order[:1], "an episode is the same in a batch of one"),
+        (order[[0, 0, 1]], "copies of a latent continue identically"),
     ):
         part = _followed(model, {name: value[index] for name, value in latent.items()}, actions[index])
         for first, second in zip(all_outcomes, part, strict=True):
@@ -219,7 +233,9 @@ def _check_rows(model: LearnedModel, latent: Latent, tolerance: float) -> None:
     branch = _copied(next_latent)
     model.imagine(next_latent, -actions[:, 1])
     is_same = _same(model.imagine(branch, actions[:, 1])[1], all_outcomes[1])
-    _promise(model, is_same, "imagine: a copied latent branches exactly, whatever is imagined beside it")
+    _promise(
+        model, is_same, "imagine: a copied latent continues bitwise identically, whatever is imagined in other rows"
+    )
 
 
 def _check_restored(kind: type[LearnedModel], model: LearnedModel, latent: Latent) -> None:
@@ -246,9 +262,9 @@ def _check_generate(model: ChunkModel, latent: Latent, tolerance: float) -> None
     next_latent, parts = model.generate(latent, actions[:, :3])
     parts = [*parts, *model.generate(next_latent, actions[:, 3:])[1]]
     for outcomes in (together, parts):
-        _promise(model, len(outcomes) == len(single), "generate: there is one imagined step for every action")
+        _promise(model, len(outcomes) == len(single), "generate: there is one imagined step per action")
         is_same = all(_near(first, second, tolerance) for first, second in zip(single, outcomes, strict=True))
-        _promise(model, is_same, f"generate: steps are those that imagine gives one by one (within {tolerance})")
+        _promise(model, is_same, f"generate: steps equal those of single imagine calls (within {tolerance})")
 
 
 def _check_observation(model: WorldModel, shown: Mapping[str, Tensor], rows: int, where: str) -> None:
@@ -335,4 +351,4 @@ def _members(protocol: type) -> list[str]:
 
 
 def _promise(model: object, kept: bool, text: str) -> None:
-    assert kept, f"{type(model).__name__} breaks a promise: {text}."
+    assert kept, f"{type(model).__name__} violates the WorldModel interface, which requires: {text}."

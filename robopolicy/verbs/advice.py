@@ -115,26 +115,29 @@ def nothing_paid(seen: Evidence, config: FinetuneConfig, world: str = "", inside
     if not seen.paid or any(seen.success):
         return ""
     ways = (
-        "begin in demonstrated states (finetune.algorithm=grpo finetune.hint=guide finetune.starts=64), give better "
-        "demonstrations to `robopolicy train` first, or learn from whoever can do it (`robopolicy teach`)"
+        "start from demonstrated states (finetune.algorithm=grpo finetune.hint=guide finetune.starts=64), pre-train "
+        "on better demonstrations (`robopolicy train`), or distil a successful teacher (`robopolicy teach`)"
     )
     if ":" in world:  # an outside environment, whose reward is an option
-        ways = f"pay for steps on the way (world.options.reward=package.module:NAME), {ways}"
+        ways = f"reward intermediate progress (world.options.reward=package.module:NAME), {ways}"
     subject = f"{seen.episodes}{inside} episodes"
     if not any(seen.paid):
         if not seen.episodes:
             return (
-                f"Nothing was paid in {seen.iterations} iterations, and no{inside} episode ended in them: play further "
-                f"in an iteration, finetune.rollout_length={4 * config.rollout_length}; or {ways}."
+                f"All rewards were zero in {seen.iterations} iterations, and no{inside} episode ended: collect "
+                f"longer rollouts, finetune.rollout_length={4 * config.rollout_length}; or {ways}."
             )
-        return f"None of {subject} was paid anything: there was nothing to learn from. Try to {ways}."
+        return f"All rewards were zero in {subject}, so there is no learning signal. Try to {ways}."
     if seen.signal and not any(seen.signal):
         return (
-            f"No start had episodes that were paid differently, in {subject}: nothing tells good from bad. Play more "
-            f"of each, finetune.group_size={2 * config.group_size}; or {ways}."
+            f"The episodes of each initial state had equal returns in all {subject}, so there is no learning signal. "
+            f"Increase the episodes per group, finetune.group_size={2 * config.group_size}; or {ways}."
         )
     if len(seen.returns) > 1 and max(seen.returns) == min(seen.returns):
-        return f"All of {subject} were paid the same, {seen.returns[0]:.4g}: nothing to learn from. Try to {ways}."
+        return (
+            f"All of {subject} had the same return, {seen.returns[0]:.4g}, so there is no learning signal. Try to "
+            f"{ways}."
+        )
     return ""
 
 
@@ -142,8 +145,8 @@ def _nothing_to_gain(base: Scored) -> str:
     if not base.reports_success or base.score < CEILING:
         return ""
     return (
-        f"There is next to nothing to gain: the base already succeeds in {base.score:.1%}. Judge it where it fails: "
-        "another world or harder starts (world.name, world.options), or by the return."
+        f"Almost no improvement is possible: the base already succeeds in {base.score:.1%}. Evaluate it where it "
+        "fails: another world or harder initial states (world.name, world.options), or compare returns."
     )
 
 
@@ -152,12 +155,12 @@ def _too_large(seen: Evidence, config: FinetuneConfig) -> str:
     clipped = sum(seen.clip_fraction) / len(seen.clip_fraction) if seen.clip_fraction else 0.0
     if not seen.kl or (seen.stops < 0.5 and clipped < 0.3):
         return ""
-    worst = f"the KL divergence of an update came to {max(seen.kl):.2g}"
+    worst = f"the KL divergence of an update reached {max(seen.kl):.2g}"
     if config.target_kl is not None:
         worst += f" and ended {seen.stops:.0%} of the iterations early (finetune.target_kl={config.target_kl:g})"
     fewer = f" finetune.epochs={config.epochs // 2}" if config.epochs > 1 else ""
     return (
-        f"Steps were too large: {worst}, and {clipped:.0%} of the ratios were clipped. Try "
+        f"Updates were too large: {worst}, and {clipped:.0%} of the ratios were clipped. Try "
         f"finetune.learning_rate={config.learning_rate / 3:.1g}{fewer} finetune.clip={config.clip / 2:.2g}."
     )
 
@@ -170,22 +173,22 @@ def _other_reward(seen: Evidence) -> str:
     if end >= began - 0.1 or high <= low:
         return ""
     return (
-        f"While collecting, the return rose from {low:.3g} to {high:.3g} and success fell from {began:.0%} to "
-        f"{end:.0%}: the reward pays for something other than success. Pay for success alone "
-        "(finetune.rewards=[success_only]), or mend the reward."
+        f"During collection the return rose from {low:.3g} to {high:.3g} while success fell from {began:.0%} to "
+        f"{end:.0%}: the reward does not match success. Reward success only (finetune.rewards=[success_only]), or "
+        "fix the reward."
     )
 
 
 def _hardly_moved(seen: Evidence, config: FinetuneConfig) -> str:
     if seen.learned and seen.kl and max(seen.kl) < STILL:
         return (
-            f"The policy hardly moved: the KL divergence of an update was at most {max(seen.kl):.1g}. Try "
+            f"The policy hardly changed: the KL divergence of an update was at most {max(seen.kl):.1g}. Try "
             f"finetune.learning_rate={config.learning_rate * 3:.1g}, or more iterations."
         )
     if 0 < seen.iterations < FEW:
         return (
-            f"{seen.iterations} iterations are too few for anything to show: set finetune.iterations="
-            f"{max(50, 10 * seen.iterations)} or more."
+            f"{seen.iterations} iterations are too few to show an effect: set "
+            f"finetune.iterations={max(50, 10 * seen.iterations)} or more."
         )
     return ""
 
@@ -195,8 +198,8 @@ def _within_noise(difference: Paired | None) -> str:
         return ""
     return (
         f"The difference, {difference.difference:+.3g} [{difference.low:+.3g}, {difference.high:+.3g}] on "
-        f"{difference.episodes} episodes, is within chance: judge on more of them, "
-        f"finetune.evaluate_episodes={4 * difference.episodes}, or learn for longer, finetune.iterations."
+        f"{difference.episodes} episodes, is not significant: evaluate on more episodes, "
+        f"finetune.evaluate_episodes={4 * difference.episodes}, or train longer, finetune.iterations."
     )
 
 
@@ -223,13 +226,13 @@ def print_advice(
     if tuned_result.score > base.score:
         return
     failed = f"Fine-tuning did not raise {'success' if base.reports_success else 'the return'}."
-    causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` looks for other causes."
+    causes = "`robopolicy doctor DATA doctor.policy=CHECKPOINT` checks for other causes."
     critic = Need.CRITIC in section.resolved().needs
     unpaid = "" if seen is None else nothing_paid(seen, section, world)
     if not unpaid and critic and iterations is not None and iterations <= section.critic_warmup:
         output.print(
-            f"{failed} The critic alone has learned so far: finetune.critic_warmup={section.critic_warmup} takes all "
-            f"of {iterations} iterations. Set finetune.iterations above it, or finetune.critic_warmup=0."
+            f"{failed} Only the critic was trained: finetune.critic_warmup={section.critic_warmup} takes all "
+            f"{iterations} iterations. Set finetune.iterations above it, or finetune.critic_warmup=0."
         )
         return
     if seen is not None and seen.iterations:
@@ -240,27 +243,27 @@ def print_advice(
         more = f"finetune.num_envs={2 * section.num_envs}" if critic else f"finetune.groups={2 * section.groups}"
         largest = f" (a KL divergence of at most {max(seen.kl):.2g})" if seen.kl else ""
         output.print(
-            f"{failed} Episodes were paid and steps stayed within their bounds{largest}: what was lucky may have been "
-            f"learned by heart. Try {more} or finetune.epochs=2. {causes}",
+            f"{failed} Rewards were non-zero and updates stayed within their bounds{largest}: the policy may have "
+            f"overfitted to lucky episodes. Try {more} or finetune.epochs=2. {causes}",
             markup=False,
             soft_wrap=True,
         )
     elif critic:
         output.print(
-            f"{failed} Often steps are too large: try finetune.clip=0.01 finetune.epochs=2, or, before the critic is "
-            "ready, finetune.learning_rate=1e-4 finetune.critic_warmup=4 finetune.minibatch=256 or more "
-            f"finetune.num_envs. {causes}"
+            f"{failed} A common cause is updates that are too large: try finetune.clip=0.01 finetune.epochs=2, or, "
+            "while the critic is not yet accurate, finetune.learning_rate=1e-4 finetune.critic_warmup=4 "
+            f"finetune.minibatch=256 or more finetune.num_envs. {causes}"
         )
     else:
         output.print(
-            f"{failed} Often steps are too large, and what was lucky is learned by heart: try a third of "
-            f"finetune.learning_rate, finetune.epochs=2, or twice finetune.groups. {causes}"
+            f"{failed} A common cause is updates that are too large and overfit to lucky episodes: divide "
+            f"finetune.learning_rate by 3, set finetune.epochs=2, or double finetune.groups. {causes}"
         )
     # Where a time limit is no end, what would have come after it counts, and no episode shows that to the critic.
     horizon_steps = 1 / max(1 - section.discount, 1e-9)
     if critic and horizon and horizon_steps > horizon and section.time_limit == "cut":
         output.print(
-            f"The critic looks 1 / (1 - finetune.discount) = {horizon_steps:.0f} control steps ahead, further than an "
-            f"episode lasts ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "
+            f"The critic's effective horizon is 1 / (1 - finetune.discount) = {horizon_steps:.0f} control steps, "
+            f"longer than an episode ({horizon}): try finetune.discount={max(0.5, 1 - 2 / horizon):.2g} or "
             "finetune.time_limit=end first."
         )

@@ -26,7 +26,7 @@ from robopolicy.runs import output, publish
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="List the algorithms and mechanisms that fine-tuning is composed of",
+    summary="List fine-tuning algorithms (presets) and their mechanisms",
     sections=("algorithms",),
     example="robopolicy algorithms grpo",
     targets=("algorithms.name",),
@@ -52,8 +52,8 @@ def run(config: Config) -> int:
         if not listed_papers:
             names = [PAPERS, *PRESETS, *(entry.name for entry in mechanisms()), *(paper.id for paper in papers())]
             near = nearest(name, names)
-            hint = f"Did you mean '{near}'?" if near else f"Without a name all are listed; '{PAPERS}' lists papers."
-            raise ConfigError(f"No algorithm, mechanism or paper is called '{name}'. {hint}")
+            hint = f"Did you mean '{near}'?" if near else f"Without a name, all are listed; '{PAPERS}' lists papers."
+            raise ConfigError(f"No algorithm, mechanism or paper is named '{name}'. {hint}")
         show_papers(listed_papers)
         publish(
             config, {"papers": [{**to_plain(paper), "effect": effect(paper, published())} for paper in listed_papers]}
@@ -95,8 +95,8 @@ def entries_at(path: str) -> list[Mechanism]:
     entries = declared_at(path)
     if not entries:
         raise ConfigError(
-            f"'{path}' is not decorated as a mechanism (robopolicy.rl.registry.mechanism), which says its slot and "
-            f"what it needs. A plain function goes into a slot as it is, such as finetune.advantage={path}."
+            f"'{path}' is not decorated as a mechanism (robopolicy.rl.registry.mechanism), which declares its slot "
+            f"and its needs. Pass a plain function directly in a slot, such as finetune.advantage={path}."
         )
     return entries
 
@@ -113,7 +113,7 @@ def show_presets(presets: dict[str, dict[str, Any]]) -> None:
 
 def show_resolved(resolved: Resolved) -> None:
     """Print the mechanism of every slot of a preset, defaults included, and the file that implements it."""
-    title = f"What {resolved.name} resolves to (ratio_level={resolved.ratio_level.value})"
+    title = f"Resolved settings of {resolved.name} (ratio_level={resolved.ratio_level.value})"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("slot", "part", "options", "file"):
         table.add_column(column, style="bold" if column == "part" else "", overflow="fold")
@@ -150,7 +150,7 @@ def show_slot(slot: Slot, entries: list[Mechanism]) -> None:
     """Print the mechanisms of one slot, one line each."""
     table = Table(title=f"finetune.{slot.value}", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("name", style="bold", no_wrap=True)
-    table.add_column("what it does", overflow="fold", ratio=3)
+    table.add_column("description", overflow="fold", ratio=3)
     table.add_column("source", style="dim", overflow="fold", ratio=1)
     for entry in entries:
         table.add_row(entry.name, escape(entry.line), escape(entry.source))
@@ -185,7 +185,7 @@ def show_papers(chosen: list[Paper]) -> None:
         if rows:
             output.print(table, "")
     if len(chosen) > 1:
-        output.print(f"{counted('robots', 'language models')}; of other sources, {counted('others')}")
+        output.print(f"{counted('robots', 'language models')}; from other fields, {counted('others')}")
 
 
 def row(entry: Mechanism) -> dict[str, Any]:

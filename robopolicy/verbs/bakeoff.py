@@ -31,19 +31,19 @@ from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Score the gate's judges on policies of known value",
+    summary="Compare off-policy evaluators on policies of known performance",
     sections=("run", "world", "gate", "bakeoff"),
     example="robopolicy bakeoff recipe=push_cube bakeoff.policies=[A,B,C] gate.models=[MODEL] gate.judges=[model,fqe]",
     world_from={"bakeoff.policies": ""},
 )
-HEADER = ("judge", "Spearman [95 %]", "regret@1", "error", "false accepts", "false rejects", "accepted")
+HEADER = ("evaluator", "Spearman [95 %]", "regret@1", "error", "false accepts", "false rejects", "accepted")
 
 
 def run(config: Config) -> int:
     """Measure the true performance, run the evaluators, and score them."""
     section, device = config.bakeoff, choose_device(config.run)
     if len(section.policies) < 3:
-        raise ConfigError("Judges are scored on at least three policies: bakeoff.policies=[A,B,C], better ten.")
+        raise ConfigError("Comparing evaluators needs at least three policies, better ten: bakeoff.policies=[A,B,C].")
     names = runs_of(section.policies)
     folder = open_fresh_run(config, "bakeoff", VERB.sections)
     policies = [load_policy(path, device) for path in section.policies]
@@ -52,10 +52,12 @@ def run(config: Config) -> int:
     seeds = evaluation_seeds(config, section.episodes)
     by_success = config.gate.by == "success"
     if by_success:
-        require_success(world, "judge by gate.by=return")
+        require_success(world, "compare returns with gate.by=return")
     truth: list[float] = []
     for name, policy in zip(names, policies, strict=True):
-        true_result = evaluate_policy(world, as_seen_in(world, policy), seeds, device=device, label=f"truth: {name}")
+        true_result = evaluate_policy(
+            world, as_seen_in(world, policy), seeds, device=device, label=(f"ground truth: {name}")
+        )
         truth.append(float((true_result.success if by_success else true_result.returns).mean()))
     world.close()
     scores: dict[str, JudgeScore] = {}
@@ -69,7 +71,7 @@ def run(config: Config) -> int:
             if not isinstance(judge, ImportanceJudge):
                 raise
             refusals[name] = str(error)
-            output.print(f"{name} refuses: {error}", markup=False, soft_wrap=True)
+            output.print(f"{name} is not applicable: {error}", markup=False, soft_wrap=True)
             continue
         values[name] = judge_values.mean(1).tolist()
         scores[name] = score_judge(
@@ -88,9 +90,9 @@ def run(config: Config) -> int:
     table = [[name, f"{value:.3f}", *(f"{values[judge][place]:.3f}" for judge in values)] for place, (name, value) in
              enumerate(zip(names, truth, strict=True))]  # fmt: skip
     print_table("Policies", ("policy", f"true {metric}", *values), table)
-    print_table(f"Judges, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
+    print_table(f"Evaluators, on {len(policies)} policies", HEADER, [_row(score) for score in scores.values()])
     best = best_judge(scores)
-    output.print(f"Use: {best}." if best else _why_none(scores.values()), soft_wrap=True)
+    output.print(f"Recommended: {best}." if best else _why_none(scores.values()), soft_wrap=True)
     result: dict[str, Any] = {
         "policies": dict(zip(names, truth, strict=True)),
         "judges": {name: score.to_json() | {"values": values[name]} for name, score in scores.items()},
@@ -106,10 +108,10 @@ def run(config: Config) -> int:
 def _why_none(scores: Iterable[JudgeScore]) -> str:
     """Return why no evaluator is recommended."""
     if any(score.accepted for score in scores):
-        return "No judge is safe here (5 % false accepts): give the gate a larger gate.margin."
+        return "No evaluator has at most 5 % false accepts: increase gate.margin."
     return (
-        "No judge lets any of these policies take another's place, so nothing is known of them: give policies that "
-        "differ more, more starts (gate.starts), or a smaller gate.margin."
+        "No evaluator accepts any of these pairs, so they cannot be compared: use policies that differ more, more "
+        "initial states (gate.starts), or a smaller gate.margin."
     )
 
 
@@ -118,9 +120,9 @@ def _row(score: JudgeScore) -> list[str]:
         score.judge,
         f"{shown(score.spearman, '.2f')} [{shown(score.spearman_low, '.2f')}, {shown(score.spearman_high, '.2f')}]",
         shown(score.regret, ".2f"),
-        "other units" if math.isnan(score.error) else f"{score.error:.3f}",
+        "n/a (other units)" if math.isnan(score.error) else f"{score.error:.3f}",
         shown(score.false_accepts, ".0%"),
-        "no better ones" if math.isnan(score.false_rejects) else f"{score.false_rejects:.0%}",
+        "n/a (no better policy)" if math.isnan(score.false_rejects) else f"{score.false_rejects:.0%}",
         f"{score.accepted} of {score.pairs}",
     ]
 

@@ -60,7 +60,7 @@ from robopolicy.runs import alone_in, open_folder, output, print_table, publish
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Print figures side by side: speed, algorithms, mechanisms, world models",
+    summary="Run a benchmark: simulator speed, algorithms, mechanisms, world models",
     sections=("run", "bench"),
     example="robopolicy bench algorithms",
     targets=("bench.name",),
@@ -158,7 +158,7 @@ def run(config: Config) -> int:
     refuse_unread(config, benchmark)
     folder = config.run.root / "bench" / name.replace(":", "-")
     if "seeds" in benchmark.reads:
-        seeds, advice = [str(seed) for seed in config.bench.seeds], "give other seeds with bench.seeds=[NUMBER]"
+        seeds, advice = [str(seed) for seed in config.bench.seeds], "set other seeds with bench.seeds=[NUMBER]"
         root = open_folder(folder, seeds, advice).path
     else:
         root = open_folder(folder).path
@@ -188,17 +188,20 @@ def named(name: str) -> Benchmark:
     """
     if name in CLOSED:
         raise ConfigError(
-            f"The benchmark '{name}' is closed: robopolicy/benchmarks/README.md has its results, and commit "
+            f"The benchmark '{name}' was removed: robopolicy/benchmarks/README.md has its results, and commit "
             f"{CLOSED[name]} of the repository its code."
         )
     if name in BENCHMARKS.ours and importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
-            f"The benchmark '{name}' comes with a checkout of robopolicy, not with the installed package: clone the "
-            "repository, and run the same command there."
+            f"The benchmark '{name}' is only in a checkout of the robopolicy repository, not in the installed "
+            "package: clone the repository, and run the same command there."
         )
     benchmark = BENCHMARKS.load(name)
     if not isinstance(benchmark, Benchmark):
-        raise ConfigError(f"bench.name={name} is {benchmark!r}: name a `Benchmark`, such as package.module:BENCHMARK.")
+        raise ConfigError(
+            f"bench.name={name} is {benchmark!r}, not a `Benchmark`: pass the import path of one, such as "
+            "package.module:BENCHMARK."
+        )
     return benchmark
 
 
@@ -208,17 +211,17 @@ def require_table(name: str, table: object, root: Path) -> None:
 
     name: name of the benchmark.
     """
-    place = f"The figures are in {root / 'benchmark.json'}."
+    place = f"The results are in {root / 'benchmark.json'}."
     if not isinstance(table, Table):
         raise ConfigError(
-            f"tables() of '{name}' returns {table!r:.80} where a robopolicy.verbs.bench.Table(title, header, lines) is "
-            f"expected. {place}"
+            f"tables() of '{name}' returned {table!r:.80} instead of a robopolicy.verbs.bench.Table(title, header, "
+            f"lines). {place}"
         )
     for line in (table.header, *table.lines):
         if len(line) != len(table.header) or not all(isinstance(cell, str) for cell in line):
             raise ConfigError(
-                f"The table '{table.title}' of '{name}' has the line {line!r:.80}: a line is {len(table.header)} "
-                f"texts, one under each of {', '.join(map(str, table.header))}. {place}"
+                f"The table '{table.title}' of '{name}' has the line {line!r:.80}: a line must have "
+                f"{len(table.header)} texts, one for each of {', '.join(map(str, table.header))}. {place}"
             )
 
 
@@ -228,8 +231,10 @@ def refuse_unread(config: Config, benchmark: Benchmark) -> None:
     for item in dataclasses.fields(config.bench):
         is_changed = getattr(config.bench, item.name) != getattr(defaults, item.name)
         if is_changed and item.name not in ("name", *benchmark.reads):
-            readable = ", ".join(f"bench.{key}" for key in benchmark.reads) or "no setting of bench"
-            raise ConfigError(f"bench.{item.name} says nothing to '{config.bench.name}', which reads {readable}.")
+            readable = ", ".join(f"bench.{key}" for key in benchmark.reads) or "no bench setting"
+            raise ConfigError(
+                f"The benchmark '{config.bench.name}' does not use bench.{item.name}; it uses {readable}."
+            )
 
 
 def command_of(config: Config) -> str:

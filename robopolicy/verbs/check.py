@@ -53,7 +53,7 @@ from worldmodels.checkpoint import holds_world_model, load_world_model
 from worldmodels.registry import WORLD_MODELS
 
 VERB = Verb(
-    summary="Check a world, policy or world model against its contract",
+    summary="Check a custom world, policy, world model, controller or mechanism",
     sections=("run", "world", "check"),
     example="robopolicy check my_package.my_module:MyWorld",
     targets=("check.target",),
@@ -61,7 +61,7 @@ VERB = Verb(
 )
 CHECKED = "robopolicy check takes a checkpoint folder, a world's name or package.module:Name."
 EPISODES = 12
-WORLD_ALLOWS = "evaluate, collect, finetune, drive and rank in it; train policies and world models on what it shows"
+WORLD_ALLOWS = "evaluate, collect, finetune, drive and rank in it, and train policies and world models on its data"
 MODEL_ALLOWS = "train it (worldmodel.kind), evaluate, finetune, rank and plan in it"
 
 
@@ -69,15 +69,17 @@ def run(config: Config) -> int:
     """Run the check and print what the target can be used for, or the first violation of its contract."""
     target = config.check.target
     if not target:
-        raise ConfigError("Check what? Write: robopolicy check TARGET, a checkpoint or package.module:Name")
+        raise ConfigError(
+            "No target given. Usage: robopolicy check TARGET (a checkpoint folder or package.module:Name)"
+        )
     kind_text, check = checker(config, target)
     try:
         lines = check()
     except AssertionError as error:
-        output.print(f"{target}: {kind_text} that breaks its contract.\n  {error}", markup=False, soft_wrap=True)
+        output.print(f"{target} ({kind_text}): contract check failed.\n  {error}", markup=False, soft_wrap=True)
         publish(config, {"target": target, "is": kind_text, "passed": False, "failure": str(error)})
         return 1
-    output.print(f"{target}: {kind_text} that keeps its contract.", markup=False, soft_wrap=True)
+    output.print(f"{target} ({kind_text}): contract check passed.", markup=False, soft_wrap=True)
     for line in lines:
         output.print(f"  {line}", markup=False, soft_wrap=True)
     publish(config, {"target": target, "is": kind_text, "passed": True, "allows": lines})
@@ -97,7 +99,7 @@ def checker(config: Config, target: str) -> tuple[str, Callable[[], list[str]]]:
         return "a world", partial(world_lines, config, target)
     if not is_dotted(target):
         refuse_file(Path(target))
-        raise ConfigError(f"'{target}' is neither a folder, nor registered, nor a dotted path, package.module:Name.")
+        raise ConfigError(f"'{target}' is not a folder, a registered name or an import path (package.module:Name).")
     target_object = load_dotted(target, "Target")
     if entries := declared_at(target):
         return "a mechanism", partial(mechanism_lines, entries, target)
@@ -154,13 +156,13 @@ def mechanism_lines(entries: list[Mechanism], target: str) -> list[str]:
             inspect.signature(entry.function).bind(*arguments)
         except TypeError as error:
             raise AssertionError(
-                f"{entry.slot.value} calls '{entry.name}' with ({', '.join(arguments)}): {error}. Options are "
-                "keyword-only, with defaults."
+                f"The slot {entry.slot.value} calls '{entry.name}' with ({', '.join(arguments)}): {error}. Options "
+                "must be keyword-only and have defaults."
             ) from error
-        lines += [f"You can finetune with it: finetune.{written(entry.slot, target)}. {entry.line}"]
+        lines += [f"You can fine-tune with it: finetune.{written(entry.slot, target)}. {entry.line}"]
         lines += [f"Option finetune.options.{entry.name}.{key}={value}" for key, value in entry.options.items()]
-        lines += [f"It needs {need.value}." for need in sorted(entry.needs, key=lambda item: item.name)]
-    return [*lines, "How it is called was checked; what it computes is not."]
+        lines += [f"It needs: {need.value}." for need in sorted(entry.needs, key=lambda item: item.name)]
+    return [*lines, "Only its call signature was checked, not what it computes."]
 
 
 def benchmark_lines(found: Benchmark, target: str) -> list[str]:
@@ -168,9 +170,9 @@ def benchmark_lines(found: Benchmark, target: str) -> list[str]:
     settings = {item.name for item in fields(BenchSection)} - {"name"}
     unknown_settings = [key for key in found.reads if key not in settings]
     assert not unknown_settings, (
-        f"it reads bench.{unknown_settings[0]}, which there is not:{did_you_mean(unknown_settings[0], settings)}"
+        f"it reads bench.{unknown_settings[0]}, which is not a setting:{did_you_mean(unknown_settings[0], settings)}"
     )
-    reads = ", ".join(f"bench.{key}" for key in found.reads) or "no setting of bench"
+    reads = ", ".join(f"bench.{key}" for key in found.reads) or "no bench setting"
     return [f"You can run it: robopolicy bench {target}. {found.claim}", f"It reads {reads}."]
 
 
@@ -182,7 +184,7 @@ def controller_lines(config: Config, target: str) -> list[str]:
         won = record(world, load_controller(target, world.spec), np.arange(EPISODES)).success
     finally:
         world.close()
-    result_text = "nobody says when an episode has succeeded" if won is None else f"{won.sum()} of {EPISODES} succeeded"
+    result_text = "success is not reported" if won is None else f"{won.sum()} of {EPISODES} succeeded"
     return [f"You can collect with it (collect.controller={target}): {result_text}.", tried_in(config)]
 
 
@@ -194,7 +196,7 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
 
         def loads() -> list[str]:
             spec = load_world_model(folder, device).spec
-            return [f"It loads, and imitates '{spec.name}'. You can evaluate, finetune, rank and plan in it."]
+            return [f"It loads; it models '{spec.name}'. You can evaluate, finetune, rank and plan in it."]
 
         return "a world model", loads
     policy = load_at_best(folder, device)
@@ -208,14 +210,14 @@ def checkpoint_checker(config: Config, folder: Path) -> tuple[str, Callable[[], 
 def fitting_lines(config: Config, folder: Path, policy: Policy, device: torch.device) -> list[str]:
     """Report whether a policy fits the configured world, and what is missing to drive a robot with it."""
     world = config.world.name
-    problems = [] if policy.spec.fps else [f"Not on a robot: {no_rate(folder)}"]
+    problems = [] if policy.spec.fps else [f"Not ready for a robot: {no_rate(folder)}"]
     if not world:
-        return ["Whether it fits a world: world=NAME.", *problems]
+        return ["To check whether it fits a world, add world=NAME.", *problems]
     try:
         build_world(config.world, policy, batch_size=1, seed=config.run.seed, device=device).close()
     except RobopolicyError as error:
-        return [f"Not in {world}, where it does not fit: {error} For another world: world=NAME.", *problems]
-    return [f"It fits {world}; for another world: world=NAME.", *problems]
+        return [f"It does not fit {world}: {error} To check another world: world=NAME.", *problems]
+    return [f"It fits {world}; to check another world: world=NAME.", *problems]
 
 
 def load_at_best(folder: Path, device: torch.device) -> Policy:
@@ -248,7 +250,7 @@ def kind_checker(config: Config, kinds: Kinds, target: str) -> tuple[str, Callab
 
 def tried_in(config: Config) -> str:
     """Return a line that names the world in which the target was tested."""
-    return f"Tried in {config.world.name}; for another one: world=NAME."
+    return f"Tested in {config.world.name}; to test in another world: world=NAME."
 
 
 class RandomActions:
@@ -308,10 +310,10 @@ def world_lines(config: Config, name: str) -> list[str]:
         finally:
             for world in worlds:
                 world.close()
-    more = f"Snapshots: {'yes' if snapshots else 'no'}. Images of it: {'yes' if renders else 'no'}."
+    more = f"Snapshots: {'yes' if snapshots else 'no'}. Rendering: {'yes' if renders else 'no'}."
     cameras: Mapping[str, str] = getattr(first, "available_cameras", {})
     listing = ", ".join(f"{camera} ({description})" for camera, description in cameras.items())
-    camera_lines = [f"Cameras: {listing}. world.cameras=[NAME] shows one."] if listing else []
+    camera_lines = [f"Cameras: {listing}. Select one with world.cameras=[NAME]."] if listing else []
     return [
         f"You can {WORLD_ALLOWS}.",
         *spec_lines(first.spec),
@@ -346,20 +348,21 @@ def collected_notes() -> Iterator[list[str]]:
 
 def spec_lines(spec: WorldSpec) -> list[str]:
     """Describe a world's observations, actions and success criterion: what is needed to write a controller for it."""
-    field_lines = [f"Shows {key} {described(field)}" for key, field in spec.observation.items()]
+    field_lines = [f"Observation {key} {described(field)}" for key, field in spec.observation.items()]
     low, high = (np.broadcast_to(limit, spec.action.shape) for limit in (spec.action.low, spec.action.high))
     limits = [f"{least:g} to {most:g}" for least, most in zip(low, high, strict=True)]
     bounds = ", ".join(limits if len(set(limits)) > 1 else limits[:1])
-    beyond = "" if spec.clips_actions else " (executed as decided, also beyond)"
+    beyond = "" if spec.clips_actions else " (not clipped: executed as given, also outside the bounds)"
     action_line = (
-        f"Takes actions {described(spec.action)}; {bounds}{beyond}; {spec.fps:g} a second, {spec.horizon} in an episode"
+        f"Action {described(spec.action)}; {bounds}{beyond}; {spec.fps:g} control steps per second, "
+        f"{spec.horizon} per episode"
     )
     criterion = (
-        spec.success or "it says so"
+        spec.success or "reported by the world"
         if spec.reports_success
-        else "nobody says so; world.options.success or world.options.success_key can"
+        else "not reported; define it with world.options.success or world.options.success_key"
     )
-    return [*field_lines, action_line, f"An episode has succeeded: {criterion.removesuffix('.')}."]
+    return [*field_lines, action_line, f"Success: {criterion.removesuffix('.')}."]
 
 
 def described(field: Field) -> str:

@@ -58,7 +58,9 @@ def run(config: Config) -> int:
     unfinished = Unfinished(config, folder.path)
     if (done := finished(folder)) is not None:
         unfinished.remove()
-        output.print(f"{folder.path} already holds {done['episodes']} episodes; run.overwrite=true records anew.")
+        output.print(
+            f"{folder.path} already contains {done['episodes']} episodes; run.overwrite=true records them again."
+        )
         return 0
     section, quality = config.collect, config.collect.quality
     graded = None if not quality else record_graded(config, quality, folder.path, unfinished, *acting(config))
@@ -137,7 +139,10 @@ def collect_chains(config: Config, unfinished: Unfinished) -> tuple[Episodes, di
     """
     section = config.collect
     if config.plan.model is not None:
-        raise ConfigError("collect.chains=true needs decisions with a density, and plan.model chooses among them.")
+        raise ConfigError(
+            "collect.chains=true needs log-probabilities of the actions, which planning (plan.model) does not "
+            "provide: unset one of them."
+        )
     policy, device = acting(config)
     assert policy is not None  # which the section asks for
     world = build_world(config.world, policy, episodes=section.episodes, seed=config.run.seed)
@@ -170,14 +175,14 @@ def acting(config: Config) -> tuple[Policy | None, torch.device]:
     """Return the acting policy, with planning if configured (None for a controller), and its device."""
     section, device = config.collect, choose_device(config.run)
     if config.plan.model is not None and section.policy is None:
-        raise ConfigError("plan.model looks ahead for a policy: set collect.policy=CHECKPOINT as well.")
+        raise ConfigError("plan.model plans with a policy: set collect.policy=CHECKPOINT as well.")
     if section.policy is None:
         return None, device
     if section.chains:  # an engine acts, and does not say how it came to a decision
         if config.inference.engine not in (AUTO, "reference"):
             raise ConfigError(
-                f"collect.chains=true records how a policy decides, which inference.engine={config.inference.engine} "
-                "does not say: leave the engine out."
+                f"collect.chains=true records denoising chains, which inference.engine={config.inference.engine} "
+                "does not return: unset inference.engine."
             )
         return load_policy(section.policy, device), device
     return with_planning(config.plan, load_acting(config.inference, section.policy, device), device), device

@@ -28,7 +28,7 @@ def run(config: Config) -> int:
     """Print the map of columns, and convert."""
     section = config.convert
     if section.source is None:
-        raise ConfigError("Which dataset is to be converted? Write: robopolicy convert SOURCE TARGET")
+        raise ConfigError("No source dataset given. Usage: robopolicy convert SOURCE TARGET")
     sources = [section.source, *section.merge]
     if section.target is not None:
         require_target(section.target, sources, config.run.overwrite)
@@ -44,12 +44,15 @@ def run(config: Config) -> int:
             "episodes": len(conversion.chosen),
         }
         if section.target is None:
-            rate = f"{conversion.fps:g} steps per second" if conversion.fps else "their rate is not said (convert.fps)"
-            output.print(f"{len(conversion.chosen)} episodes, {rate}. Nothing is written without TARGET.")
+            rate = f"{conversion.fps:g} steps per second" if conversion.fps else "unknown frame rate (set convert.fps)"
+            output.print(f"{len(conversion.chosen)} episodes, {rate}. Dry run: nothing is written without TARGET.")
             publish(config, figures)
             return 0
         episodes, steps = conversion.write(section.target)
     publish(config, figures | {"steps": steps, "dataset": str(section.target)})
     output.print(f"Converted {episodes} episodes, {steps} steps -> {section.target}", markup=False)
-    output.print(f"Examine it: robopolicy doctor {shlex.quote(str(section.target))} world=demonstrations", markup=False)
+    output.print(
+        f"Next, check the dataset: robopolicy doctor {shlex.quote(str(section.target))} world=demonstrations",
+        markup=False,
+    )
     return 0

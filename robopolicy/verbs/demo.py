@@ -24,7 +24,7 @@ from robopolicy.runs import finish, finished, open_folder, output, run_path
 from robopolicy.verbs.verb import VERBS, Verb
 
 VERB = Verb(
-    summary="The whole job in ten minutes, ending with a report",
+    summary="Run the complete workflow in ten minutes, ending with a report",
     sections=("run", "demo"),
     example="robopolicy demo",
     resumes=True,
@@ -46,15 +46,15 @@ def run(config: Config) -> int:
         VERBS.load(verb)(changed)
         seconds[title] = time.perf_counter() - began
 
-    stage("1. Demonstrations of a noisy scripted expert", "collect")
-    stage("2. Pre-training by behaviour cloning", "train")
-    stage("3. A world model from demonstrations and rollouts", "worldmodel", with_policies(stages))
-    stage("4. Fine-tuning in the simulator with PPO in the denoising chain", "finetune")
-    stage("5. Both policies in simulator and world model", "rank", with_ranking(stages))
-    output.print(Rule("[bold]6. Serving the tuned policy to a simulated robot", align="left"))
+    stage("1. Record demonstrations of a noisy scripted expert", "collect")
+    stage("2. Pre-train by behaviour cloning", "train")
+    stage("3. Train a world model on demonstrations and rollouts", "worldmodel", with_policies(stages))
+    stage("4. Fine-tune in the simulator with PPO in the denoising chain", "finetune")
+    stage("5. Rank both policies in the simulator and the world model", "rank", with_ranking(stages))
+    output.print(Rule("[bold]6. Serve the fine-tuned policy to a simulated robot", align="left"))
     began = time.perf_counter()
     drive_result = serve_and_drive(stages, root)
-    seconds["6. Serving the tuned policy to a simulated robot"] = time.perf_counter() - began
+    seconds["6. Serve the fine-tuned policy to a simulated robot"] = time.perf_counter() - began
     verbs = ("collect", "train", "worldmodel", "finetune", "rank")
     results = {verb: finished(RunFolder(run_path(stages, verb))) for verb in verbs}
     total = time.perf_counter() - start
@@ -112,7 +112,7 @@ def announced_port(server: subprocess.Popen[str]) -> int:
     for line in server.stdout:
         if (match := re.search(r"ws://[^:]+:(\d+)", line)) is not None:
             return int(match[1])
-    raise RobopolicyError(f"The policy server ended before it listened (exit status {server.wait()}): see server.log.")
+    raise RobopolicyError(f"The policy server exited before it listened (exit status {server.wait()}): see server.log.")
 
 
 def next_steps(recipe: str, stages: Config) -> list[str]:
@@ -120,7 +120,7 @@ def next_steps(recipe: str, stages: Config) -> list[str]:
     base, tuned_path, model = (run_path(stages, verb) / "checkpoint" for verb in ("train", "finetune", "worldmodel"))
     world = stages.world.name
     return [
-        f"robopolicy evaluate {base} recipe={recipe} plan.model={model}   # no training, a look ahead instead",
+        f"robopolicy evaluate {base} recipe={recipe} plan.model={model}   # planning instead of training",
         f"robopolicy evaluate {tuned_path} world={world} evaluate.episodes=500",
         f"robopolicy serve {tuned_path}",
         " && ".join(f"robopolicy {verb} recipe=pick_place" for verb in ("collect", "train", "finetune")),

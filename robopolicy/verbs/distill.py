@@ -35,7 +35,7 @@ from worldmodels.encoding import encoded
 from worldmodels.protocol import BehindEncoder
 
 VERB = Verb(
-    summary="Distil a policy of many denoising steps into one of few",
+    summary="Distil a denoising policy into one with few denoising steps",
     sections=("run", "world", "distill"),
     example="robopolicy distill runs/finetune/push_t/0/checkpoint",
     targets=("distill.policy",),
@@ -90,8 +90,8 @@ def run(config: Config) -> int:
     if section.evaluate_episodes:
         result |= compared(judge_in_its_world(config, both, section.evaluate_episodes, device))
     output.print(
-        f"A decision of one observation: {1000 * seconds['teacher']:.2f} ms, distilled "
-        f"{1000 * seconds['student']:.2f} ms, {faster:.1f} times as fast."
+        f"Policy call (batch size 1): teacher {1000 * seconds['teacher']:.2f} ms, student "
+        f"{1000 * seconds['student']:.2f} ms, {faster:.1f}x faster."
     )
     job.finish(result)
     return 0

@@ -31,7 +31,7 @@ from robopolicy.runs import default_path, output, publish, run_path
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Find out why success is low: replay demonstrations through every convention",
+    summary="Diagnose low success: check data, world and policy conventions by replay",
     sections=("run", "world", "doctor"),
     example="robopolicy doctor recipe=push_cube",
     targets=("doctor.data",),
@@ -47,7 +47,7 @@ def run(config: Config) -> int:
     data = default_path(config, "collect", "dataset", config.doctor.data, "doctor.data")
     if (data / "config.json").is_file() and not is_dataset(data):
         raise ConfigError(
-            f"{data} is a checkpoint, and demonstrations are examined: robopolicy doctor DATA doctor.policy={data}"
+            f"{data} is a checkpoint, but doctor needs a dataset. Usage: robopolicy doctor DATA doctor.policy={data}"
         )
     trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
@@ -102,4 +102,4 @@ def show(findings: list[Finding]) -> None:
         table.add_row(f"[{colour}]{finding.health.value}[/]", *cells)
     output.print(table)
     problems = list(dict.fromkeys(finding.check for finding in findings if finding.problem))
-    output.print(escape(f"Look at: {', '.join(problems)}." if problems else "No problem found."))
+    output.print(escape(f"Fix or check: {', '.join(problems)}." if problems else "No problem found."))

@@ -40,7 +40,7 @@ from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Drive a robot, simulated or LeRobot's, against a policy server",
+    summary="Drive a robot (simulated or LeRobot) from a policy server",
     sections=("run", "world", "drive"),
     example="robopolicy drive drive.port=8000",
     world_from={"drive.port": "server"},
@@ -94,7 +94,7 @@ def _run_robot(config: Config) -> int:
                 settings=settings,
                 notices=Notices(_note),
             )
-    output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} steps a second; {_figures(result)}")
+    output.print(f"{result['wall_seconds']:.1f} s at {result['rate']:g} control steps per second; {_figures(result)}")
     publish(config, {**result, "robot": section.robot})
     return 0
 
@@ -114,10 +114,12 @@ def _settings(config: Config, client: PolicyClient) -> RobotSettings:
         warnings.warn(message, RobopolicyWarning, stacklevel=2)
     if settings.prefetch and (policy.overlap or policy.ahead):
         when_asked = (
-            "as soon as a chunk of its plan has been executed" if policy.overlap else "by the steps it decides ahead"
+            "whenever a chunk of its predicted actions has been executed"
+            if policy.overlap
+            else ("according to the latency that it was trained for")
         )
         warnings.warn(
-            f"drive.prefetch={settings.prefetch} is not used: this server is asked {when_asked}.",
+            f"drive.prefetch={settings.prefetch} has no effect: this server is called {when_asked}.",
             RobopolicyWarning,
             stacklevel=2,
         )
@@ -130,26 +132,29 @@ def _without_effect(config: Config, policy: DescribedPolicy) -> Iterator[str]:
     section = config.drive
     if section.hold != "auto" and Kind.UNKNOWN not in policy.kinds:
         yield (
-            f"drive.hold={section.hold} is not used: names and units say how every element of the action stands still "
-            "(drive.positions and drive.neutral say otherwise)."
+            f"drive.hold={section.hold} has no effect: names and units define the hold action of every element "
+            "(override with drive.positions or drive.neutral)."
         )
     if section.blend and policy.ahead:
-        yield f"drive.blend={section.blend} is not used: the policy decides ahead, its chunks follow each other."
+        yield (
+            f"drive.blend={section.blend} has no effect: this policy was trained with latency, so its chunks do not "
+            "overlap."
+        )
     elif section.blend and not section.prefetch and not policy.overlap:
         yield (
-            f"drive.blend={section.blend} is not used: with drive.prefetch=0 nothing is left of a chunk when the next "
-            "one comes."
+            f"drive.blend={section.blend} has no effect: with drive.prefetch=0 a chunk is completely executed before "
+            "the next one arrives."
         )
     if section.max_age is not None and section.rate < 0:
-        yield f"drive.max_age={section.max_age:g} is not used: with drive.rate=-1 every answer is waited for."
+        yield f"drive.max_age={section.max_age:g} has no effect: with drive.rate=-1 the robot waits for every answer."
 
 
 def _figures(result: Mapping[str, Any]) -> str:
     latency = ", ".join(f"{name} {value:.1f} ms" for name, value in result["latency_ms"].items() if name != "max")
     return (
-        f"latency {latency or 'not known'}; {result['deadline_misses']} late, {result['held']} held still and "
-        f"{result['clipped']} clipped of {result['steps']} steps, {result['outside']} of them far outside of what the "
-        f"policy knows; {result['stale']} answers too late to be executed; {result['failures']} failures of the server"
+        f"latency {latency or 'unknown'}; of {result['steps']} steps {result['deadline_misses']} late, "
+        f"{result['held']} held, {result['clipped']} clipped, {result['outside']} far outside the training data; "
+        f"{result['stale']} answers discarded as too late; {result['failures']} server failures"
     )
 
 

@@ -41,7 +41,7 @@ from robopolicy.verbs.unfinished import hashes, source_of
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Measure success in a simulator or in a world model",
+    summary="Evaluate a policy in a simulator or a world model",
     sections=("run", "world", "plan", "inference", "evaluate"),
     example="robopolicy evaluate runs/finetune/push_cube/0/checkpoint world=worldmodel "
     "world.model=runs/worldmodel/push_cube/0/checkpoint",
@@ -80,10 +80,10 @@ def conditions(section: EvaluateSection) -> dict[str, str]:
     """Return non-default evaluation conditions as description -> value; usually empty."""
     texts: dict[str, str] = {}
     if section.instruction:
-        wording = {WRONG: "another instruction of the world's", PARAPHRASE: "the same in other words"}
-        texts["told"] = wording.get(section.instruction, f"'{section.instruction}'")
+        wording = {WRONG: "another instruction of the world", PARAPHRASE: "a paraphrase"}
+        texts["instruction"] = wording.get(section.instruction, f"'{section.instruction}'")
     if section.latency_steps:
-        texts["a decision takes"] = f"{section.latency_steps} control steps"
+        texts["inference latency"] = f"{section.latency_steps} control steps"
     if section.chunking != SYNCHRONOUS:
         texts["chunking"] = section.chunking
     return texts
@@ -93,8 +93,8 @@ def require_time_to_act(section: EvaluateSection, world: World) -> None:
     """Raise ConfigError when the latency exceeds the episode, so that no action would be executed."""
     if section.latency_steps >= world.spec.horizon:
         raise ConfigError(
-            f"evaluate.latency_steps={section.latency_steps}: an episode of '{world.spec.name}' lasts "
-            f"{world.spec.horizon} control steps, so that nothing of what is decided would be done."
+            f"evaluate.latency_steps={section.latency_steps} is not shorter than an episode of '{world.spec.name}' "
+            f"({world.spec.horizon} control steps): no action would be executed."
         )
 
 
@@ -131,7 +131,7 @@ def kept_waves(config: Config, folder: RunFolder, policies: Sequence[Path]) -> K
         path.unlink(missing_ok=True)
     stored = KeptWaves(path, of)
     if stored.episodes:
-        output.print(f"Goes on: {stored.episodes} episodes were played before it was broken off.")
+        output.print(f"Resuming: {stored.episodes} episodes were played before the interruption.")
     return stored
 
 
@@ -139,7 +139,7 @@ def run(config: Config) -> int:
     """Evaluate the policy, and the base if given."""
     section = config.evaluate
     if section.policy is None:
-        raise ConfigError("Which policy? Write: robopolicy evaluate CHECKPOINT")
+        raise ConfigError("No policy given. Usage: robopolicy evaluate CHECKPOINT")
     CHUNKINGS.path(section.chunking)
     device = choose_device(config.run)
     paths = {"base": section.base, "policy": section.policy} if section.base else {"policy": section.policy}
@@ -182,7 +182,9 @@ def run(config: Config) -> int:
         result["controls"] = control_results
     if special := conditions(section):
         result["conditions"] = special
-        output.print("Judged so: " + "; ".join(map(" ".join, special.items())), markup=False, soft_wrap=True)
+        output.print(
+            "Evaluation conditions: " + "; ".join(map(" ".join, special.items())), markup=False, soft_wrap=True
+        )
     print_verdicts(verdicts)
     if "difference" in result:
         output.print(f"Difference to {next(iter(verdicts))}: {difference_text(result['difference'])}", soft_wrap=True)

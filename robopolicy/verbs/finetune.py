@@ -71,7 +71,9 @@ def tune(config: Config) -> int:
         foreign.require_memory(checkpoint_in(path), device, copies=2)
     base = load_policy(path, device)
     if isinstance(base, BehindEncoder):
-        raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
+        raise ConfigError(
+            f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
+        )
     policy = load_trainable(path, config.lerobot, device)
     policy.prepare_finetuning(section.finetuned_steps, train_encoder=section.train_encoder)
     add_lora(policy, section.lora_rank)
@@ -106,7 +108,7 @@ def tune(config: Config) -> int:
     job.film(judging, {"base": base, "fine-tuned": policy}, section.evaluate_episodes, section.videos)
     for each in (world, judging):
         each.close()
-    output.print(f"Ended after {finetuning.iterations} iterations: {finetuning.ended.value}.")
+    output.print(f"Stopped after {finetuning.iterations} iterations: {finetuning.ended.value}.")
     print_verdicts(verdicts)
     evidence = Evidence.of(job.folder.metrics(), finetuning.best)
     print_advice(verdicts, section, world.spec.horizon, finetuning.iterations, evidence, config.world.name)
@@ -123,8 +125,8 @@ def dry_run(config: Config) -> int:
     free = free_memory(device)
     if free is not None and budget.loading > free:
         raise ConfigError(
-            f"Policy and base take {in_bytes(budget.loading)} while they are loaded, and {in_bytes(free)} are free: "
-            "end what else runs there, or choose a smaller checkpoint or a larger machine."
+            f"Policy and base need {in_bytes(budget.loading)} of memory while loading, but only {in_bytes(free)} are "
+            "free: stop other processes, or use a smaller checkpoint or a larger machine."
         )
     budget.require(None if free is None else free - budget.held)
     return 0
@@ -199,5 +201,7 @@ def add_lora(policy: Policy, rank: int) -> None:
     if not rank:
         return
     if not isinstance(policy, TakesAdapters):
-        raise ConfigError(f"finetune.lora_rank={rank}: {type(policy).__name__} has no adapters. Token policies have.")
+        raise ConfigError(
+            f"finetune.lora_rank={rank}: {type(policy).__name__} does not support LoRA adapters. Token policies do."
+        )
     policy.add_lora(rank)

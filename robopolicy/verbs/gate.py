@@ -19,7 +19,7 @@ from robopolicy.runs import finish, open_fresh_run, output
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Judge offline whether a policy may replace another one",
+    summary="Decide by offline evaluation whether a policy may replace another",
     sections=("run", "world", "gate"),
     example="robopolicy gate runs/offline/push_t/0/checkpoint runs/train/push_t/0/checkpoint",
     targets=("gate.candidate", "gate.incumbent"),
@@ -31,7 +31,7 @@ def run(config: Config) -> int:
     """Run the gate, print the reasons, and return 0 for accepted, 1 for rejected."""
     section, device = config.gate, choose_device(config.run)
     if section.candidate is None or section.incumbent is None:
-        raise ConfigError("Which policies? Write: robopolicy gate CANDIDATE INCUMBENT")
+        raise ConfigError("Two policies are needed. Usage: robopolicy gate CANDIDATE INCUMBENT")
     folder = open_fresh_run(config, "gate", VERB.sections)
     candidate, incumbent = (load_policy(path, device) for path in (section.candidate, section.incumbent))
     judges = build_judges(config, incumbent, recorded_for_gate(config, incumbent, device), device)

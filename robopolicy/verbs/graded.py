@@ -98,7 +98,7 @@ def record_graded(
     returns do not rank it above uniform random actions, or no noise level gives the requested success).
     """
     ground = find_ground(config, quality, folder / MEASURED, policy, device)
-    output.print(f"uniform actions: {ground.anchors.random.text}\nexpert: {ground.anchors.expert.text}")
+    output.print(f"uniform random actions: {ground.anchors.random.text}\nexpert: {ground.anchors.expert.text}")
     for name, level in ground.levels.items():
         output.print(f"noise of {name}: {Disturbance.at(level).text}{_tried(ground.trials, level)}")
     section, seed = config.collect, config.run.seed
@@ -162,15 +162,15 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
         return trials[-1]
 
     try:
-        require_success(world, "leave collect.quality out, which is a rate of success")
+        require_success(world, "unset collect.quality, which is defined by success rates")
         expert = measured("expert", 0.0, "anchors", section.anchor_episodes, 0)
         uniform = measured("uniform actions", 1.0, "anchors", section.anchor_episodes, 0)
         anchors = Anchors(world.spec.name, uniform, expert).require_order()
         if quality in ("expert", "mixed") and expert.success_high < EXPERT_SUCCESS:
             raise ConfigError(
-                f"collect.quality={quality} wants an expert that succeeds in {EXPERT_SUCCESS:.0%} of episodes. This "
-                f"one has {expert.text}: give a better one with collect.controller=package.module:name or "
-                "collect.policy=CHECKPOINT, or leave the quality out."
+                f"collect.quality={quality} requires an expert with at least {EXPERT_SUCCESS:.0%} success. This one "
+                f"has {expert.text}: use a better one with collect.controller=package.module:name or "
+                "collect.policy=CHECKPOINT, or unset collect.quality."
             )
         find: dict[str, Callable[[], float]] = {
             "expert": lambda: expert_level(trial, expert.success_rate),
@@ -233,8 +233,8 @@ def _say_missed(quality: Quality, found: Performance) -> None:
     low, high = {"expert": (EXPERT_SUCCESS, 1.0), "medium": MEDIUM_SUCCESS}.get(quality, (0.0, 1.0))
     if found.success_high < low or found.success_low > high:
         warnings.warn(
-            f"Episodes of quality '{quality}' were to succeed in {low:.0%} to {high:.0%}, and have {found.text}: raise "
-            "collect.trial_episodes, so that the noise is found more surely.",
+            f"Success of quality '{quality}' should be between {low:.0%} and {high:.0%}, but is {found.text}: "
+            "increase collect.trial_episodes for a more accurate noise level.",
             RobopolicyWarning,
             stacklevel=3,
         )

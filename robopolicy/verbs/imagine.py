@@ -53,26 +53,31 @@ from worldmodels.protocol import DecoderFree, LearnedModel
 DIWA_WEIGHT = 0.05
 """Weight of the BC loss toward the base policy, in DiWA."""
 
-WHERE = "in imagination", "for real"
+WHERE = "in imagination", "in the real environment"
 
 ADVICE = {
-    Ended.TARGET: "The target was no higher than what the base reaches: set finetune.target_success=0.99, or null.",
-    Ended.PARTED: "What the model pays for is not so: give it the policy's own episodes (imagine.refresh_every=10), "
-    "or more data (worldmodel.include_base=true, worldmodel.transitions), or hold the policy nearer to its base from "
-    "the start (imagine.near_base=0.05).",
-    Ended.PATIENCE: "The two worlds had not parted, but nothing more was gained: try finetune.learning_rate=1e-4 "
-    "finetune.critic_warmup=4, more finetune.num_envs, or imagine.patience=8.",
-    Ended.ITERATIONS: "Nothing but finetune.iterations ended the run: give it more, or take larger steps "
-    "(finetune.learning_rate).",
+    Ended.TARGET: "The success target was not above the base's success: set finetune.target_success=0.99, or null.",
+    Ended.PARTED: (
+        "The world model is inaccurate on this policy: update it with the policy's episodes "
+        "(imagine.refresh_every=10), use more data (worldmodel.include_base=true, worldmodel.transitions), or "
+        "increase the BC weight from the start (imagine.near_base=0.05)."
+    ),
+    Ended.PATIENCE: (
+        "Real and imagined success had not diverged, but success stopped improving: try finetune.learning_rate=1e-4 "
+        "finetune.critic_warmup=4, more finetune.num_envs, or imagine.patience=8."
+    ),
+    Ended.ITERATIONS: (
+        "The run ended only because finetune.iterations was reached: increase it, or increase finetune.learning_rate."
+    ),
 }
 """Advice by stop reason, for runs whose target and best policy were measured in the real world."""
 UNWATCHED = (
-    "It was chosen by imagined success alone, which the model may be wrong about: imagine.watch=200 imagine.keep=real "
-    "chooses by what is real."
+    "It was selected by imagined success only, which may be wrong. Select by real success: imagine.watch=200 "
+    "imagine.keep=real."
 )
 
 VERB = Verb(
-    summary="Fine-tune inside a world model, with imagined and real success side by side",
+    summary="Fine-tune inside a world model, tracking imagined and real success",
     sections=("run", "world", "plan", "finetune", "imagine"),
     example="robopolicy imagine recipe=push_cube",
     targets=("finetune.policy",),
@@ -110,8 +115,8 @@ def run(config: Config) -> int:
     section, imagine_section = config.finetune, config.imagine
     if imagine_section.refresh_every % section.checkpoint_every:
         raise ConfigError(
-            f"imagine.refresh_every={imagine_section.refresh_every} must be a multiple of finetune.checkpoint_every="
-            f"{section.checkpoint_every}: a model is refreshed where a run can be taken up again."
+            f"imagine.refresh_every={imagine_section.refresh_every} must be a multiple of "
+            f"finetune.checkpoint_every={section.checkpoint_every}: a model is refreshed only at a checkpoint."
         )
     path = default_path(config, "train", "checkpoint", section.policy, "finetune.policy")
     model = default_path(config, "worldmodel", "checkpoint", imagine_section.model, "imagine.model")
@@ -180,7 +185,10 @@ def refresh_of(config: Config, worlds: Worlds, model: Path, folder: RunFolder) -
         optimistic = replace(config.plan, uncertainty=imagine_section.refresh_uncertainty)
         exploring = planned_acting(optimistic, worlds.training, model, choose_device(config.run))
         if exploring is None:
-            raise ConfigError("imagine.refresh_uncertainty explores by planning: set plan.model, imagine.model say.")
+            raise ConfigError(
+                "imagine.refresh_uncertainty explores by planning: set plan.model to the same world model as "
+                "imagine.model."
+            )
         in_reality = lambda policy: exploring(worlds.in_reality(policy))  # noqa: E731
     return ModelRefresh(
         [cast(LearnedModel, each.model) for each in (worlds.training, worlds.imagined)],
@@ -287,20 +295,20 @@ def watched_steps(folder: RunFolder) -> int:
 def said_at_the_end(tuned: FinetuneResult) -> str:
     """Return one line with the reason why the run ended and the policy that was saved."""
     best = tuned.best
-    line = f"Ended after {tuned.iterations} iterations: {tuned.ended.value}."
+    line = f"Stopped after {tuned.iterations} iterations: {tuned.ended.value}."
     if not best:
-        return f"{line} Nothing was evaluated on the way: the last policy is kept."
-    prefix = f"{line} Kept is the policy of iteration {best['iteration']:g}"
+        return f"{line} No evaluation was made during training: the last policy is saved."
+    prefix = f"{line} Saved the policy of iteration {best['iteration']:g}"
     if "deterministic_return" in best:
         figures = {name: best.get(f"deterministic_{name}return") for name in ("", "real_")}
         pairs = zip(figures.values(), WHERE, strict=True)
         return f"{prefix}: {', '.join(f'return {value:.4g} {place}' for value, place in pairs if value is not None)}."
     imagined_text = f"{best['deterministic_success']:.1%} in imagination"
     if "deterministic_real_success" not in best:
-        return f"{prefix}: {imagined_text}, not watched for real."
+        return f"{prefix}: {imagined_text}, not evaluated in the real environment."
     real, low, high = (best[f"deterministic_real_{name}"] for name in ("success", "low", "high"))
     gap = 100 * best["deterministic_gap"]
-    return f"{prefix}: {real:.1%} [{low:.1%}, {high:.1%}] for real, {imagined_text} (gap {gap:+.1f} points)."
+    return f"{prefix}: real success {real:.1%} [{low:.1%}, {high:.1%}], {imagined_text} (gap {gap:+.1f} points)."
 
 
 def print_advice(
@@ -321,10 +329,10 @@ def print_advice(
     target = None if section is None else section.target_success
     if result.ended is Ended.TARGET and target is not None and base.score < target:
         advice = (
-            "The target was reached on the starts that it is measured on, and not on fresh ones: measure it on more, "
-            "finetune.evaluate_episodes=1000, or set finetune.target_success higher."
+            "The target was reached on the validation initial states, but not on new ones: validate on more "
+            "episodes, finetune.evaluate_episodes=1000, or increase finetune.target_success."
         )
     if section is not None and seen is not None and seen.iterations and result.ended is not Ended.PARTED:
         difference = compare(base, tuned_result) if result.ended is not Ended.TARGET else None
         advice = evident_cause(seen, base, tuned_result, section, difference, inside=" imagined") or advice
-    output.print(f"Judged on fresh starts, {metric} did not rise. {advice}", markup=False, soft_wrap=True)
+    output.print(f"On new initial states, {metric} did not increase. {advice}", markup=False, soft_wrap=True)

@@ -67,8 +67,8 @@ class Job:
         if finished(folder) is not None:
             if not folder.checkpoint.is_dir():
                 raise DataError(
-                    f"{folder.path} has ended, but its checkpoint is gone: {folder.checkpoint} is no folder. Put it "
-                    f"back, or learn it anew with run.overwrite=true."
+                    f"{folder.path} has ended, but its checkpoint is missing: {folder.checkpoint} is not a folder. "
+                    "Restore it, or train again with run.overwrite=true."
                 )
             output.print(f"{folder.path} {done}")
             return None

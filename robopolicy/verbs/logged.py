@@ -49,7 +49,7 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     episodes = Episodes.concatenate(parts)
     draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
     training, held_out = episodes.split(config.gate.holdout, draws)
-    output.print(f"Of {len(episodes)} episodes, {len(held_out)} are kept from training, for the judges.")
+    output.print(f"{len(held_out)} of {len(episodes)} episodes are held out for the evaluators.")
     return training.to(device), held_out.to(device)
 
 
@@ -67,14 +67,14 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
     reading = describe_reading(path, read_information(path, renaming)["features"], episodes, tuple(columns))
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if without:
-        output.print(f"Left out by offline.without: {len(without)} episodes.")
+        output.print(f"Excluded by offline.without: {len(without)} episodes.")
     if text := interventions_in_words(episodes):
-        output.print(f"{text}; the critic learns from everything.", soft_wrap=True)
+        output.print(f"{text}; the critic is trained on all steps.", soft_wrap=True)
     if nonfinite_columns(episodes):
         try:
             require_finite_columns(delayed_episodes, rewards=True)
         except DataError as error:
-            raise DataError(f"{path}: {error} offline.without=[NUMBER] leaves episodes out.") from error
+            raise DataError(f"{path}: {error} offline.without=[NUMBER] excludes episodes.") from error
     return require_paid(path, with_reward(episodes, section.reward))
 
 
@@ -86,21 +86,19 @@ def require_paid(path: Path, episodes: Episodes) -> Episodes:
     if episodes.terminated is None and episodes.success is not None:
         success_count = int(episodes.success.sum())
         output.print(
-            f"{path} does not record where the task ended (next.terminated): {success_count} episodes end by success, "
-            f"the other {len(episodes) - success_count} are taken for cut by a time limit.",
+            f"{path} does not record where the task ended (next.terminated): {success_count} episodes end by "
+            f"success; the other {len(episodes) - success_count} are treated as truncated by a time limit.",
             markup=False,
             soft_wrap=True,
         )
         episodes = replace(episodes, terminated=episodes.success)
     if episodes.reward is None or episodes.terminated is None:
-        missing_column = (
-            "rewards (next.reward)" if episodes.reward is None else "where the task ended (next.terminated)"
-        )
+        missing_column = "rewards (next.reward)" if episodes.reward is None else "task ends (next.terminated)"
         raise DataError(
-            f"{path} records no {missing_column}, in any episode, and critics learn from nothing else. "
-            f"offline.reward=success pays for recorded success (next.success), offline.reward=head:WORLDMODEL for what "
-            f"the success head of a world model sees, offline.reward=package.module:function for what you say; or "
-            f"improve the policy in a world model (robopolicy imagine)."
+            f"{path} records no {missing_column} in any episode, which critics need. Use offline.reward=success "
+            "(reward from next.success), offline.reward=head:WORLDMODEL (reward from a world model's success head), "
+            "or offline.reward=package.module:function (custom reward); or improve the policy in a world model "
+            "(robopolicy imagine)."
         )
     return episodes
 
@@ -116,8 +114,8 @@ def with_reward(episodes: Episodes, reward: str) -> Episodes:
     if reward == "success":
         if episodes.step_success is None:
             raise DataError(
-                "offline.reward=success, and the data does not say which steps succeeded (next.success): "
-                "offline.reward=head:WORLDMODEL asks the success head of a world model."
+                "offline.reward=success needs the success of every step (next.success), which the data does not "
+                "record: offline.reward=head:WORLDMODEL uses the success head of a world model."
             )
         terminated = episodes.terminated if episodes.terminated is not None else episodes.success
         return replace(episodes, rewards={"success": _first(episodes, episodes.step_success)}, terminated=terminated)
@@ -127,7 +125,7 @@ def with_reward(episodes: Episodes, reward: str) -> Episodes:
         return replace(rewarded, terminated=rewarded.success)
     rewards = load_dotted(reward, "offline.reward")(episodes)
     if not isinstance(rewards, torch.Tensor) or rewards.shape != (episodes.step_count,):
-        raise ConfigError(f"{reward} must return a tensor [{episodes.step_count}], one reward a step.")
+        raise ConfigError(f"{reward} must return a tensor [{episodes.step_count}] with one reward per step.")
     return replace(episodes, rewards={"reward": rewards.float()})
 
 
@@ -142,17 +140,17 @@ def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
     heads: Any = getattr(load_world_model(path), "heads", None)
     if not isinstance(heads, StepHeads):
         raise ConfigError(
-            f"offline.reward=head:{path} needs a success head that reads states, as an ensemble's; this world model "
-            "has none."
+            f"offline.reward=head:{path} needs a success head that reads states (as an ensemble has), and this world "
+            "model has none."
         )
     vector = heads.state_vector
     shapes = {key: field.shape for key, field in episodes.observation_fields.items()}
     for key, field in vector.fields.items():
         if shapes.get(key) != field.shape:
             raise DataError(
-                f"The success head of {path} reads '{key}' as {list(field.shape)}, and the data "
-                f"{'lacks it' if key not in shapes else f'has it as {list(shapes[key])}'}: train a world model on such "
-                "data (robopolicy worldmodel)."
+                f"The success head of {path} reads '{key}' with shape {list(field.shape)}, but the data "
+                f"{'lacks it' if key not in shapes else f'has it as {list(shapes[key])}'}: train a world model on "
+                "such data (robopolicy worldmodel)."
             )
     steps = torch.arange(episodes.step_count)
     states = vector.pack(episodes.observation)[steps + episodes.episode_of_step + 1]
@@ -162,7 +160,7 @@ def succeeded_by_head(episodes: Episodes, path: Path) -> Tensor:
     episode_success = replace(episodes, step_success=has_succeeded).success
     assert episode_success is not None
     output.print(
-        f"The success head of {path} sees success in {int(episode_success.sum())} of {len(episodes)} episodes."
+        f"The success head of {path} detects success in {int(episode_success.sum())} of {len(episodes)} episodes."
     )
     return has_succeeded
 
@@ -172,12 +170,17 @@ def say_decisions(data: Decisions) -> None:
     steps = data.episodes.step_count
     left_out = steps - len(data)
     reason = (
-        f"; {left_out} steps are left out: a decision that begins there ends in the observation after an episode's "
-        f"last action, which is not recorded, and the task had not ended"
+        f"; {left_out} steps are omitted: their chunk would end at the observation after the episode's last action, "
+        "which is not recorded, and the task had not ended"
     )
     if not len(data):
-        raise DataError(f"Of {steps} recorded steps no decision is left{reason}. Record longer episodes, or the end.")
-    output.print(f"Decisions: {len(data)} of {steps} steps{reason if left_out else ''}.", soft_wrap=True)
+        raise DataError(
+            f"None of {steps} recorded steps can start an action chunk{reason}. Record longer episodes, or "
+            "record the task end."
+        )
+    output.print(
+        f"Action chunks for the critic: {len(data)} of {steps} steps{reason if left_out else ''}.", soft_wrap=True
+    )
 
 
 def _first(episodes: Episodes, success: Tensor) -> Tensor:

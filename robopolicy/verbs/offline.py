@@ -52,7 +52,7 @@ from robopolicy.verbs.logged import say_decisions, split_data
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Improve a policy from recorded data alone, through a gate",
+    summary="Offline RL: improve a policy from recorded data, accepted through a gate",
     sections=("run", "world", "finetune", "gate", "offline"),
     example="robopolicy offline runs/collect/push_t/0/dataset offline.policy=runs/train/push_t/0/checkpoint",
     targets=("offline.dataset",),
@@ -120,15 +120,18 @@ def run(config: Config) -> int:
 def refuse_unread(section: GateSection) -> None:
     """Raise ConfigError when gate settings are given that only `gate` and `bakeoff` read."""
     ways = {
-        "data": "judges look at a share of the episodes (gate.holdout=0.3), which training never sees",
-        "candidate": "candidates are made here (offline.improve); robopolicy gate compares two policies",
+        "data": "evaluators use a fraction of the episodes (gate.holdout=0.3) that is excluded from training",
+        "candidate": "candidates are trained here (offline.improve); robopolicy gate compares two policies",
         "incumbent": "the policy to improve is offline.policy=CHECKPOINT",
     }
     for name, way in ways.items():
         if getattr(section, name):
             raise ConfigError(f"gate.{name} is not read by offline: {way}.")
     if "importance" in section.judges:
-        raise ConfigError("gate.judges=[importance] judges in robopolicy gate and bakeoff, by the chains of gate.data.")
+        raise ConfigError(
+            "gate.judges=[importance] works only in robopolicy gate and bakeoff, with the denoising chains in "
+            "gate.data."
+        )
 
 
 def learn_critic(
@@ -170,7 +173,7 @@ def episodes_for(config: Config, policy: Policy, recorded: Episodes, device: tor
     if set(parts) == {"recorded"}:
         return recorded
     counts = ", ".join(f"{len(part)} {name} ({part.step_count} steps)" for name, part in parts.items())
-    output.print(f"The critic learns from episodes: {counts}.")
+    output.print(f"The critic is trained on episodes: {counts}.")
     return Episodes.concatenate(list(parts.values()))
 
 
@@ -178,7 +181,7 @@ def imagination(config: Config, policy: Policy, device: torch.device) -> Imagina
     """Return the imagined world of offline.model for learning, with the settings of the section finetune."""
     section, tuning = config.offline, config.finetune
     if section.model is None:
-        raise ConfigError(f"offline.improve={section.improve.kind} learns in a world model: set offline.model=PATH.")
+        raise ConfigError(f"offline.improve={section.improve.kind} trains in a world model: set offline.model=PATH.")
     inside = config.world.imagined_by(section.model)
     world = build_world(inside, policy, batch_size=tuning.num_envs, seed=config.run.seed, device=device)
     settings = narrowed(FinetuneConfig, tuning)
@@ -222,12 +225,14 @@ def say(found: Rounds, rounds: int) -> None:
     """Print the number of accepted candidates, and advice if there were none."""
     output.print(f"{found.accepted} of {rounds} candidates accepted.")
     if not found.accepted:
-        output.print(f"The policy is as it came. {why_refused(found)}", markup=False, soft_wrap=True)
+        output.print(
+            f"No candidate was accepted; the policy is unchanged. {why_refused(found)}", markup=False, soft_wrap=True
+        )
 
 
 def why_refused(found: Rounds) -> str:
     """Return why the evaluators rejected all candidates, and what to try."""
-    other = "another critic (offline.agent=edac) or way to improve (offline.improve=idql)"
+    other = "another critic (offline.agent=edac) or improvement method (offline.improve=idql)"
     judgements = [each for record in found.records for each in record.get("verdict", {}).get("judgements", ())]
     worse = [each for each in judgements if max(each["bootstrap"][1], each["student"][1]) < 0]
     incredible = [each for each in judgements if each["ceiling"] is not None and each["candidate"] > each["ceiling"]]
@@ -235,21 +240,22 @@ def why_refused(found: Rounds) -> str:
     count = len(judgements)
     if worse:
         return (
-            f"{len(worse)} of {count} judgements found a candidate surely worse: smaller steps "
+            f"{len(worse)} of {count} evaluations found a candidate significantly worse. Try a smaller learning rate "
             f"(offline.improve.learning_rate), more episodes (offline.more=[DATASET]), or {other}."
         )
     if incredible:
         return (
-            f"{len(incredible)} of {count} judgements valued a candidate above all recorded successes, which is not "
-            f"believed: give more episodes (offline.more=[DATASET], best of all the policy's own), or {other}."
+            f"{len(incredible)} of {count} evaluations valued a candidate above nearly all recorded successes, which "
+            f"is not credible. Use more episodes (offline.more=[DATASET], ideally the policy's own), or {other}."
         )
     if short:
         return (
-            f"{len(short)} of {count} judgements found a candidate better, but not by the margin of "
-            f"{short[0]['margin']:.3g}: lower gate.margin or gate.relative, or improve in more rounds, offline.rounds."
+            f"{len(short)} of {count} evaluations found a candidate better, but not by the margin of "
+            f"{short[0]['margin']:.3g}: decrease gate.margin or gate.relative, or run more rounds, offline.rounds."
         )
     starts = max((each["starts"] for each in judgements), default=256)
     return (
-        f"In {count} judgements no candidate was surely better: judge from more starts (gate.starts={4 * starts}), "
-        f"give more episodes (offline.more=[DATASET], best of all the policy's own), or take {other}."
+        f"No candidate was significantly better in {count} evaluations: evaluate from more initial states "
+        f"(gate.starts={4 * starts}), use more episodes (offline.more=[DATASET], ideally the policy's own), or "
+        f"{other}."
     )

@@ -61,7 +61,7 @@ from robopolicy.verbs.job import Job, began_from, print_verdicts
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Let an agent with critics learn in the world, or steer a frozen policy by its noise",
+    summary="Online RL with critics: train an agent, or steer a frozen policy (DSRL)",
     sections=("run", "world", "online"),
     example="robopolicy online runs/train/push_cube/0/checkpoint online.method=dsrl",
     targets=("online.policy",),
@@ -169,7 +169,9 @@ def gone_on(config: Config, policy: AgentPolicy | SteeredPolicy, device: torch.d
     """Resume a policy from earlier online learning; raises ConfigError when that used another method."""
     method = "actions" if isinstance(policy, AgentPolicy) else "dsrl"
     if config.online.method != method:
-        raise ConfigError(f"online.policy={config.online.policy} learned by online.method={method}: say so.")
+        raise ConfigError(
+            f"online.policy={config.online.policy} was trained with online.method={method}: pass that setting."
+        )
     frozen = plays_agent(copy.deepcopy(policy.agent))
     if isinstance(policy, SteeredPolicy) and not bool(policy.steers):
         frozen = plays_noise(policy)
@@ -222,9 +224,9 @@ def say(found: OnlineResult, method: str) -> None:
     curve = [(record["updates"], record[by]) for record in found.evaluations]
     if curve:
         text = ", ".join(f"{value:.3g} after {updates}" for updates, value in curve)
-        output.print(f"By updates: {text}. Largest dip: {found.dip(by):.3g}.")
+        output.print(f"By number of updates: {text}. Largest drop: {found.dip(by):.3g}.")
     if not found.updates and found.env_steps:
-        output.print("Nothing was learned: the warm-up took all steps. Set online.steps above online.warmup.")
+        output.print("No updates were made: the warm-up used all steps. Set online.steps above online.warmup.")
     elif len(curve) > 1 and curve[-1][1] <= curve[0][1]:
         output.print(why_no_gain(curve, by == "deterministic_success", method), markup=False, soft_wrap=True)
 
@@ -239,14 +241,17 @@ def why_no_gain(curve: Sequence[tuple[int, float]], success: bool, method: str) 
     if success and best == 0:
         alternative = " or with recorded episodes that succeed (online.dataset=DATASET)" if method == "actions" else ""
         return (
-            "No evaluation ever succeeded, so there was hardly a success to learn from: begin with a policy that does "
-            f"now and then (online.policy=CHECKPOINT){alternative}."
+            "No evaluation episode succeeded, so there is almost no learning signal. Start from a policy that "
+            f"sometimes succeeds (online.policy=CHECKPOINT){alternative}."
         )
     if success and first >= CEILING:
-        return f"There is next to nothing to gain: it began at {first:.1%}."
+        return f"Almost no improvement is possible: it started at {first:.1%}."
     if best > first:
         return (
-            f"It reached {best:.3g} on the way and fell back to {last:.3g}: smaller steps hold what is learned, "
-            "online.agent.rate=1e-4."
+            f"It reached {best:.3g} during training and dropped to {last:.3g}: a smaller learning rate is more "
+            "stable, online.agent.rate=1e-4."
         )
-    return f"After {curve[-1][0]} updates it is at {last:.3g}, from {first:.3g}: give it more steps (online.steps)."
+    return (
+        f"After {curve[-1][0]} updates it is at {last:.3g}, starting from {first:.3g}: train for more steps "
+        "(online.steps)."
+    )

@@ -50,7 +50,7 @@ from robopolicy.verbs.verb import Verb
 from worldmodels.checkpoint import holds_world_model
 
 VERB = Verb(
-    summary="Find the fastest way to compute a policy's decisions",
+    summary="Find the fastest inference engine for a policy",
     sections=("run", "world", "optimize"),
     example="robopolicy optimize runs/finetune/push_t/0/checkpoint optimize.error=0.05",
     targets=("optimize.policy",),
@@ -90,15 +90,15 @@ def run(config: Config) -> int:
     errors = errors_of(policies, observation)
     for name, error in list(errors.items()):
         if ways[name].exact and error > EXACT:
-            refusals[name] = f"its actions are off by {error:.2g} standard deviations, and it should be exact"
+            refusals[name] = f"its action error is {error:.2g} standard deviations, but this engine should be exact"
             del policies[name], errors[name]
     times = timed(policies, first_rows(observation, section.batch), section.rounds)
     allowed = [name for name in policies if errors[name] <= max(section.error, EXACT)]
     fastest = min(allowed, key=lambda name: times[name].least)
     rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in policies}
-    print_table("A decision", ways_header(), way_rows(rows, fastest))
+    print_table("Policy call", ways_header(), way_rows(rows, fastest))
     for name, reason in refusals.items():
-        output.print(f"{name}: left out, {reason}", markup=False, soft_wrap=True)
+        output.print(f"{name}: excluded, {reason}", markup=False, soft_wrap=True)
     plan = InferencePlan(
         ways[fastest].config,
         weights_hash(path),
@@ -111,7 +111,7 @@ def run(config: Config) -> int:
     result: dict[str, Any] = {"checkpoint": str(path), "chosen": fastest, "ways": rows, "left_out": refusals}
     finish(config, folder, result | judged(config, {REFERENCE: policy, fastest: policies[fastest]}, device))
     faster = times[REFERENCE].least / times[fastest].least
-    output.print(f"Chosen: {fastest}, {faster:.1f} times as fast as the reference; kept in {path / 'inference.json'}.")
+    output.print(f"Chosen: {fastest}, {faster:.1f}x faster than the reference; saved in {path / 'inference.json'}.")
     output.print(f"Report: {report_for_run(folder.path)}")
     return 0
 
@@ -158,15 +158,15 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
         return ways
     if not isinstance(deciding, Denoises):
         output.print(
-            f"Exact engines alone: fewer steps, block caches and bf16 are for diffusion and flow policies, and this is "
-            f"a {type(deciding).__name__}.",
+            "Only exact engines: fewer steps, block caches and bf16 apply to diffusion and flow policies, and this "
+            f"is a {type(deciding).__name__}.",
             markup=False,
             soft_wrap=True,
         )
         return ways
     cheaper = [name for name in section.engines if name != REFERENCE]
     if not cheaper:
-        output.print("The reference alone: bf16, fewer steps and block caches are computed by another engine, lean.")
+        output.print("Only the reference engine: bf16, fewer steps and block caches need the engine lean.")
         return ways
     engine = InferenceConfig(cheaper[0])
     caches = cached_ways(section, policy, seen, engine)
@@ -193,7 +193,9 @@ def cached_ways(
     """
     if not isinstance(policy, Denoises):
         if section.schedulers:
-            output.print(f"No block caches: a {type(policy).__name__} asks another policy, whose own they would be.")
+            output.print(
+                f"No block caches: {type(policy).__name__} wraps another policy. Optimize that policy instead."
+            )
         return {}
     schedule = policy.own_schedule
     most = sys.maxsize if schedule is None else schedule.steps  # of another library's chain: once calibrated
@@ -247,7 +249,7 @@ def judged(config: Config, policies: Mapping[str, Policy], device: torch.device)
     if not count:
         return {}
     if len(policies) < 2:
-        output.print("Nothing is judged: the reference is chosen, and no other policy stands beside it.")
+        output.print("No evaluation: the reference was chosen, so there is nothing to compare.")
         return {}
     verdicts = judge_in_its_world(config, policies, count, device)
     first, second = verdicts.values()

@@ -62,11 +62,11 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
     """Calibrate, time and compare, choose and store; raises ConfigError for a model without cacheable steps."""
     section, model = config.optimize, load_world_model(path, device)
     if not isinstance(model, Cacheable) or not isinstance(model, ChunkModel):
-        raise ConfigError(f"{path} holds a world model without denoising steps: there is nothing to choose.")
+        raise ConfigError(f"{path} contains a world model without denoising steps: there is nothing to optimize.")
     if section.evaluate_episodes:
         raise ConfigError(
-            f"{path} holds a world model, in which success is a policy's: leave optimize.evaluate_episodes=0, and "
-            "compare policies in it with 'robopolicy rank'."
+            f"{path} contains a world model, which has no success rate of its own: leave "
+            "optimize.evaluate_episodes=0, and compare policies in it with 'robopolicy rank'."
         )
     folder = open_fresh_run(config, "optimize", SECTIONS)
     episodes = _recorded(section, path, model)
@@ -102,7 +102,7 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
     labels = {"measured": subject, "error_of": CHANGE}
     finish(config, folder, {"checkpoint": str(path), "chosen": fastest, "ways": rows, "left_out": {}, **labels})
     output.print(
-        f"Chosen: {fastest}, {rows[fastest]['times_as_fast']:.1f} times as fast as the reference; kept in "
+        f"Chosen: {fastest}, {rows[fastest]['times_as_fast']:.1f}x faster than the reference; saved in "
         f"{path / 'inference.json'}."
     )
     output.print(f"Report: {report_for_run(folder.path)}")
@@ -114,8 +114,8 @@ def plans_for(section: OptimizeSection, model: Cacheable, episodes: Episodes, be
     budgets = [budget for budget in section.budgets if 2 < budget < model.calls]
     if not budgets or not section.schedulers:
         output.print(
-            f"A chain of this model calls its network {model.calls} times, which no block cache with "
-            f"optimize.budgets={list(section.budgets)} makes fewer of."
+            f"This model calls its network {model.calls} times per denoising chain, which no block cache with "
+            f"optimize.budgets={list(section.budgets)} can reduce."
         )
         return {}
     calibration = calibrate_model(model, episodes, begin, model.chunk)
@@ -127,7 +127,7 @@ def _recorded(section: OptimizeSection, path: Path, model: LearnedModel) -> Epis
     folders = section.data or (path.parent / "dataset",)
     for folder in folders:
         if not folder.exists():
-            raise ConfigError(f"{folder} does not exist: name recorded episodes with optimize.data=[FOLDER].")
+            raise ConfigError(f"{folder} does not exist: set recorded episodes with optimize.data=[FOLDER].")
     cameras = [key.removeprefix(IMAGE_PREFIX) for key in fields_read(model) if key.startswith(IMAGE_PREFIX)]
     datasets = [read_dataset(folder, cameras=cameras, rename=renaming_of(model)) for folder in folders]
     episodes = Episodes.concatenate([seen_ahead(fields_read(model), origin_of(model), part) for part in datasets])
@@ -141,7 +141,7 @@ def _starts(episodes: Episodes, count: int, steps: int, seed: int) -> Tensor:
     remaining = (episodes.starts + episodes.lengths)[episodes.episode_of_step] - every
     fitting = every[remaining >= steps]
     if not len(fitting):
-        raise ConfigError(f"No recorded episode has the {steps} steps that a chain imagines.")
+        raise ConfigError(f"No recorded episode is as long as an imagined chain, {steps} steps.")
     draws = torch.Generator().manual_seed(derive(seed, "optimize"))
     return fitting[torch.randperm(len(fitting), generator=draws)[:count]]
 

@@ -37,7 +37,7 @@ def run(config: Config) -> int:
     """Run all stages, then write one report."""
     section = config.pipeline
     if not section.stages:
-        raise ConfigError("A pipeline of no stages: choose recipe=rl100, or list yours in pipeline.stages.")
+        raise ConfigError("The pipeline has no stages: set recipe=rl100, or list stages in pipeline.stages.")
     run_config = config if config.run.name else replace(config, run=replace(config.run, name=section.recipe))
     folder = open_run(run_config, "pipeline", VERB.sections)
     if finished(folder) is not None:
@@ -74,11 +74,14 @@ def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
     places = {"seed": seed}
     for name, (verb, *settings) in section.stages.items():
         if verb not in VERBS or verb in ("pipeline", "demo", "bench"):
-            raise ConfigError(f"pipeline.stages.{name}: '{verb}' is no stage.{did_you_mean(verb, VERBS.names())}")
+            raise ConfigError(
+                f"pipeline.stages.{name}: '{verb}' is not a verb that can be a "
+                f"stage.{did_you_mean(verb, VERBS.names())}"
+            )
         settings += section.changes.get(name, ())
         later = [each for each in section.stages if each not in places and any(f"{{{each}}}" in s for s in settings)]
         if later:
-            raise ConfigError(f"pipeline.stages.{name} builds on {later[0]}, which does not come before it.")
+            raise ConfigError(f"pipeline.stages.{name} uses {later[0]}, which is not an earlier stage.")
         overrides = [_filled(setting, places) for setting in (*section.overrides, *settings)]
         basis = [f"recipe={section.recipe}", *shared, f"run.device={config.run.device}", f"run.name={name}"]
         stages[name] = verb, compose([*basis, *overrides])
@@ -97,5 +100,5 @@ def result_of(config: Config, verb: str) -> dict[str, Any]:
     folder = RunFolder(run_path(config, verb))
     result = finished(folder)
     if result is None:
-        raise ConfigError(f"{folder.path} has no result.json: '{verb}' is no stage of a pipeline.")
+        raise ConfigError(f"{folder.path} has no result.json: '{verb}' cannot be a stage of a pipeline.")
     return result

@@ -28,7 +28,7 @@ from worldmodels.checkpoint import kind_of, load_world_model
 from worldmodels.protocol import DecoderFree
 
 VERB = Verb(
-    summary="Compare policies in a world model and in the simulator",
+    summary="Rank policies in a world model and compare with the simulator",
     sections=("run", "world", "collect", "rank"),
     example="robopolicy rank recipe=push_cube",
     world_from={"rank.policies": "", "rank.models": "worldmodel/checkpoint"},
@@ -80,7 +80,9 @@ def load_candidates(config: Config) -> dict[str, Policy | str]:
     }
     candidates |= {f"expert, noise {noise}": noise for noise in config.rank.noise}
     if len(candidates) < 3:
-        raise ConfigError("Ranking needs at least 3 policies (6 or more to mean anything): rank.policies=[A,B,C].")
+        raise ConfigError(
+            "Ranking needs at least 3 policies (6 or more for a meaningful result): rank.policies=[A,B,C]."
+        )
     return candidates
 
 
@@ -90,7 +92,7 @@ def require_seen_by_experts(models: Iterable[Path], noise: Sequence[str]) -> Non
     """
     for path in models if noise else ():
         if isinstance(load_world_model(path), DecoderFree):
-            raise ConfigError(f"No expert can act in {path}, which shows only its latent: set rank.noise=[].")
+            raise ConfigError(f"The expert cannot act in {path}, which outputs only its latent: set rank.noise=[].")
 
 
 def require_fitting(config: Config, sections: Iterable[WorldSection], candidates: Mapping[str, Policy | str]) -> None:
@@ -112,7 +114,7 @@ def score(
     for name, candidate in candidates.items():
         policy = None if isinstance(candidate, str) else candidate
         world = build_world(section, policy, episodes=config.rank.episodes, seed=config.run.seed, device=device)
-        require_success(world, "compare policies by robopolicy evaluate, which has returns too")
+        require_success(world, "compare policies with robopolicy evaluate, which also compares returns")
         if isinstance(candidate, str):
             seed = derive(config.run.seed, f"rank/{name}")
             controller = config.collect.controller
@@ -135,6 +137,6 @@ def show(rankings: Mapping[str, RankingResult]) -> None:
     ]
     print_table("Success", ["policy", "simulator", *rankings], lines)
     figures: dict[str, Any] = {name: ranking.to_json() for name, ranking in rankings.items()}
-    print_table("Agreement with the simulator (in brackets: had other policies been ranked)", *agreement(figures))
+    print_table("Agreement with the simulator (in brackets: bootstrap interval over policies)", *agreement(figures))
     for warning in dict.fromkeys(warning for ranking in rankings.values() for warning in ranking.warnings):
-        output.print(f"Beware: {warning}")
+        output.print(f"Warning: {warning}")

@@ -17,6 +17,6 @@ VERB = Verb(
 def run(config: Config) -> int:
     """Write the report and print its path."""
     if config.report.run is None:
-        raise ConfigError("Which run? Write: robopolicy report runs/finetune/push_cube/0")
+        raise ConfigError("No run given. Usage: robopolicy report runs/finetune/push_cube/0")
     output.print(f"Report: {report_for_run(config.report.run)}")
     return 0

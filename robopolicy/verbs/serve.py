@@ -33,7 +33,7 @@ def run(config: Config) -> int:
     """Serve until interrupted."""
     section = config.serve
     if section.policy is None:
-        raise ConfigError("Which policy? Write: robopolicy serve CHECKPOINT")
+        raise ConfigError("No policy given. Usage: robopolicy serve CHECKPOINT")
     CHUNKINGS.path(section.chunking)
     device = choose_device(config.run)
     loaded = load_acting(config.inference, section.policy, device, section.chunking)

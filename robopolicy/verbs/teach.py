@@ -40,7 +40,7 @@ from robopolicy.verbs.job import Job, evaluation_seeds, film_alone, print_verdic
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
-    summary="Teach a student, such as one with cameras, what a policy or the expert does",
+    summary="DAgger: distil a policy or the expert into a student, such as one with cameras",
     sections=("run", "world", "collect", "policy", "teach"),
     example="robopolicy teach runs/finetune/push_cube/0/checkpoint recipe=push_cube_pixels",
     targets=("teach.teacher",),
@@ -51,7 +51,7 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Train the student, save it and evaluate it."""
-    job = Job.open(config, "teach", VERB.sections, "is already taught; run.overwrite=true teaches anew.")
+    job = Job.open(config, "teach", VERB.sections, "is already trained; run.overwrite=true trains again.")
     if job is None:
         return 0
     section = config.teach
@@ -128,8 +128,8 @@ def world_for_both(section: WorldSection, teacher: Policy | None, student: Reach
         return section
     if teacher is not None and 1 < teacher.spec.chunk < student.chunk:
         raise ConfigError(
-            f"The teacher says {teacher.spec.chunk} steps at a time, and the student would execute {student.chunk}, "
-            f"of which it would never learn the rest: set policy.chunk={teacher.spec.chunk} or less."
+            f"The teacher labels {teacher.spec.chunk} steps per call, but the student would execute {student.chunk}: "
+            f"set policy.chunk={teacher.spec.chunk} or less."
         )
     past = max(student.history, 1 if teacher is None else teacher.spec.history, int(section.options.get("history", 1)))
     return section if past == 1 else replace(section, options={**section.options, "history": past})

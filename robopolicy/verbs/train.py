@@ -63,7 +63,7 @@ VERB = Verb(
 
 def run(config: Config) -> int:
     """Train the policy, save it and evaluate it."""
-    job = Job.open(config, "train", VERB.sections, "is already trained; run.overwrite=true trains anew.")
+    job = Job.open(config, "train", VERB.sections, "is already trained; run.overwrite=true trains again.")
     if job is None:
         return 0
     folder, device = job.folder, job.device
@@ -145,18 +145,21 @@ def say_reading(
     reading = describe_reading(" and ".join(map(str, places)), features, episodes, spec.observation, reads_text)
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if reads_text is False and len(reading.instructions) > 1 and hasattr(config.policy.config, "text_encoder"):
-        output.print(f"policy.text_encoder={TextEncoder.WORDS.value} lets it read them and keep the tasks apart.")
+        output.print(
+            f"policy.text_encoder={TextEncoder.WORDS.value} makes the policy read them and distinguish the tasks."
+        )
     return reading
 
 
 def say_targets(episodes: Episodes, policy: Trainable) -> None:
     """Print which actions are learned, when they are a teacher's or a person's instead of the executed ones."""
     if episodes.labels is not None and not isinstance(policy, Staged):  # which also learns what actions lead to
-        output.print("Learns what a teacher would have done in every step (label.action), and not what was done.")
+        output.print("Training targets: the teacher's actions (label.action), not the executed ones.")
         label_length, steps = episodes.labels.shape[1], policy.spec.prediction
         if 1 < label_length < steps:
             output.print(
-                f"It said {label_length} steps ahead: what the policy predicts beyond, up to {steps}, is not learned."
+                f"The teacher labels {label_length} steps ahead: predicted steps beyond them, up to {steps}, are "
+                "not trained."
             )
     elif label_length := interventions_in_words(episodes):
         output.print(f"{label_length}.\n{imitated_in_words(episodes, isinstance(policy, Staged))}.", soft_wrap=True)
@@ -168,21 +171,25 @@ def continued(config: Config, path: Path, device: torch.device | str = "cpu") ->
     Raises ConfigError when it is another library's checkpoint, or reads a world model's latent.
     """
     if config.train.encoder is not None:
-        raise ConfigError("train.encoder makes a new policy: leave it out, or leave out train.policy.")
+        raise ConfigError("train.encoder creates a new policy: unset it, or unset train.policy.")
     foreign = foreign_format(path)
     if foreign is not None:
         raise ConfigError(f"{path} is {foreign.library}'s: {foreign.how_to_train(path)}")
     policy = load_policy(path, device)
     if isinstance(policy, BehindEncoder):
-        raise ConfigError(f"{path} reads a world model's latent: tune it in there, robopolicy imagine {path}.")
+        raise ConfigError(
+            f"{path} reads a world model's latent. Fine-tune it in that model: robopolicy imagine {path}."
+        )
     if isinstance(policy, LeavesBase) and policy.finetuning is not None:
-        output.print(f"{path} was fine-tuned: its frozen base is left behind, and one network learns all steps.")
+        output.print(
+            f"{path} was fine-tuned: its frozen base is removed, and one network is trained for all denoising steps."
+        )
         policy = policy.without_base()
     policy = require_trainable(policy)
     policy_config = config.policy.config
     if config.policy != Config().policy and policy_config != getattr(policy, "config", policy_config):
-        output.print(f"policy.* is not read: {path} goes on as the policy that it is.", soft_wrap=True)
-    output.print(f"Goes on from {path}; its normalisers stay as they are.", markup=False, soft_wrap=True)
+        output.print(f"policy.* is ignored: {path} keeps its architecture.", soft_wrap=True)
+    output.print(f"Continuing from {path}; its normalisers are unchanged.", markup=False, soft_wrap=True)
     return policy
 
 
@@ -194,8 +201,9 @@ def require_learnable(data: Path, policy: Trainable, episodes: Episodes) -> None
     for finding in check_normalizers(policy, episodes):
         if finding.problem:
             warnings.warn(
-                f"The normalisers of train.policy stay, and {data} lies outside of what they were fitted on: "
-                f"{finding.measured}. A new policy (without train.policy) is fitted to this data.",
+                f"The normalisers of train.policy are unchanged, but {data} lies outside the range that they were "
+                f"fitted on: {finding.measured}. A new policy (without train.policy) fits its normalisers to this "
+                "data.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -216,14 +224,14 @@ def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None
         require_finite_columns(all_episodes, keys)  # which counts as the settings do
     places = [path.resolve() for path in (data, *section.more)]
     if twice := [path for path in section.more if places.count(path.resolve()) > 1]:
-        warnings.warn(f"{twice[0]} is learned from twice: its episodes weigh double.", RobopolicyWarning, stacklevel=2)
+        warnings.warn(f"{twice[0]} is listed twice: its episodes count double.", RobopolicyWarning, stacklevel=2)
     for path in section.more:
         other = recorded_in(config.world.options, read_dataset(path, rename=renamed))
         try:
             require_finite_columns(other, keys)
             episodes = Episodes.concatenate([episodes, other])
         except DataError as error:
-            raise DataError(f"{path}, which is to be learned beside {data}: {error}") from error
+            raise DataError(f"{path}, to be merged with {data}: {error}") from error
     return episodes
 
 
@@ -234,7 +242,7 @@ def say_losses(folder: RunFolder, fitted: FitResult) -> dict[str, float]:
     first = {name: values[0] for name, values in losses_of.items() if values}
     for name, last in fitted.losses.items():
         first_text = f"{first[name]:.4g} at first, " if len(losses_of[name]) > 1 else ""
-        output.print(escape(f"Loss '{name}': {first_text}{last:.4g} at last"))
+        output.print(escape(f"Loss '{name}': {first_text}{last:.4g} at the end"))
     output.print(f"Training steps: {fitted.steps}")
     return first
 
@@ -247,7 +255,7 @@ def learn(config: Config, policy: Trainable, episodes: Episodes, folder: RunFold
     if settings:
         listing = ", ".join(f"train.{name}={getattr(config.train, name)}" for name in settings)
         raise ConfigError(
-            f"{listing}: {type(policy).__name__} learns in stages, from whole batches of observations. Leave that out."
+            f"{listing}: {type(policy).__name__} is trained in stages on complete batches of observations. Unset it."
         )
     require_finite_columns(episodes, rewards=True)
     generators = Generators(config.run.seed, next(policy.parameters()).device)

@@ -35,8 +35,8 @@ class Unfinished:
         actor_folder = self.folder / fingerprint(_what_counts(self.config))
         if self.folder.exists() and not actor_folder.exists():
             warnings.warn(
-                f"{self.folder.parent} holds unfinished episodes of another policy, or of other code of a world or "
-                "controller: all are recorded anew.",
+                f"{self.folder.parent} contains unfinished episodes of another policy, or of another version of the "
+                "world or controller: all are recorded again.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -51,8 +51,8 @@ class Unfinished:
         if stored.known and (remaining := len(stored.left(episodes))):
             self.played_later += remaining
             warnings.warn(
-                f"{len(stored.known)} of {episodes} episodes are recorded already, and the others are played now; "
-                "run.overwrite=true records all anew.",
+                f"{len(stored.known)} of {episodes} episodes are already recorded; the others are played now. "
+                "run.overwrite=true records all again.",
                 RobopolicyWarning,
                 stacklevel=2,
             )

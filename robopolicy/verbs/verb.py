@@ -75,7 +75,7 @@ def declaration(name: str) -> Verb:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _names(node) == ["VERB"]:
             return Verb(**_literals(node.value, module), text=ast.get_docstring(tree) or "")
-    raise ConfigError(f"{module} declares no verb: write VERB = Verb(summary=..., sections=(...), example=...).")
+    raise ConfigError(f"{module} declares no verb: add VERB = Verb(summary=..., sections=(...), example=...).")
 
 
 def _names(node: ast.Assign) -> list[str]:
@@ -86,4 +86,6 @@ def _literals(call: ast.Call, module: str) -> dict[str, Any]:
     try:
         return {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
     except ValueError as error:
-        raise ConfigError(f"{module}: VERB is read as text: give keyword arguments that are literals.") from error
+        raise ConfigError(
+            f"{module}: VERB is parsed without running the module: pass keyword arguments that are literals."
+        ) from error

@@ -63,7 +63,7 @@ FILMED = 6
 
 def run(config: Config) -> int:
     """Collect data, train, calibrate, evaluate and save the world model."""
-    job = Job.open(config, "worldmodel", VERB.sections, "is already trained; run.overwrite=true trains anew.")
+    job = Job.open(config, "worldmodel", VERB.sections, "is already trained; run.overwrite=true trains again.")
     if job is None:
         return 0
     section = config.worldmodel
@@ -105,9 +105,9 @@ def require_learnable_success(spec: WorldSpec) -> None:
     """Raise ConfigError when success depends on a return of environment rewards that a world model does not learn."""
     if spec.least_return is not None and spec.rewards != ("reward",):
         raise ConfigError(
-            f"An episode of '{spec.name}' has succeeded by the environment's own rewards ({spec.success}), and a world "
-            f"model learns the world's, {' and '.join(spec.rewards)}. Either learn the environment's, "
-            "world.options.reward=environment, or say success of an observation, "
+            f"'{spec.name}' defines success by the environment's own rewards ({spec.success}), but a world model "
+            f"learns the world's rewards, {' and '.join(spec.rewards)}. Either use the environment's, "
+            "world.options.reward=environment, or define success from observations, "
             "world.options.success=package.module:function."
         )
 
@@ -153,8 +153,8 @@ def base_of(config: Config) -> Path:
     path = run_path(config, "train") / "checkpoint"
     if not recover_folder(path).exists():
         raise ConfigError(
-            f"{path} does not exist, and worldmodel.include_base=true wants its rollouts among the data: 'robopolicy "
-            "train' makes it; or set worldmodel.include_base=false."
+            f"{path} does not exist, and worldmodel.include_base=true needs its rollouts: create it with 'robopolicy "
+            "train', or set worldmodel.include_base=false."
         )
     return path
 
@@ -188,14 +188,14 @@ def show(validation: Mapping[str, Any]) -> None:
     )
     if not success["positives"]:
         output.print(
-            "No held-out step succeeds, so nothing is known of the success head: give episodes that do "
+            "No held-out step is a success, so the success head cannot be evaluated: add successful episodes "
             "(worldmodel.data=[DATASET])."
         )
     keys = sorted({key for figures in validation["open_loop"].values() for key in figures})
     for key in keys:
-        unit = unit_of(key) if key.startswith(IMAGE_PREFIX) else "error in standard deviations, less is better"
+        unit = unit_of(key) if key.startswith(IMAGE_PREFIX) else "error in standard deviations, lower is better"
         lines = [
             [steps, *(f"{figures[key][name]:.3f}" for name in ("model", "shuffled", "copy"))]
             for steps, figures in validation["open_loop"].items()
         ]
-        print_table(f"{key}: {unit}", ["steps ahead", "model", "actions shuffled", "first frame"], lines)
+        print_table(f"{key}: {unit}", ["steps ahead", "model", "actions shuffled", "first frame repeated"], lines)

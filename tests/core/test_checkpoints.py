@@ -164,7 +164,7 @@ def test_weights_are_neither_rounded_nor_reinterpreted(folder: Path, dtype: torc
     save_file({**tensors, name: tensors[name].to(dtype)}, folder / WEIGHTS)
     description = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**description, HASH: None}))
-    with pytest.raises(CheckpointError, match=rf"{name}' as {str(dtype)[6:]}, and it is used as float32"):
+    with pytest.raises(CheckpointError, match=rf"{name}' as {str(dtype)[6:]}, but it is used as float32"):
         read_weights(nn.Linear(3, 2), folder)
     save_file({name: value.bfloat16() for name, value in tensors.items()}, folder / WEIGHTS)
     read_weights(nn.Linear(3, 2), folder)
@@ -188,7 +188,7 @@ def test_a_description_is_of_a_usual_size_and_parsed_once(folder: Path, monkeypa
     [
         ({"low": 1, "high": -1}, "low 1 and high -1"),
         ({"low": [0, 2], "high": 1}, r"low \[0, 2\] and high 1"),
-        ({"low": "inf"}, "nothing in between"),
+        ({"low": "inf"}, "no values in between"),
         ({"low": [0.0, "-inf"], "high": [0.0, "inf"]}, "^$"),
         ({"low": -1, "high": [0, 1]}, "^$"),
         ({}, "^$"),

@@ -165,10 +165,10 @@ def test_what_a_world_cannot_do_it_cannot_do_with_a_delay_either():
     for wrong in ("half a second", 1.5, True):
         with pytest.raises(ConfigError, match="whole number of control steps"):
             make_world("push_cube", 2, latency_steps=wrong)
-    with pytest.raises(ConfigError, match="latency_hold is still"):
+    with pytest.raises(ConfigError, match="latency_hold is still: it must be zero"):
         with_latency(world, 1, "still")
     with pytest.raises(ConfigError, match="action_queue already"):
         with_latency(with_latency(world, 1), 1)
-    with pytest.raises(SpecError, match="not of a world with latency_steps=2"):
+    with pytest.raises(SpecError, match="not from a world with latency_steps=2"):
         world.reset()
         make_world("push_cube", 2, latency_steps=2).restore(world.snapshot())

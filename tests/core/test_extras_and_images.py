@@ -163,7 +163,7 @@ def test_what_cameras_show_together_is_one_frame(packed):
 def test_what_follows_in_the_middle_stands_in_the_next_column_and_not_here():
     rollouts = pictured(packed=True)
     middle = ~rollouts.latents["kept"]
-    with pytest.raises(LookupError, match="where an episode or its rollout ends"):
+    with pytest.raises(LookupError, match="at the end of an episode or rollout"):
         visible(rollouts, middle, following=True, images=True)
     assert CAMERA not in visible(rollouts, middle, following=True)
     with pytest.raises(LookupError):
@@ -188,5 +188,5 @@ def test_extras_stay_through_selection_and_are_required_of_all_that_is_joined():
     assert torch.equal(rollouts.flat().extras["value"][:, 0], rollouts.extras["value"].flatten())
     with pytest.raises(ValueError, match="differ in q"):
         concatenate([rollouts, rollouts.with_extras(q=rollouts.extras["value"])])
-    with pytest.raises(ValueError, match="whether they keep images"):
+    with pytest.raises(ValueError, match="either all contain images or none"):
         concatenate([rollouts, rollouts.without(images=True)])

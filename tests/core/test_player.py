@@ -194,5 +194,5 @@ def test_a_world_that_neither_runs_nor_ends_is_no_endless_loop():
 
     player = policy_player(Stuck(2), Constant())
     player.start([3, 4])
-    with pytest.raises(SpecError, match="ran no step"):
+    with pytest.raises(SpecError, match="executed no control step"):
         list(player)

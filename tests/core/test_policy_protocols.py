@@ -52,7 +52,9 @@ def test_a_plain_policy_needs_three_members_and_decides_actions_alone():
     assert decision.logp.shape == decision.mask.shape == (5, 0) and decision.mask.dtype == torch.bool
     assert decision.latents == {}
     assert missing_members(plain, ScoredPolicy) == ("log_prob",)
-    with pytest.raises(ConfigError, match=r"Plain acts but cannot be trained: it lacks log_prob, .*prepare_finetuning"):
+    with pytest.raises(
+        ConfigError, match=r"Plain can act but cannot be trained: it lacks log_prob, .*prepare_finetuning"
+    ):
         require_trainable(plain)
 
 

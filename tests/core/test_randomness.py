@@ -195,7 +195,7 @@ def test_what_cannot_be_of_rows_is_said_and_global_randomness_stays_as_it_was():
     with pytest.warns(RobopolicyWarning, match=r"shape \[2\] for 5 rows .* world.batch_size"):
         first = drawn(range(5), lambda g, rows: torch.rand(2))[0]
     assert torch.equal(state, torch.get_rng_state())
-    with pytest.warns(RobopolicyWarning, match="cannot be divided among rows"):
+    with pytest.warns(RobopolicyWarning, match="has no per-row replacement"):
         drawn(range(5), lambda g, rows: torch.poisson(torch.ones(rows), generator=g))
     with pytest.warns(RobopolicyWarning):  # what nobody owns is the same for all
         assert torch.equal(first, drawn(range(7, 10), lambda g, rows: torch.rand(2))[0])
@@ -226,5 +226,5 @@ def test_draws_from_the_global_generator_are_of_rows_within_drawing_from():
     assert torch.equal(state, torch.get_rng_state())
     with pytest.raises(SpecError, match="begin"), EpisodeGenerator(0).decision():
         pass
-    with pytest.raises(SpecError, match="axis 0 must be that of rows"):
+    with pytest.raises(SpecError, match="axis 0 must be the row axis"):
         drawn(range(6), lambda g, rows: normal((4, 2), g))

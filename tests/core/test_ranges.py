@@ -100,7 +100,7 @@ def test_every_setting_declares_its_range_or_is_free():
 @pytest.mark.parametrize("size", [0, -1, 100_000, (64, 0), True, "64", 6.4])
 def test_images_have_a_size_that_is_drawn(size):
     for cameras in ((), ("top",)):
-        with pytest.raises(ConfigError, match=r"world\.image_size=.* is no size of 1 to 4096 pixels"):
+        with pytest.raises(ConfigError, match=r"world\.image_size=.* is not a size from 1 to 4096 pixels"):
             image_sizes(cameras, size)
 
 

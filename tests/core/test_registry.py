@@ -24,8 +24,8 @@ def test_what_is_there_is_found():
         ("of_mine:NUMBER.part", r"has no 'NUMBER\.part'"),
         ("of_mine:Thing.iner", r"has no 'Thing\.iner'"),
         ("of_min:Thing", "there is no module 'of_min'"),
-        ("of_mine", "not a dotted path"),
-        ("of mine:x", "not a dotted path"),
+        ("of_mine", "not an import path"),
+        ("of mine:x", "not an import path"),
     ],
 )
 def test_what_is_not_is_refused(path, text):

@@ -26,9 +26,9 @@ def require_silence(policy: PolicySpec, shown: WorldSpec) -> None:
 
 
 def test_units_that_both_sides_say_must_be_one() -> None:
-    with pytest.raises(SpecError, match=r"'observation.state' is in 'm, m/s' to the policy, in 'mm, mm/s' in the wo"):
+    with pytest.raises(SpecError, match=r"'observation.state' is in 'm, m/s' for the policy, in 'mm, mm/s' in the wo"):
         require_fit(POLICY, world(replace(STATE_FIELD, unit="mm, mm/s")))
-    with pytest.raises(SpecError, match="the action is in 'share of the track' to the policy, in 'm' in the world"):
+    with pytest.raises(SpecError, match="the action is in 'share of the track' for the policy, in 'm' in the world"):
         require_fit(POLICY, world(action=replace(ACTION, unit="m")))
     for unsaid in (replace(STATE_FIELD, unit=""), replace(STATE_FIELD, unit="metres, metres per second")):
         require_silence(POLICY, world(unsaid))
@@ -80,9 +80,11 @@ def test_units_by_name_are_compared_with_units_by_place(own: str, other: str, sa
 
 def test_other_bounds_and_rates_are_said_once() -> None:
     narrow, fast = replace(ACTION, low=-0.4, high=0.4), world(fps=20.0)
-    with pytest.warns(RobopolicyWarning, match=r"lower bound of the action is -1 in 'velocity' to the policy, -0.4 in"):
+    with pytest.warns(RobopolicyWarning, match=r"lower bound of the action is -1 in 'velocity' for the policy, but"):
         require_fit(POLICY, world(action=narrow))
-    with pytest.warns(RobopolicyWarning, match=r"control rate is 10 steps per second to the policy, 20 in the world"):
+    with pytest.warns(
+        RobopolicyWarning, match=r"control rate is 10 steps per second for the policy, but 20 in the world"
+    ):
         require_fit(POLICY, fast)
     require_silence(POLICY, world(action=replace(ACTION, low=-np.inf, high=np.inf)))
     require_silence(replace(POLICY, fps=0.0), fast)
@@ -116,18 +118,18 @@ def test_names_that_are_mere_numbers_are_compared_by_count() -> None:
         (("left_waist", "left_elbow"), ("0", "1")),
         (("joint_1", "joint_2"), ("joint_0", "joint_1")),
     ):
-        with pytest.warns(RobopolicyWarning, match=r"compared by their number alone.*" + mine[0]):
+        with pytest.warns(RobopolicyWarning, match=r"have only numbered names and are matched by index.*" + mine[0]):
             require_fit(policy(*mine), shown(*theirs))
     for mine, theirs in (
         (("motor_0", "motor_1"), ("motor_1", "motor_0")),  # the same names in another order say a lot
         (("x", "state_1"), ("state_0", "x")),
     ):
-        with pytest.raises(SpecError, match=f"Element 0 of '{STATE}' is '{mine[0]}' to the policy, but"):
+        with pytest.raises(SpecError, match=f"Element 0 of '{STATE}' is '{mine[0]}' for the policy, but"):
             require_fit(policy(*mine), shown(*theirs))
-    with pytest.raises(SpecError, match=r"is 'x' to the policy, but 'y' in .*train.rename=\{x: y\}"):
+    with pytest.raises(SpecError, match=r"is 'x' for the policy, but 'y' in .*train.rename=\{x: y\}"):
         require_fit(policy("x", "speed"), shown("y", "speed"))
     with pytest.raises(SpecError, match=r"train.rename=\{x: right, y: up\}"):
         require_fit(policy("x", "y"), shown("right", "up"))
-    with pytest.raises(SpecError, match=r"same names stand at other places.*into one order") as caught:
+    with pytest.raises(SpecError, match=r"same names in different order: reorder") as caught:
         require_fit(policy("x", "y"), shown("y", "x"))
     assert "rename" not in str(caught.value)

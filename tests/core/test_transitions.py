@@ -25,7 +25,7 @@ def test_selecting_and_joining():
     assert len(whole) == 5 and whole.won.tolist() == [False, True, False, False, True]
     mixed = Transitions.join([steps(2), steps(3, success=False)])
     assert len(mixed) == 5 and mixed.success is None
-    with pytest.raises(DataError, match="which of them succeeded"):
+    with pytest.raises(DataError, match="do not record success"):
         _ = mixed.won
     with pytest.raises(NonFiniteError, match="transitions: action"):
         replace(steps(), action=torch.full((4, 1), torch.nan)).check()

@@ -79,18 +79,18 @@ def broken_off(file):
 
 
 HDF5 = {
-    "external": (external, r"'/data/demo_1/actions' is a link (ExternalLink), which may lead out of the file"),
+    "external": (external, r"'/data/demo_1/actions' is a link (ExternalLink) that may point outside the file"),
     "soft": (soft, "is a link (SoftLink)"),
-    "raw_file": (raw_file, "lies in other files: it is not read"),
-    "virtual": (virtual, "lies in other files: it is not read"),
-    "promised": (promised, "promises [1099511627776, 3] and only 0% of it was ever written"),
-    "broken_off": (broken_off, "only 40% of it was ever written: its recording broke off"),
-    "count": (lambda file: file["data/demo_2"].attrs.update(num_samples=9), "promises 9 steps and holds 7 actions"),
-    "rows": (lambda file: replace(file, "data/demo_2/rewards", data=np.ones(4)), "7 actions and 4 rows of 'rewards'"),
-    "shape": (lambda file: replace(file, "data/demo_1/actions", data=np.ones((5, 4))), "has 'actions' as [4], and"),
+    "raw_file": (raw_file, "is stored in other files: it is not read"),
+    "virtual": (virtual, "is stored in other files: it is not read"),
+    "promised": (promised, "is declared with shape [1099511627776, 3], but only 0% of it was written"),
+    "broken_off": (broken_off, "only 40% of it was written: the recording was interrupted"),
+    "count": (lambda file: file["data/demo_2"].attrs.update(num_samples=9), "declares 9 steps but contains 7 actions"),
+    "rows": (lambda file: replace(file, "data/demo_2/rewards", data=np.ones(4)), "7 actions but 4 rows of 'rewards'"),
+    "shape": (lambda file: replace(file, "data/demo_1/actions", data=np.ones((5, 4))), "'actions' with shape [4], but"),
     "lacking": (lambda file: file["data/demo_1/obs"].pop("object"), "has no '/data/demo_1/obs/object'"),
-    "empty": (lambda file: [file["data"].pop(name) for name in list(file["data"])], "is of no format that is known"),
-    "said": (lambda file: file["data"].attrs.update(env_args="{"), "the attribute env_args is no JSON"),
+    "empty": (lambda file: [file["data"].pop(name) for name in list(file["data"])], "has no known format"),
+    "said": (lambda file: file["data"].attrs.update(env_args="{"), "the attribute env_args is not JSON"),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_simulator_states_without_observations(tmp_path, refused):
 def test_aloha_of_unequal_lengths(tmp_path, refused):
     folder = write_aloha(tmp_path / "aloha")
     changed(folder / "episode_2.hdf5", lambda file: replace(file, "observations/qpos", data=np.ones((6, 5))))
-    assert "episode_2.hdf5: 'observations/qpos' has 6 rows and 'action' 7" in refused(folder)
+    assert "episode_2.hdf5: 'observations/qpos' has 6 rows but 'action' has 7" in refused(folder)
 
 
 def test_a_rate_that_nobody_says(tmp_path, refused):
@@ -130,28 +130,28 @@ def test_a_picture_that_is_no_picture(tmp_path, refused):
         file["observations/images/cam_high"][2] = 7
 
     changed(folder / "episode_1.hdf5", spoil)
-    assert "'observations/images/cam_high', frame 2, is damaged, or no PNG or JPEG" in refused(folder)
+    assert "'observations/images/cam_high', frame 2, is damaged, or not PNG or JPEG" in refused(folder)
 
 
 def test_zarr_without_ends_of_episodes(tmp_path, refused):
     said = refused(write_push_t(tmp_path / "p.zarr", ends=False))
-    assert "is a zarr without 'meta/episode_ends' [E], which says where each episode ends" in said
+    assert "is a zarr without 'meta/episode_ends' [E], which defines where each episode ends" in said
 
 
 def test_zarr_of_objects_links_and_other_lengths(tmp_path, refused):
     path = write_push_t(tmp_path / "p.zarr")
     group = zarr.open_group(path, mode="r+")
     group["data"].create_array("late", shape=(4, 2), dtype="f4")[:] = 1
-    assert "'data/late' has 4 rows, and meta/episode_ends ends at 18" in refused(path)
+    assert "'data/late' has 4 rows, but meta/episode_ends ends at 18" in refused(path)
     described = path / "data/action/.zarray"
     said = json.loads(described.read_text())
     described.write_text(json.dumps({**said, "dtype": "|O", "filters": [{"id": "pickle", "protocol": 4}]}))
-    assert "holds Python objects (codec pickle), which are never read" in refused(path)
+    assert "contains Python objects (codec pickle), which are never read" in refused(path)
     described.write_text(json.dumps({**said, "chunks": [2**45, 2], "shape": [2**45, 2]}))
-    assert "of memory, and" in refused(path)
+    assert "of memory, but only" in refused(path)
     (path / "data/state/.zarray").unlink()
     (path / "data/state/.zarray").symlink_to("/etc/hostname")
-    assert "data/state/.zarray is a link out of the folder" in refused(path)
+    assert "data/state/.zarray is a link to a place outside the folder" in refused(path)
 
 
 def test_minari_that_lacks_episodes_or_is_arrow(tmp_path, refused):
@@ -159,24 +159,24 @@ def test_minari_that_lacks_episodes_or_is_arrow(tmp_path, refused):
     metadata = folder / "data/metadata.json"
     said = json.loads(metadata.read_text())
     metadata.write_text(json.dumps({**said, "total_episodes": 5}))
-    assert "promises 5 episodes and there are 3" in refused(folder)
+    assert "declares 5 episodes but there are 3" in refused(folder)
     (folder / "data/main_data.hdf5").unlink()
     metadata.write_text(json.dumps({**said, "data_format": "arrow"}))
-    assert "stores its episodes as arrow, which is not read" in refused(folder)
+    assert "stores its episodes as arrow, which is not supported" in refused(folder)
 
 
 def test_npz_of_objects_short_ones_and_ones_without_ends(tmp_path, refused):
     path = tmp_path / "demos.npz"
     np.savez(path, **{**arrays(), "states": np.array([{}] * 18, object)}, episode_ends=ENDS)
-    assert "'states' holds Python objects, which are never read: they can run any code" in refused(path)
+    assert "'states' contains Python objects, which are never read, because they can run any code" in refused(path)
     np.savez(path, **arrays())
-    assert "does not say where its episodes end: add an array 'episode_ends' [E]" in refused(path)
+    assert "does not define where its episodes end: add an array 'episode_ends' [E]" in refused(path)
     np.savez(path, **arrays(), episode_ends=ENDS + 1)
-    assert "its episodes end after [7, 12, 19] of 18 steps, which cannot be" in refused(path)
+    assert "its episodes end after [7, 12, 19] of 18 steps, which is invalid" in refused(path)
     floats = arrays(floats=True)
     floats["images"][8] = 3
     np.savez(path, **floats, episode_ends=ENDS)
-    assert "'images' holds pixels up to 3, which are neither from 0 to 1 nor from 0 to 255" in refused(path)
+    assert "'images' contains pixels up to 3, which are in neither 0 to 1 nor 0 to 255" in refused(path)
     floats["images"][8] = 0.5
     floats["images"][8, 0, 0, 0] = np.nan
     np.savez(path, **floats, episode_ends=ENDS)
@@ -190,7 +190,7 @@ def test_npz_that_promises_more_than_it_holds(tmp_path, refused):
     head += b" " * (-(len(head) + 11) % 64) + b"\n"
     with zipfile.ZipFile(tmp_path / "demos.npz", "w") as archive:
         archive.writestr("actions.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"x" * 24)
-    assert "'actions' promises [1099511627776, 3] float64 and holds another number of bytes" in refused(
+    assert "'actions' declares [1099511627776, 3] float64 but contains another number of bytes" in refused(
         tmp_path / "demos.npz"
     )
 
@@ -200,14 +200,14 @@ def test_older_lerobot_that_lacks_files_or_reaches_outside(tmp_path, refused):
     video = folder / "videos/chunk-000/observation.images.top/episode_000001.mp4"
     data = video.read_bytes()
     video.unlink()
-    assert "The video 'observation.images.top' of episode 1 is said to lie at" in refused(folder)
+    assert "The video 'observation.images.top' of episode 1 should be at" in refused(folder)
     video.write_bytes(data[: len(data) // 2])
     assert "episode_000001.mp4" in refused(folder)
     information = json.loads((folder / "meta/info.json").read_text())
     (folder / "meta/info.json").write_text(json.dumps({**information, "data_path": "../../etc/{episode_index:06d}"}))
-    assert "outside of" in refused(folder)
+    assert f", outside {folder}: it is not read" in refused(folder)
     (folder / "meta/info.json").write_text(json.dumps({**information, "total_episodes": 4}))
-    assert "lists 3 episodes, and meta/info.json promises 4" in refused(folder)
+    assert "lists 3 episodes, but meta/info.json declares 4" in refused(folder)
 
 
 def test_sources_that_do_not_fit_together(tmp_path, refused):
@@ -217,19 +217,19 @@ def test_sources_that_do_not_fit_together(tmp_path, refused):
     assert "'observation.environment_state' is [2] in" in said and "and none in" in said
     rates = {"env_args": json.dumps({"env_kwargs": {"control_freq": 5}})}
     slow = changed(write_robomimic(tmp_path / "c.hdf5"), lambda file: file["data"].attrs.update(rates))
-    assert "were recorded at different rates" in refused(first, f"convert.merge=[{slow}]", fps=False)
+    assert "have different frame rates" in refused(first, f"convert.merge=[{slow}]", fps=False)
 
 
 SETTINGS = {
-    "convert.map={obs/objekt: observation.state}": "which %s has not. Did you mean 'obs/object'?",
-    "convert.map={obs/object: state}": "'obs/object' cannot become 'state': names are action, observation.state",
-    "convert.map={obs/agentview_image: observation.state}": "a picture is one camera: observation.images.NAME",
-    "convert.map={obs/object: observation.images.top}": "'obs/object' is no picture (float64 [2])",
-    "convert.map={actions: null}": "which column holds actions?",
-    "convert.map={actions: [action, next.reward]}": "'next.reward' is one number a step",
-    "convert.flip=[front]": "convert.flip names 'front'; the cameras are agentview",
-    "convert.episodes=[7]": "convert.episodes names episode 7",
-    "convert.trim_end=5": "has 5 steps, of which convert.trim_start and trim_end leave none",
+    "convert.map={obs/objekt: observation.state}": "which is not a column of %s. Did you mean 'obs/object'?",
+    "convert.map={obs/object: state}": "'obs/object' cannot be converted to 'state': valid names are action",
+    "convert.map={obs/agentview_image: observation.state}": "each image needs a camera name: observation.images.NAME",
+    "convert.map={obs/object: observation.images.top}": "'obs/object' is not an image (float64 [2])",
+    "convert.map={actions: null}": "the action column is unknown",
+    "convert.map={actions: [action, next.reward]}": "'next.reward' is one number per step",
+    "convert.flip=[front]": "convert.flip contains 'front', which is not a camera; the cameras are agentview",
+    "convert.episodes=[7]": "convert.episodes contains episode 7",
+    "convert.trim_end=5": "has 5 steps, of which none remain after convert.trim_start and convert.trim_end",
     "convert.format=robomimc": "There is no dataset format 'robomimc'. Did you mean 'robomimic'?",
 }
 
@@ -243,14 +243,12 @@ def test_settings_that_cannot_be(tmp_path, refused, setting):
 def test_what_nobody_knows(tmp_path, refused):
     assert "does not exist: check the path" in refused(tmp_path / "nothing.hdf5")
     (tmp_path / "notes.txt").write_text("x")
-    assert "is of no format that is known (robomimic, aloha, minari, zarr, lerobot_v2, npz" in refused(
-        tmp_path / "notes.txt"
-    )
+    assert "has no known format (robomimic, aloha, minari, zarr, lerobot_v2, npz" in refused(tmp_path / "notes.txt")
     folder = tmp_path / "rlds"
     folder.mkdir()
     for name in ("dataset_info.json", "features.json"):
         (folder / name).write_text("{}")
-    assert "is RLDS (TensorFlow Datasets), which is not read" in refused(folder)
+    assert "is RLDS (TensorFlow Datasets), which is not supported" in refused(folder)
 
 
 @pytest.mark.parametrize("verb", ["train", "evaluate"])

@@ -282,7 +282,11 @@ def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
     dataset = tmp_path / "collect/corrected/0/dataset"
     assert main(["train", *small, f"train.data={dataset}", "run.name=again"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Interventions: in 4 of 4 episodes" in said and "left out: 20 of its own" in said and "Skipped" not in said
+    assert (
+        "Interventions: in 4 of 4 episodes" in said
+        and "excluded: 20 of the policy's own" in said
+        and "Skipped" not in said
+    )
     beside = tmp_path / "collect/reach_planar/0/dataset"
     both = ["run.name=both", f"train.data={beside}", f"train.more=[{dataset}]", "train.episodes=1"]
     assert main(["train", *small, *both]) == 0
@@ -292,4 +296,4 @@ def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
     assert main(["collect", *small, "world=push_cube", "run.name=other"]) == 0
     assert main(["train", *small, "run.name=neither", f"train.data={beside}", f"train.more=[{other}]"]) != 0
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{other}, which is to be learned beside {beside}" in said and "cannot be joined" in said
+    assert f"{other}, to be merged with {beside}" in said and "cannot be concatenated" in said

@@ -105,9 +105,9 @@ def test_where_it_cannot_be_the_controller_says_a_step_or_the_reason_is_said():
     expert, section = load_task("push_cube").expert(), compose(["world=push_cube"]).world
     assert isinstance(build_foresight(section, NoSnapshots(world), STEPS), type(expert))
     assert isinstance(build_foresight(section, world, 1), type(expert))
-    with pytest.raises(ConfigError, match="no snapshots"):
+    with pytest.raises(ConfigError, match="does not support snapshots"):
         Foresight(expert, NoSnapshots(world), ahead, STEPS)
-    with pytest.raises(ConfigError, match="Locked cannot be copied"):
+    with pytest.raises(ConfigError, match="Locked cannot be deep-copied"):
         Foresight(Locked(), world, ahead, STEPS)
     found = build_foresight(section, world, STEPS)
     assert isinstance(found, Foresight) and found.ahead.batch_size == 1
@@ -167,7 +167,7 @@ def test_the_verbs_say_whole_chunks_and_history_does_not_matter(tmp_path, capsys
     states = ["run.name=past", "policy.width=8", "policy.depth=1", "train.fit.steps=1", "train.evaluate_episodes=0"]
     states += ["policy.observation_keys=[observation.state,observation.environment_state]"]
     assert main(["train", *shared[:3], *states]) == 0
-    assert "It said 3 steps ahead" in capsys.readouterr().out
+    assert "The teacher labels 3 steps ahead" in capsys.readouterr().out
     small = ["policy.width=16", "policy.depth=1", "teach.rounds=2", "teach.episodes=3", "teach.fit.steps=2"]
     assert main(["teach", *shared[:3], *small, "teach.last_steps=2", "teach.evaluate_episodes=0",
                  "teach.teacher=expert"]) == 0  # fmt: skip

@@ -171,7 +171,7 @@ def test_collect_goes_on_after_an_interruption(quality, tmp_path, monkeypatch, c
     assert "Nothing is lost" in capsys.readouterr().err
     interrupted_after(monkeypatch, None)
     assert main(broken) == 0
-    assert "of 12 episodes are recorded already" in capsys.readouterr().err
+    assert "of 12 episodes are already recorded" in capsys.readouterr().err
     found, expected = (tmp_path / name / "collect" / "r" / "0" for name in ("broken", "whole"))
     same(read_dataset(found / "dataset"), read_dataset(expected / "dataset"))
     tables = [sorted((path / "dataset").rglob("*.parquet")) for path in (found, expected)]
@@ -201,7 +201,7 @@ def test_episodes_of_who_has_changed_are_recorded_anew(kind, tmp_path, monkeypat
     (tmp_path / "kept_controller.py").write_text(f"{code}# mended\n")
     interrupted_after(monkeypatch, None)
     assert main(settings) == 0
-    assert "of another policy, or of other code" in capsys.readouterr().err
+    assert "of another policy, or of another version" in capsys.readouterr().err
     assert "played_after_interruption" not in json.loads((unfinished.parent / "result.json").read_text())
     assert not unfinished.exists()
 

@@ -78,7 +78,7 @@ def test_a_teacher_labels_every_step_of_a_students_chunks(tmp_path):
     joined = Episodes.concatenate([plain, episodes])
     assert torch.equal(joined.labels[: len(plain.actions) - 2, 1][0], plain.actions[1])
     assert torch.equal(joined.labels[plain.step_count - 1], plain.actions[-1].expand(3, -1))
-    with pytest.raises(DataError, match="other chunks"):
+    with pytest.raises(DataError, match="different chunk lengths"):
         Episodes.concatenate([episodes, replace(episodes, labels=episodes.labels[:, :2])])
 
 
@@ -120,7 +120,7 @@ def test_the_verbs_record_and_learn_labels(tmp_path, capsys):
     small = ["policy.width=16", "policy.depth=1", "train.fit.steps=3", "train.evaluate_episodes=0"]
     states = "policy.observation_keys=[observation.state,observation.environment_state]"
     assert main(["train", *shared, *small, states]) == 0
-    assert "what a teacher would have done" in capsys.readouterr().out
+    assert "the teacher's actions (label.action)" in capsys.readouterr().out
     teacher = tmp_path / "train/push_cube/0/checkpoint"
     again = ["collect", *shared, "collect.episodes=2", f"collect.policy={teacher}", "collect.deterministic=true"]
     filmed = ["world.cameras=[top]", "world.image_size=16", "run.name=again"]
@@ -128,8 +128,8 @@ def test_the_verbs_record_and_learn_labels(tmp_path, capsys):
     episodes = read_dataset(tmp_path / "collect/again/0/dataset")
     assert episodes.cameras == ("top",) and episodes.labels is not None
     for wrong, said in {
-        "collect.quality=medium": "leave out collect.quality",
-        "collect.deterministic=true": "is for a policy",
+        "collect.quality=medium": "unset collect.quality",
+        "collect.deterministic=true": "applies to a policy",
     }.items():
         assert main([*noisy, "run.name=wrong", wrong]) == 2
         assert said in " ".join(capsys.readouterr().err.split())
@@ -140,5 +140,5 @@ def test_a_label_that_is_no_number_is_refused(bad, tmp_path):
     episodes = noisy_episodes()
     labels = episodes.labels.clone()
     labels[3, 0, 1] = bad
-    with pytest.raises(DataError, match=r"'label\.action' \(velocity_y\) holds NaN or infinity"):
+    with pytest.raises(DataError, match=r"'label\.action' \(velocity_y\) contains NaN or infinity"):
         write_dataset(replace(episodes, labels=labels), tmp_path / "data")

@@ -63,7 +63,7 @@ def test_choosing_episodes_and_cameras(exact_folder):
     assert torch.equal(chosen.seeds, expected.seeds)
     with pytest.raises(DataError, match=r"no camera 'frnt'. Did you mean 'front'"):
         read_dataset(exact_folder, cameras=["frnt"])
-    with pytest.raises(DataError, match=r"no episode \[7\]; it holds 0 to 2"):
+    with pytest.raises(DataError, match=r"no episode \[7\]; it has episodes 0 to 2"):
         read_dataset(exact_folder, episodes=[7])
 
 
@@ -71,7 +71,7 @@ def test_choosing_episodes_and_cameras(exact_folder):
 def test_append_equals_writing_at_once(tmp_path, image):
     first, second = moving_episodes(image=image), moving_episodes((5, 7), image=image, seed=1)
     write_dataset(first, tmp_path / "data", images="png")
-    with pytest.raises(DataError, match="already holds something"):
+    with pytest.raises(DataError, match="is not empty"):
         write_dataset(second, tmp_path / "data")
     write_dataset(second, tmp_path / "data", existing="append")
     assert_equal(Episodes.concatenate([first, second]), read_dataset(tmp_path / "data"))
@@ -177,10 +177,12 @@ def test_damaged_datasets_say_what_is_wrong(copy):
     with pytest.raises(DataError, match="damaged"):
         read_dataset(copy)
     information.write_text(json.dumps({**json.loads(good), "codebase_version": "v2.1"}))
-    with pytest.raises(DataError, match=r"LeRobotDataset v2, and cannot be converted as it is: .*meta/episodes\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"LeRobotDataset v2, and it cannot be converted as it is: .*meta/episodes\.jsonl"
+    ):
         read_dataset(copy)
     information.write_text(json.dumps({**json.loads(good), "total_frames": 99}))
-    with pytest.raises(DataError, match="promises 99 frames but its data files hold 19"):
+    with pytest.raises(DataError, match="declares 99 frames but its data files contain 19"):
         read_dataset(copy)
     information.write_text(good)
     data = next((copy / "data").glob("*/*.parquet"))

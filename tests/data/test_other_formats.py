@@ -81,10 +81,10 @@ def test_the_command_for_an_older_dataset_converts_it(tmp_path, version):
 
 
 def test_what_nobody_converts_is_said_honestly(tmp_path):
-    with pytest.raises(DataError, match="It is newer: update robopolicy"):
+    with pytest.raises(DataError, match="The format is newer: update robopolicy"):
         read_information(old(tmp_path / "four", "v4.0"))
     with pytest.raises(
-        DataError, match=r"is a LeRobotDataset v1\.6, which is not read: let LeRobot 0\.3 write it as v2"
+        DataError, match=r"is a LeRobotDataset v1\.6, which is not supported: let LeRobot 0\.3 write it as v2"
     ):
         read_information(old(tmp_path / "one", "v1.6"))
     (tmp_path / "folder").mkdir()

@@ -136,12 +136,12 @@ def test_two_columns_of_one_camera_are_refused(tmp_path):
     shape = (HEIGHT, WIDTH, 3)
     features = dict.fromkeys(("observation.top", "observation.images.top"), ("image", shape, NAMES["image"]))
     folder = written(tmp_path / "data", features, dict.fromkeys(features, pictures()))
-    with pytest.raises(DataError, match=r"'observation\.top' and 'observation\.images\.top' would both be the camera"):
+    with pytest.raises(DataError, match=r"'observation\.top' and 'observation\.images\.top' both map to the camera"):
         read_dataset(folder)
 
 
 def test_very_long_vectors_are_not_read_without_a_word():
-    with pytest.warns(RobopolicyWarning, match=r"'observation\.depth' \(\[48, 64\]\) is read as plain numbers"):
+    with pytest.warns(RobopolicyWarning, match=r"'observation\.depth' \(\[48, 64\]\) is read as a plain vector"):
         ObservationEncoder({"observation.depth": Field((48, 64))}, 1)
     ObservationEncoder({STATE: Field((2000,))}, 1)
 
@@ -149,9 +149,9 @@ def test_very_long_vectors_are_not_read_without_a_word():
 def test_a_world_that_shows_a_picture_under_another_name_is_refused():
     picture = Field((8, 8, 3), "uint8", 0, 255)
     require_cameras_named({STATE: Field((2,)), IMAGE: picture}, "The world 'slide'")
-    with pytest.raises(SpecError, match=r"'slide' shows a picture.*call it 'observation\.images\.rgb'"):
+    with pytest.raises(SpecError, match=r"'slide' outputs an image.*name it 'observation\.images\.rgb'"):
         require_cameras_named({"observation.rgb": picture}, "The world 'slide'")
-    with pytest.raises(SpecError, match=r"shows the camera 'observation\.images\.image' as float32 \[8, 8, 3\]"):
+    with pytest.raises(SpecError, match=r"outputs the camera 'observation\.images\.image' as float32 \[8, 8, 3\]"):
         require_cameras_named({IMAGE: Field((8, 8, 3))}, "The world 'slide'")
 
 

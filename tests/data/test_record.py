@@ -144,7 +144,7 @@ def test_successes_only_keeps_the_first_successes_in_seed_order(batch_size):
 
 
 def test_seeds_that_run_out_are_an_error():
-    with pytest.raises(DataError, match="of 30 episodes came out of 32 seeds"):
+    with pytest.raises(DataError, match="of 30 requested episodes were obtained from 32 seeds"):
         record(Corridor(4), Dawdler(), np.arange(32), episodes=30, successes_only=True)
     with pytest.raises(DataError, match="pass the generator"):
         record(Corridor(4), ChunkWalker(), [1])

@@ -74,7 +74,7 @@ def test_our_own_dataset_keeps_its_last_observations_under_other_names(tmp_path)
 
 def test_what_lacks_our_names_is_refused_with_the_setting_that_gives_them(tmp_path):
     folder = foreign(tmp_path / "theirs")
-    with pytest.raises(DataError, match="policies read nothing else") as caught:
+    with pytest.raises(DataError, match="policies need") as caught:
         read_dataset(folder)
     setting = str(caught.value).partition('"')[2].partition('"')[0]
     given = OverridesParser.create().parse_override(setting).value()
@@ -87,7 +87,7 @@ def test_what_lacks_our_names_is_refused_with_the_setting_that_gives_them(tmp_pa
     with pytest.raises(DataError, match=r"no column or element 'motor_9' to rename. Did you mean 'motor_"):
         require_known({"motor_9": "x"}, (folder,))
     require_known({"motor_0": "x", "state": STATE}, (folder,))
-    with pytest.raises(DataError, match="two columns 'state' once 'actions' is called so"):
+    with pytest.raises(DataError, match="two columns 'state' after 'actions' is renamed to it"):
         read_information(folder, {"actions": "state"})
 
 
@@ -109,10 +109,10 @@ def test_a_checkpoint_remembers_the_names_it_learned_by(tmp_path):
 
 def test_names_that_a_renaming_takes_away_or_gives_twice_are_said(tmp_path):
     write_dataset(moving_episodes(), tmp_path / "data")
-    with pytest.raises(DataError, match=r"train.rename takes the name from 'action' .*: leave that out"):
+    with pytest.raises(DataError, match=r"train.rename renames 'action', .*: remove that entry"):
         read_dataset(tmp_path / "data", rename={"action": "actions"})
     first, second = read_dataset(tmp_path / "data").action_field.names[:2]
-    with pytest.raises(DataError, match=f"Two elements would be called '{second}' once they are renamed"):
+    with pytest.raises(DataError, match=f"Two elements would be named '{second}' after renaming"):
         read_dataset(tmp_path / "data", rename={first: second})
     swapped = read_dataset(tmp_path / "data", rename={first: second, second: first})
     assert swapped.action_field.names[:2] == (second, first)

@@ -81,7 +81,7 @@ def test_a_break_in_a_dataset_on_disk_is_named_with_the_way_out(root, tmp_path, 
     assert text in found[check]["measured"][0]
     assert all(found[check]["remedy"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Look at:" in printed
+    assert "Fix or check:" in printed
     assert check in printed
 
 

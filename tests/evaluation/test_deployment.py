@@ -117,5 +117,5 @@ def test_the_coin_says_who_decides(coin):
 
 
 def test_policies_that_act_otherwise_take_no_turns():
-    with pytest.raises(ConfigError, match="act alike"):
+    with pytest.raises(ConfigError, match="the same chunk length and action shape"):
         MixedPolicy(Says(0.0), Says(1.0, chunk=4), 0.5, "step")

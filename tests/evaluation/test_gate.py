@@ -65,9 +65,9 @@ def test_a_value_beyond_what_the_data_makes_credible_is_not_believed():
     assert Gate([judge]).decide("new", "old").accepted
     judge.ceiling = 4.4
     found = Gate([judge]).decide("new", "old")
-    assert not found.accepted and "not credible, a mean of 4.5 where the data shows no more than 4.4" in str(found)
+    assert not found.accepted and "not credible, a mean of 4.5, but the data makes at most 4.4" in str(found)
     assert found.to_json()["judgements"][0]["ceiling"] == 4.4
-    assert "not surely better" in Gate([judge]).decide("old", "old").reasons[0], "nothing to believe or not"
+    assert "not significantly better" in Gate([judge]).decide("old", "old").reasons[0], "nothing to believe or not"
 
 
 def test_every_judge_must_be_sure_and_the_incumbent_is_scored_anew():
@@ -75,8 +75,10 @@ def test_every_judge_must_be_sure_and_the_incumbent_is_scored_anew():
     yes, no = Table({"new": base + 1, "old": base}, "model"), Table({"new": base - 1, "old": base}, "critic", False)
     assert Gate([yes]).decide("new", "old").accepted
     result = Gate([yes, no]).decide("new", "old")
-    assert not result.accepted and "judged by critic: worse" in result.reasons[1]
-    assert result.line("round 3").startswith("rejected round 3: +1.000 [+1.000, +1.000] on 100 starts, judged by model")
+    assert not result.accepted and "evaluated by critic: worse" in result.reasons[1]
+    assert result.line("round 3").startswith(
+        "rejected round 3: +1.000 [+1.000, +1.000] on 100 initial states, evaluated by model"
+    )
     Gate([yes]).decide("new", "old")
     assert yes.asked == 6
     assert result.to_json()["judgements"][0]["low"] == 1.0
@@ -87,18 +89,18 @@ def test_margins():
     judge = Table({"new": base + 0.05, "old": base})
     assert Gate([judge], margin=0.04).decide("new", "old").accepted
     kept = Gate([judge], relative=0.05).decide("new", "old")  # 5 % of 2 are 0.1
-    assert not kept.accepted and "not by the margin of 0.1" in kept.reasons[0]
+    assert not kept.accepted and "by less than the margin of 0.1" in kept.reasons[0]
 
 
 def test_what_is_refused():
     judge = Table({"new": np.zeros(4), "old": np.zeros(4)}, independent=False)
-    with pytest.raises(ConfigError, match="a table: whoever trained a policy does not judge it alone"):
+    with pytest.raises(ConfigError, match="a table was used in training, so it cannot be the only evaluator"):
         Gate([judge])
-    with pytest.raises(ConfigError, match="needs a judge"):
+    with pytest.raises(ConfigError, match="needs an evaluator"):
         Gate([])
     with pytest.raises(ConfigError, match="at least 0"):
         Gate([Table({})], margin=-1.0)
-    with pytest.raises(DataError, match="do not pair"):
+    with pytest.raises(DataError, match="cannot be paired"):
         judged("x", np.zeros(3), np.zeros(4), 0.0)
     with pytest.raises(DataError, match="model returned values that are not finite"):
         judged("model", np.array([0.0, np.nan]), np.zeros(2), 0.0)

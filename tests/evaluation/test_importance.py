@@ -161,7 +161,7 @@ def test_chains_of_a_dataset_are_read_back_and_absent_ones_refused(logged, tmp_p
         assert torch.equal(getattr(found, name), getattr(chains, name)), name
     judge = ImportanceJudge(read_dataset(tmp_path / "with"), found, by="return", least=24.0)
     assert judge.values(policy) == pytest.approx(episodes.returns.numpy(), abs=1e-6), "still weights of exactly 1"
-    with pytest.raises(DataError, match=r"records no chains of decisions: record the policy with collect.chains=true"):
+    with pytest.raises(DataError, match=r"has no denoising chains: record them with collect.chains=true"):
         read_chains([tmp_path / "with", tmp_path / "without"], 3, 2)
     with pytest.raises(DataError, match="chains of another policy"):
         read_chains([tmp_path / "with"], 4, 2)
@@ -171,19 +171,19 @@ def test_chains_of_a_dataset_are_read_back_and_absent_ones_refused(logged, tmp_p
 
 def test_what_is_refused(logged):
     policy, episodes, chains = logged
-    with pytest.raises(DataError, match=r"Of 24 logged episodes \d.*count effectively, fewer than 20"):
+    with pytest.raises(DataError, match=r"effective sample size of 24 recorded episodes is \d.*, below 20"):
         ImportanceJudge(episodes, chains, least=20.0).values(moved(policy, 1.0))
     with pytest.raises(DataError, match=r"3 scored steps .* this policy has 2"):
         log_densities(prepared(policy), episodes, chains)
-    with pytest.raises(ConfigError, match="by success or by return"):
+    with pytest.raises(ConfigError, match="evaluates success or return"):
         ImportanceJudge(episodes, chains, by="luck")
-    with pytest.raises(DataError, match="lack the log-densities"):
+    with pytest.raises(DataError, match="lack the log-probabilities"):
         ImportanceJudge(episodes, Chains(chains.step, chains.chain))
-    with pytest.raises(DataError, match="say nothing of success"):
+    with pytest.raises(DataError, match="contain no success"):
         outcome(replace(episodes, step_success=None), "success")
-    with pytest.raises(ConfigError, match="no chain of denoising steps with noise"):
+    with pytest.raises(ConfigError, match="no noisy denoising steps"):
         play(make_policy(likelihood=Likelihood.MATCHING), 2)
-    with pytest.raises(ConfigError, match="only some steps are noisy"):
+    with pytest.raises(ConfigError, match="randomly chosen noisy steps"):
         play(make_policy(noisy_steps=1), 8)
 
 
@@ -194,7 +194,7 @@ def test_chains_of_another_normaliser_are_not_weighed(logged):
     other.action_normalizer.offset.add_(0.2)
     densities = log_densities(other, episodes, chains).float()
     assert torch.allclose(densities, chains.log_density), "nothing tells it from the logged one but what is executed"
-    with pytest.raises(DataError, match="a policy that normalises actions otherwise"):
+    with pytest.raises(DataError, match="a policy with another action normaliser"):
         ImportanceJudge(episodes, chains, by="return", least=1.0).values(other)
 
 

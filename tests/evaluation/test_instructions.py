@@ -147,7 +147,13 @@ def test_the_report_tells_instructions_and_controls_apart(tmp_path):
     judged = {"deterministic": result().to_json(), "stochastic": result().to_json()}
     (tmp_path / "result.json").write_text(json.dumps({"policy": judged, "controls": controls}))
     page = report_for_run(tmp_path).read_text()
-    for text in ("Every instruction", "50% [9%, 91%] of 2", "Does it listen?", "-50.0 points [-90.0, -10.0]", "shove"):
+    for text in (
+        "Success by instruction",
+        "50% [9%, 91%] of 2",
+        "Language conditioning",
+        "-50.0 points [-90.0, -10.0]",
+        "shove",
+    ):
         assert text in page, text
 
 
@@ -167,22 +173,28 @@ def test_evaluate_prints_and_keeps_instructions_and_controls(tmp_path, capsys):
     kept = json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
     assert set(kept["controls"]["policy"]) == {"wrong_instruction", "paraphrase"}
     assert set(kept["policy"]["deterministic"]["by_instruction"]) <= set(load_task("tidy").held_out)
-    assert "Does it listen?" in next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
+    assert "Language conditioning" in next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, "evaluate.controls=[]"]) == 0
     assert "controls" not in json.loads(next(tmp_path.glob("evaluate/*/0/result.json")).read_text())
     capsys.readouterr()
     slow = ["evaluate.instruction=wrong", "evaluate.latency_steps=1", f"evaluate.base={checkpoint}"]
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, *slow]) == 0
     said = capsys.readouterr().out
-    assert "Judged so: told another instruction of the world's; a decision takes 1 control steps" in said
+    assert (
+        "Evaluation conditions: instruction another instruction of the world; inference latency 1 control steps" in said
+    )
     assert "Difference to base: +0.0 points" in said
     page = next(tmp_path.glob("evaluate/*/0/report.html")).read_text()
-    assert "Judged so" in page and "How smooth" in page and "another instruction of the world&#39;s" in page
+    assert (
+        "Evaluation conditions" in page
+        and "Smoothness of the actions" in page
+        and "another instruction of the world&#39;s" in page
+    )
     both = ["evaluate.instruction=wrong", "evaluate.controls=[wrong_instruction]"]
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, *both]) == 2
-    assert "leave one of them out" in " ".join(capsys.readouterr().err.split())
+    assert "set only one of them" in " ".join(capsys.readouterr().err.split())
     assert main(["evaluate", checkpoint, f"run.root={tmp_path}", *asked, "evaluate.latency_steps=5000"]) == 2
-    assert "nothing of what is decided would be done" in " ".join(capsys.readouterr().err.split())
+    assert "no action would be executed" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_wrong_instruction_is_said_in_words_that_the_world_uses():

@@ -33,7 +33,7 @@ def test_wilson_known_value():
 
 @pytest.mark.parametrize(("successes", "episodes"), [(0, 0), (3, 2), (-1, 5)])
 def test_wilson_refuses_impossible_counts(successes, episodes):
-    with pytest.raises(DataError, match="evaluate some episodes"):
+    with pytest.raises(DataError, match="evaluate at least one episode"):
         wilson(successes, episodes)
     with pytest.raises(DataError, match="between 0 and 1"):
         wilson(1, 2, confidence=95)

@@ -141,7 +141,7 @@ def test_a_critic_judges_by_the_smallest_member_at_the_starts():
     judge = CriticJudge(Critic(), data, independent=False)
     state = data.episodes.observation["observation.state"][data.starts, 0]
     assert judge.values(Walk(0.1)) == pytest.approx(-(state - 0.1 * state.sign()).abs().numpy(), abs=1e-5)
-    with pytest.raises(ConfigError, match="does not judge it alone"):
+    with pytest.raises(ConfigError, match="cannot be the only evaluator"):
         Gate([judge])
     with pytest.raises(ConfigError, match="needs a world and seeds"):
         CriticJudge(Critic(), data, seeds=np.arange(4))
@@ -155,7 +155,7 @@ def test_a_world_judges_by_success_or_return_on_the_same_starts():
     assert Gate([judge]).decide(Walk(0.1), Walk(-0.1)).accepted
     paid = ModelReturn(LineWorld(8), seeds, by="return").values(Walk(0.1))
     assert paid.min() >= 0 and 0.2 < paid.mean() < 0.6
-    with pytest.raises(ConfigError, match="by success or by return"):
+    with pytest.raises(ConfigError, match="evaluates success or return"):
         ModelReturn(LineWorld(8), seeds, by="luck")
 
 

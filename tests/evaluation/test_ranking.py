@@ -159,9 +159,9 @@ def test_rank_refuses_what_cannot_be_ranked():
     generator = np.random.default_rng(0)
     with pytest.raises(DataError, match="at least three"):
         rank(real=results([0.1, 0.2]), model=results([0.1, 0.2]), generator=generator)
-    with pytest.raises(DataError, match="Policies differ"):
+    with pytest.raises(DataError, match="evaluated different policies"):
         rank(real=results([0.1] * 3), model=results([0.1] * 4), generator=generator)
-    with pytest.raises(DataError, match="do not pair"):
+    with pytest.raises(DataError, match="cannot be paired"):
         pearson(REAL, REAL[:2])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

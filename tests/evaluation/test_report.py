@@ -44,7 +44,7 @@ class Balanced(HTMLParser):
 
 def test_plots_name_what_they_show():
     curve = plots.learning_curve(RECORDS, Rate("base", 0.25, 0.2, 0.3))
-    for text in ("environment steps", "success", "deterministic", "stochastic", "while collecting"):
+    for text in ("environment steps", "success", "deterministic", "stochastic", "during collection"):
         assert f">{text}<" in curve
     bars = plots.success_bars([Rate("base", 0.25, 0.2, 0.3), Rate("tuned", 0.95, 0.9, 0.98)])
     assert ">25%<" in bars
@@ -100,22 +100,24 @@ def test_a_runs_report_agrees_with_its_figures(tmp_path):
 def test_a_rate_that_is_no_share_is_not_drawn(tmp_path, changed):
     verdict = {"success_rate": 0.75, "low": 0.6, "high": 0.85, "episodes": 40, "successes": 30, **changed}
     (tmp_path / "result.json").write_text(json.dumps({"policy": {"deterministic": verdict, "stochastic": verdict}}))
-    with pytest.raises(DataError, match=r"shares between 0 and 1|NaN"):
+    with pytest.raises(DataError, match=r"must lie between 0 and 1|NaN"):
         report_for_run(tmp_path)
     assert not (tmp_path / "report.html").exists()
 
 
 def test_a_folder_without_a_run_is_told(tmp_path):
-    with pytest.raises(DataError, match="holds no run"):
+    with pytest.raises(DataError, match="contains no run"):
         report_for_run(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("steps", "said"), [(0, "Neither was played in the real world"), (1234, "took 1,234 steps")])
+@pytest.mark.parametrize(
+    ("steps", "said"), [(0, "No episodes were played in the real environment"), (1234, "took 1,234 steps")]
+)
 def test_a_gates_report_says_whether_the_world_was_played(tmp_path, steps, said):
-    verdict = {"accepted": False, "reasons": ["not surely better"], "env_steps": steps}
+    verdict = {"accepted": False, "reasons": ["not significantly better"], "env_steps": steps}
     (tmp_path / "result.json").write_text(json.dumps({"rounds": [{"round": 1, "verdict": verdict}], "accepted": 0}))
     page = report_for_run(tmp_path).read_text()
-    assert said in page and "not surely better" in page and "0 of 1" in page
+    assert said in page and "not significantly better" in page and "0 of 1" in page
 
 
 def test_wide_tables_wrap_their_cells_and_others_do_not():

@@ -42,13 +42,13 @@ def test_the_scale_is_linear_and_carries_the_interval_of_the_mean():
     assert found.low < found.score < found.high
     assert found.high - found.low == pytest.approx(2 * 1.96 * 25 * 2 / 20, rel=0.15)
     assert f"{found.score:.1f} [{found.low:.1f}" in found.text
-    with pytest.raises(DataError, match="'push_t' cannot be scored by anchors of 'toy'"):
+    with pytest.raises(DataError, match="'push_t' cannot be normalised with the reference scores of 'toy'"):
         normalised_score(result([1.0], "push_t"), ANCHORS)
 
 
 def test_returns_that_rank_uniform_actions_as_high_as_the_expert_are_refused():
     """Measured on Meta-World: episodes that end at success earn less than those that dawdle."""
-    with pytest.raises(DataError, match="ranks nothing"):
+    with pytest.raises(DataError, match="does not rank policies"):
         Anchors("toy", EXPERT, RANDOM).require_order()
     noisy = performance(np.random.default_rng(0).normal(-0.9, 3.0, 100))
     with pytest.raises(DataError, match=r"world\.options\.reward=increase"):
@@ -96,8 +96,8 @@ def test_anchors_are_read_from_the_dataset(tmp_path):
     write_json(file, {**text, "anchors": ANCHORS.to_json()})
     assert read_anchors(tmp_path) == ANCHORS
     write_json(file, {**text, "anchors": {"world": "toy", "random": RANDOM.to_json()}})
-    with pytest.raises(DataError, match="no anchors"):
+    with pytest.raises(DataError, match="no reference scores"):
         read_anchors(tmp_path)
-    with pytest.raises(DataError, match="no anchors"):
+    with pytest.raises(DataError, match="no reference scores"):
         write_json(file, {**text, "anchors": None})
         read_anchors(tmp_path)

@@ -56,5 +56,5 @@ def test_a_target_is_confirmed_on_other_episodes_where_it_counts():
     assert asked == [(7, 32), (7, 64)]
     assert real["success"] < 1.0 == imagined["success"] and 0 < real["real_steps"] <= 4 * 32
     assert "real_steps" not in imagined and confirmed(0, True)["success"] == 1.0
-    with pytest.raises(ConfigError, match="on which seeds"):
+    with pytest.raises(ConfigError, match="needs seeds for its confirmation"):
         worlds().confirm(LinePolicy(0.1), 7)

@@ -74,14 +74,14 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
     assert exact is not None and exact.config == InferenceConfig("lean") and exact.cache is None
     assert main([*given, *small, "optimize.error=1e9", "run.threads=1", "optimize.evaluate_episodes=4"]) == 0
     said = capsys.readouterr().out
-    assert "Chosen: lean, 2.0 times as fast as the reference" in said and "Chosen: ddim 1, 4.0 times" in said
+    assert "Chosen: lean, 2.0x faster than the reference" in said and "Chosen: ddim 1, 4.0x" in said
     assert "bac cache 3" in said and "shared cache 3, order 1" in said
     chosen = load_plan(tmp_path / "checkpoint")
     assert chosen is not None and chosen.measured["error"] > 1e-3
     result = json.loads((tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "result.json").read_text())
     assert {"reference", "lean", "ddim 1", "bf16"} <= set(result["ways"]) and "difference" in result
     page = (tmp_path / "runs" / "optimize" / "reach_planar" / "0" / "report.html").read_text()
-    for text in ("Time and error", "ddim 1 *", ">bf16<", "4.0 times as fast as the reference", "reference, determin"):
+    for text in ("Time and error", "ddim 1 *", ">bf16<", "4.0x faster than the reference", "reference, determin"):
         assert text in page, text
     save_plan(tmp_path / "checkpoint", exact)
     acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
@@ -104,7 +104,7 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
     monkeypatch.setattr(optimize, "timed", _clocked)
     assert main([*given, *small, "optimize.error=1e9"]) == 0
     said = capsys.readouterr().out
-    assert "Chosen: ddim 1, 4.0 times" in said and "bf16" in said and "No block caches: a SteeredPolicy" in said
+    assert "Chosen: ddim 1, 4.0x" in said and "bf16" in said and "No block caches: SteeredPolicy wraps" in said
     acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
     assert isinstance(acting, SteeredPolicy) and isinstance(acting.inner, LeanDenoising)
     assert len(acting.inner.samplers[True].steps) == 1
@@ -112,13 +112,13 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
 
 def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, monkeypatch):
     ways = optimize.ways_for(OptimizeSection(error=0.1, engines=("lean",)), cast(Any, object()), {})
-    assert set(ways) == {"reference", "lean"} and "Exact engines alone" in capsys.readouterr().out
+    assert set(ways) == {"reference", "lean"} and "Only exact engines" in capsys.readouterr().out
     monkeypatch.setattr(optimize, "timed", lambda *given: {name: Timing(np.ones(1)) for name in _clocked(*given)})
     _checkpoint(tmp_path / "checkpoint")
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
     small = ["optimize.rounds=1", "optimize.evaluate_episodes=4", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
     assert main([*given, *small]) == 0
-    assert "Nothing is judged: the reference is chosen" in capsys.readouterr().out
+    assert "No evaluation: the reference was chosen" in capsys.readouterr().out
 
 
 def test_what_is_cheaper_is_computed_by_an_engine_that_is_not_the_reference(tmp_path: Path, capsys):
@@ -127,7 +127,7 @@ def test_what_is_cheaper_is_computed_by_an_engine_that_is_not_the_reference(tmp_
     ways = optimize.ways_for(given, policy, _seen(policy))
     assert set(ways) == {"reference", "lean", "bf16", "ddim 1"} and ways["ddim 1"].config.engine == "lean"
     assert set(optimize.ways_for(replace(given, engines=("reference",)), policy, _seen(policy))) == {"reference"}
-    assert "The reference alone" in capsys.readouterr().out
+    assert "Only the reference engine" in capsys.readouterr().out
 
 
 def test_a_plan_for_other_weights_is_refused_with_a_reason(tmp_path: Path):

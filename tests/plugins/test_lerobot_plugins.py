@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_said(checkpoint, tmp_path):
     blind = environment(cameras=[])
     with pytest.raises(SpecError, match="no camera 'top'"):
         made_for(blind, checkpoint)
-    with pytest.raises(SpecError, match=r"Element 0 of '[\w.]+' is '\w+' to the policy, but '\w+' in the environment"):
+    with pytest.raises(SpecError, match=r"Element 0 of '[\w.]+' is '\w+' for the policy, but '\w+' in the environment"):
         made_for(environment(task="push_t"), checkpoint)  # shapes alone would fit
     with pytest.raises(SpecError, match=r"shape \[\d+\]; 'observation\.\w+' needs"):
         made_for(environment(task="push_choice"), checkpoint)

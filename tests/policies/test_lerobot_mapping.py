@@ -88,11 +88,11 @@ def test_check_says_that_cameras_do_not_fit_and_that_the_rate_is_not_known(tmp_p
     folder = policy_reading({CAMERA1: (32, 32)}, tmp_path / "policy")
     assert main(["check", str(folder), "world=push_cube"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Not in push_cube, where it does not fit: Task 'push_cube' has no camera 'camera1'." in said
+    assert "It does not fit push_cube: Task 'push_cube' has no camera 'camera1'." in said
     assert f'put {{"features": {{"{CAMERA1}": ' in said
-    assert "drive" not in said.partition("Not on a robot")[0] and '"fps": N' in said
+    assert "drive" not in said.partition("Not ready for a robot")[0] and '"fps": N' in said
     assert main(["check", str(folder)]) == 0
-    assert "Whether it fits a world: world=NAME." in capsys.readouterr().out
+    assert "To check whether it fits a world, add world=NAME." in capsys.readouterr().out
     settings = {"features": {CAMERA1: FRONT}, "fps": 10, "world": {"name": "push_cube", "options": {}}}
     (folder / "robopolicy.json").write_text(json.dumps(settings))
     assert main(["check", str(folder)]) == 0

@@ -322,9 +322,9 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"n_action_steps": 99}, "chunk size is the upper bound"),
         ({"chunk_size": 10**9}, "chunk_size=1000000000, and no policy has more than 10000"),
         ({"n_encoder_layers": 10**5}, "n_encoder_layers=100000, and no policy"),
-        ({"n_encoder_layers": 900}, "far more memory than its weights fill"),
+        ({"n_encoder_layers": 900}, "far more memory than its weights occupy"),
         ({"dim_feedforward": 10**30}, "dim_feedforward=1"),
-        ({"dim_feedforward": 10**6}, "far more memory than its weights fill"),
+        ({"dim_feedforward": 10**6}, "far more memory than its weights occupy"),
     ],
 )
 def test_checkpoints_that_cannot_be_used_say_why(copy, changes, text):
@@ -353,7 +353,7 @@ def test_weights_of_another_kind_are_not_rounded_in_silence(copy, dtype):
     tensors = load_file(path)
     name = next(name for name, value in tensors.items() if value.is_floating_point())
     save_file({**tensors, name: tensors[name].to(dtype)}, path)
-    with pytest.raises(CheckpointError, match=rf"holds '{name}' as {str(dtype)[6:]}, and it is used as float32"):
+    with pytest.raises(CheckpointError, match=rf"holds '{name}' as {str(dtype)[6:]}, but it is used as float32"):
         load_policy(copy)
     save_file({**tensors, name: tensors[name].bfloat16()}, path)
     load_policy(copy)

@@ -35,7 +35,7 @@ def test_lerobots_policies_are_ranked_beside_ours(root, tmp_path):
 def test_what_does_not_fit_is_said_in_one_line(root, tmp_path, capsys):
     ours, narrow = root / "train/reach_planar/0/checkpoint", save(act_config(state=4), tmp_path / "narrow")
     assert ranked(root, "narrow", narrow, ours) == 2
-    assert "reads 'observation.state' as [4], but the world 'reach_planar' shows [6]" in capsys.readouterr().err
+    assert "reads 'observation.state' as [4], but the world 'reach_planar' outputs [6]" in capsys.readouterr().err
     (narrow / "policy_preprocessor.json").unlink()
     assert ranked(root, "narrow", narrow, ours) == 2
     assert "policy_preprocessor.json does not exist" in capsys.readouterr().err
@@ -46,4 +46,4 @@ def test_a_policy_that_sees_brings_the_size_of_its_images_and_needs_a_model_that
     judged = ["world=reach_planar", "evaluate.episodes=2", "evaluate.videos=0"]
     assert main(["evaluate", str(seeing), *judged, f"run.root={root}"]) == 0
     assert ranked(root, "seeing", seeing, root / "train/reach_planar/0/checkpoint") == 2
-    assert "camera 'front', which the world 'imagined reach_planar' does not show" in capsys.readouterr().err
+    assert "camera 'front', which the world 'imagined reach_planar' does not output" in capsys.readouterr().err

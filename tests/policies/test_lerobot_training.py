@@ -572,7 +572,7 @@ def test_what_it_learned_from_names_its_elements(folders, tmp_path):
     with pytest.raises(SpecError, match="Element 0 of the action"):
         require_fit(learned.spec, swapped)
     own = copied(folders["smolvla"], tmp_path / "own", {"names": {"action": ["across", "along"]}})
-    with pytest.raises(SpecError, match="Element 0 of the action is 'across' to the policy"):
+    with pytest.raises(SpecError, match="Element 0 of the action is 'across' for the policy"):
         build_policy("lerobot", LeRobotStart(own), spec, None, 0)
     wrong = copied(folders["smolvla"], tmp_path / "wrong", {"names": {"action": ["across"]}})
     with pytest.raises(ConfigError, match="names 1 elements of 'action', which has 2"):

@@ -182,17 +182,17 @@ def test_failures_of_the_server_are_printed():
     client.infer = infer
     result = drive(Counter(), client, [1])
     assert result["failures"] == 1
-    assert _figures(result).endswith("; 1 failures of the server")
+    assert _figures(result).endswith("; 1 server failures")
 
 
 SECTION = {
     "drive.rename": {"rename": {"a": "b"}},
     "drive.seconds, drive.camera_age": {"seconds": 3.0, "camera_age": 2.0},
     "drive.task": {"task": "push"},
-    "drive.rate=-1 is for simulated robots": {"rate": -1.0, "robot": "so101_follower"},
-    "drive.rate is -2": {"rate": -2.0},
-    "drive.rate is nan": {"rate": float("nan")},
-    "drive.episodes is 0": {"episodes": 0},
+    "drive.rate=-1 is only for simulated robots": {"rate": -1.0, "robot": "so101_follower"},
+    "drive.rate=-2 must be": {"rate": -2.0},
+    "drive.rate=nan must be": {"rate": float("nan")},
+    "drive.episodes=0 must be at least 1": {"episodes": 0},
     "drive.seconds is 0": {"seconds": 0.0, "robot": "so101_follower"},
     "drive.camera_age is -1": {"camera_age": -1.0, "robot": "so101_follower"},
     "patience is 0": {"patience": 0.0},
@@ -242,11 +242,13 @@ def test_a_prefetch_that_cannot_be_is_refused_and_one_that_is_not_used_is_named(
     client, asked = settings()
     with pytest.raises(ConfigError, match="prefetch is between 0 and 4, chunks have 5 steps"):
         drive(Counter(), client, [1], robot=asked)
-    with pytest.warns(RobopolicyWarning, match=r"drive\.prefetch=50 is not used: .* as a chunk of its plan"):
+    with pytest.warns(
+        RobopolicyWarning, match=r"drive\.prefetch=50 has no effect: .* a chunk of its predicted actions"
+    ):
         _, asked = settings(chunking="rtc", prediction=8)
     assert asked.prefetch == 0
     queue = Field((3,)).to_json()
-    with pytest.warns(RobopolicyWarning, match="by the steps it decides ahead"):
+    with pytest.warns(RobopolicyWarning, match="according to the latency that it was trained for"):
         settings(observation={STATE: Field((1,)).to_json(), QUEUE: queue})
 
 

@@ -194,7 +194,7 @@ def test_what_neither_name_nor_unit_says_is_asked_once():
     assert wiring.still({"a.pos": 3.0, "b.vel": 0.5}, np.zeros(2)).tolist() == [7.0, 0.5]
     with pytest.raises(ConfigError, match="neutral names 'motor_2'"):
         wiring_of(names, neutral={"motor_2": 0.0}).standing
-    with pytest.raises(ConfigError, match="'motor_0' is in positions, and neutral"):
+    with pytest.raises(ConfigError, match=r"'motor_0' is in both positions \(keeps its value\) and neutral"):
         wiring_of(names, positions=("motor_0",), neutral={"motor_0": 0.0}).standing
 
 

@@ -32,7 +32,9 @@ def make(rows=8, **options):
 
 def test_an_exact_controller_is_as_exact_through_a_world_and_what_it_did_is_recorded(tmp_path):
     world = make()
-    with pytest.warns(RobopolicyWarning, match=r"% of actions were outside.*element 0 .* -1 to 1.*handed on") as notes:
+    with pytest.warns(
+        RobopolicyWarning, match=r"% of actions were outside.*element 0 .* -1 to 1.*executed unclipped"
+    ) as notes:
         episodes = record(world, NoisyController(ToGoal(), Noise(), 0, world.spec.action), SEEDS)
     assert len(notes) == 1 and episodes.success.all()
     assert torch.equal(episodes.actions, episodes.observation["observation.state"][::2])
@@ -50,7 +52,7 @@ def test_evaluate_says_how_many_were_outside_and_in_which_element():
     clipped = evaluate_policy(make(clip_actions=True), ToGoal(), SEEDS)
     assert result.success_rate == 1.0 and clipped.success_rate < 0.7
     assert "45 % of actions were outside the declared bounds (element 0 45 % beyond -1 to 1)" in result.outside
-    assert "handed on as decided (world.options.clip_actions=true clips them)" in result.outside
+    assert "executed unclipped (set world.options.clip_actions=true to clip them)" in result.outside
     assert "they were clipped to them" in clipped.outside and "element 1" not in result.outside
     assert EvaluationResult.from_json(result.to_json()).outside == result.outside
 

@@ -149,7 +149,7 @@ def test_what_is_no_size_is_refused_by_the_settings_name(size):
 
 
 def test_a_size_of_a_camera_that_nobody_shows_is_refused():
-    with pytest.raises(ConfigError, match=r"camera 'tpo', which is not among world\.cameras\. Did you mean 'top'"):
+    with pytest.raises(ConfigError, match=r"camera 'tpo', which is not in world\.cameras\. Did you mean 'top'"):
         make_world(f"gymnasium:{NAME}", 1, cameras=("top",), image_size={"tpo": 32})
 
 

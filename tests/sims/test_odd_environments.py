@@ -134,19 +134,19 @@ READ = {
     "tensors with a leading 1": (odd.Tensors, ["'state' [1, 2] float32 is read as 2", "rgb (8 x 8"]),
     "one buffer for all": (odd.Aliasing, ["rgb (8 x 8"]),
     "actions that are written into": (odd.WritesIntoActions, ["observation.state [2]"]),
-    "actions in a row": (odd.RowOfActions, ["Takes actions [2]; -1 to 1"]),
+    "actions in a row": (odd.RowOfActions, ["Action [2]; -1 to 1"]),
     "named and half bounded actions": (
         odd.NamedActions,
-        ["Takes actions [2] (east, north); -1 to inf, 0.5 to 0.5 (executed as decided, also beyond)"],
+        ["Action [2] (east, north); -1 to inf, 0.5 to 0.5 (not clipped: executed as given, also outside the bounds)"],
     ),
-    "unbounded actions": (acts(spaces.Box(-np.inf, np.inf, (3,))), ["Takes actions [3]; -inf to inf"]),
-    "an array as reward": (pays(np.array([0.5])), ["An episode has succeeded"]),
-    "an int as reward": (pays(1), ["An episode has succeeded"]),
-    "ends as numpy truths": (ends(np.array([np.False_])), ["An episode has succeeded"]),
-    "no info": (odd.NoInfo, ["nobody says so; world.options.success or world.options.success_key can"]),
-    "a reset without options": (odd.NoOptions, ["An episode has succeeded: the environment reports success"]),
+    "unbounded actions": (acts(spaces.Box(-np.inf, np.inf, (3,))), ["Action [3]; -inf to inf"]),
+    "an array as reward": (pays(np.array([0.5])), ["Success"]),
+    "an int as reward": (pays(1), ["Success"]),
+    "ends as numpy truths": (ends(np.array([np.False_])), ["Success"]),
+    "no info": (odd.NoInfo, ["not reported; define it with world.options.success or world.options.success_key"]),
+    "a reset without options": (odd.NoOptions, ["Success: the environment reports success"]),
     "numbers beyond their bounds": (odd.BeyondItsBounds, ["observation.state [2]"]),
-    "a time limit inside": (odd.EndsItself, ["6 in an episode"]),
+    "a time limit inside": (odd.EndsItself, ["6 per episode"]),
     "its own task": (odd.OwnTask, ["observation.state [2]"]),
     "its own task in every episode": (odd.TaskInInfo, ["observation.state [2]"]),
     "a task that is no text": (odd.TaskObject, ["observation.state [2]"]),
@@ -163,7 +163,7 @@ READ = {
         ["observation.state [2] (observation/state[0] to [1])", "image (8 x 8, 'observation/image' of", "top (8 x 8"],
     ),
     "more names than elements": (odd.NamedTooOften, ["element_names, 3, are not used", "action_names has 3 names"]),
-    "a success that is never said": (odd.says({"success": None}), ["nobody says so"]),
+    "a success that is never said": (odd.says({"success": None}), ["not reported"]),
     "two successes that differ": (
         odd.says({"is_success": False, "success": True}),
         ["is_success counts, world.options.success_key=success counts the other"],
@@ -280,8 +280,8 @@ REFUSED = {
         r"odd_environments:fails_to_pay' failed: KeyError: 'nothing' .*observation.state \[",
     ),
     "a camera that there is not": (odd.TwoOfOneName, {"cameras": ("rgb",)}, "no camera 'rgb'.*base_camera.rgb"),
-    "a reset that ignores seeds": (odd.IgnoresSeeds, {}, "a start depends on its seed alone"),
-    "starts that are all alike": (odd.AlwaysAlike, {}, "draws new starts each time"),
+    "a reset that ignores seeds": (odd.IgnoresSeeds, {}, "an initial state depends only on its seed"),
+    "starts that are all alike": (odd.AlwaysAlike, {}, "draws new initial states each time"),
 }
 
 
@@ -520,4 +520,4 @@ def test_an_unknown_id_says_what_to_do_first_and_lists_a_handful():
     with pytest.raises(RobopolicyError) as refusal:
         make_world("gymnasium:zzzzzz", 1)
     text = str(refusal.value)
-    assert text.index("name that package first") < text.index("most alike") and len(text) < 350
+    assert text.index("name that package first") < text.index("most similar") and len(text) < 350

@@ -75,7 +75,7 @@ def test_classes_and_functions_with_or_without_the_spec_make_controllers(name):
     ("path", "text"),
     [
         ("test_suite_controllers.Still", "write package.module:name"),
-        ("no_such_module:Still", "no module 'no_such_module'.*working folder"),
+        ("no_such_module:Still", "no module 'no_such_module'.*working directory"),
         ("test_suite_controllers:Stil", "Did you mean 'Still'"),
         ("test_suite_controllers:number", "class or a function"),
         ("test_suite_controllers:needs_two", "needs spec, other"),
@@ -103,7 +103,7 @@ def test_a_module_in_the_working_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "my_own_controller.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
-    with pytest.raises(ConfigError, match=r"module 'my_own_controller' needs another one.*no_such_dependency"):
+    with pytest.raises(ConfigError, match=r"module 'my_own_controller' needs another module.*no_such_dependency"):
         load_controller("my_own_controller:Make", SPEC)
 
 

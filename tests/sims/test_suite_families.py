@@ -88,9 +88,7 @@ def test_a_family_without_its_package_names_the_extra_and_is_no_foreign_code(mon
 def test_a_package_that_is_there_and_does_not_work_is_named(content, tmp_path, monkeypatch):
     (tmp_path / "half_installed.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"'half_installed' is installed, but cannot be imported \(.*robopolicy\[it\]"
-    ):
+    with pytest.raises(ConfigError, match=r"'half_installed' is installed but cannot be imported \(.*robopolicy\[it\]"):
         require_extra("half_installed", "it")
 
 
@@ -182,7 +180,7 @@ def test_starts_that_differ_in_images_alone_are_new_starts():
         return GymnasiumWorld("toy", Hidden, batch, horizon=4, instruction="go", **options)
 
     check_world(lambda batch: make(batch, cameras=("top",), image_size=4), snapshots=False)
-    with pytest.raises(AssertionError, match="new starts"):
+    with pytest.raises(AssertionError, match="new initial states"):
         check_world(make, snapshots=False)
 
 

@@ -213,7 +213,7 @@ def test_a_module_that_lacks_another_and_a_constructor_that_fails_are_told_apart
     (tmp_path / "broken_there.py").write_text("raise RuntimeError('no licence')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"needs another one.*not_installed_anywhere"):
+    with pytest.raises(ConfigError, match=r"needs another module.*not_installed_anywhere"):
         make_gymnasium_world("half_there:X-v0", 1)
     with pytest.raises(ConfigError, match="no licence"):
         make_gymnasium_world("broken_there:X-v0", 1)

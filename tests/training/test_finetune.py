@@ -365,7 +365,7 @@ def test_a_state_of_before_a_setting_became_a_constant_goes_on_unless_it_differs
     tree = load_trainer(RunFolder(tmp_path).resume_point)
     assert tree is not None
     save_trainer(RunFolder(tmp_path).resume_point, {**tree, "config": {**tree["config"], "log_ratio_clamp": 5.0}})
-    with pytest.raises(ConfigError, match=r"'finetune\.log_ratio_clamp' is 5\.0: it was fixed at 3\.0"):
+    with pytest.raises(ConfigError, match=r"'finetune\.log_ratio_clamp' is 5\.0: it is fixed at 3\.0"):
         _tune(replace(CONFIG, iterations=2), tmp_path)
     save_trainer(RunFolder(tmp_path).resume_point, {**tree, "config": {**tree["config"], "log_ratio_clamp": 3.0}})
     _tune(replace(CONFIG, iterations=2), tmp_path)

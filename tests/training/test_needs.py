@@ -173,7 +173,7 @@ def test_a_misspelt_extra_fails_at_once_and_a_missing_one_says_what_to_declare()
         Extras()["entorpy"]
     with pytest.raises(KeyError, match="entorpy"):
         assert "entorpy" in Extras()
-    with pytest.raises(MissingExtraError, match="declares the need"):
+    with pytest.raises(MissingExtraError, match="must declare the matching `Need`"):
         Extras(value=tensor)["entropy"]
     assert dict(Extras(value=tensor).map(lambda each: each + 1).items()).keys() == {"value"}
 

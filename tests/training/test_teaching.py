@@ -144,8 +144,8 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     assert made.spec.cameras == ("top",) and "observation.environment_state" not in made.spec.observation
     result = json.loads((run / "result.json").read_text())
     assert {"teacher", "student", "difference", "rounds", "env_steps"} <= set(result)
-    assert "Round by round" in (run / "report.html").read_text() and (run / "student.mp4").stat().st_size > 1000
-    assert main(command) == 0 and "already taught" in capsys.readouterr().out
+    assert "Success by round" in (run / "report.html").read_text() and (run / "student.mp4").stat().st_size > 1000
+    assert main(command) == 0 and "already trained" in capsys.readouterr().out
     assert main(["teach", str(tmp_path / "nobody"), *shared, "run.name=other"]) == 2
     assert "teach.teacher" in capsys.readouterr().err
     assert main([*command, "teach.keep_conditions=true", "run.name=kept"]) == 2

@@ -69,7 +69,7 @@ def test_nan_is_named_by_column_element_and_episode_before_any_fitting(tmp_path,
     status, result = train(tmp_path / "data", tmp_path / "runs")
     said = " ".join(capsys.readouterr().err.split())
     assert (status, result) == (2, None)
-    assert "observation.state: 1 of 18 rows hold NaN or infinity (vx; episodes 1)" in said
+    assert "observation.state: 1 of 18 rows contain NaN or infinity (vx; episodes 1)" in said
     assert "robopolicy doctor" in said
     assert not list((tmp_path / "runs").glob("train/*/*/metrics.jsonl"))
 
@@ -85,7 +85,7 @@ def test_frames_that_the_data_lacks_are_not_counted_as_rows():
     policy = DenoisingPolicy(
         DenoisingPolicyConfig(width=8, depth=1), data.observation_fields, data.action_field, fps=10.0
     )
-    with pytest.raises(DataError, match=r"observation.state: 1 of 15 rows hold NaN or infinity \(x; episodes 1\)"):
+    with pytest.raises(DataError, match=r"observation.state: 1 of 15 rows contain NaN or infinity \(x; episodes 1\)"):
         pretrain(policy, data, PretrainConfig(batch_size=4, fit=FitConfig(steps=2)))
 
 
@@ -110,7 +110,7 @@ def test_train_says_what_it_reads_and_what_it_leaves_out(tmp_path, capsys):
     assert "tactile (float32 [4]; only observation.* and action are read)" in said
     assert "observation.note (its values are of type string" in said
     assert "Instructions: 2, 'lift', 'push': the policy reads no text" in said
-    assert "policy.text_encoder=words lets it read them" in said
+    assert "policy.text_encoder=words makes the policy read them" in said
     first, last = result["first_losses"]["denoising"], result["losses"]["denoising"]
     assert first != last
     assert f"Loss 'denoising': {first:.4g} at first, {last:.4g} at last Training steps: 20" in said

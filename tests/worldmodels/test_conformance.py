@@ -129,18 +129,18 @@ class Together(LatentModel):
 
 
 BROKEN = {
-    Chance: "bit by bit",
-    Neighbours: "same alone",
-    Writer: "latent that it is given",
+    Chance: "bitwise equal results",
+    Neighbours: "same in a batch of one",
+    Writer: "given latent is not modified",
     Scalar: r"loss 'latent' is \[N\]",
     Forgetful: "restore: the spec",
     Logits: r"success is \[B\] bool",
     Unseeded: "equal generators give equal batches",
-    Deaf: "drawn with the generator",
-    Coarse: "ascends",
-    Frozen: "change weights",
-    Elsewhere: "what the new latent shows",
-    Together: "generate: steps are those",
+    Deaf: "drawn with the given generator",
+    Coarse: "sorted",
+    Frozen: "change the weights",
+    Elsewhere: "equals the decoded new latent",
+    Together: "generate: steps equal those",
 }
 
 

@@ -257,7 +257,7 @@ def test_bad_data_is_refused():
         EnsembleModel.build(EnsembleConfig(), SPEC, replace(data, actions=data.actions[:, :1]), 0)
     with pytest.raises(DataError, match=r"lacks next\.reward"):
         recorded_transitions(replace(data, rewards=None))
-    with pytest.raises(DataError, match="none is left"):
+    with pytest.raises(DataError, match="leaves none of"):
         data.select([0]).split(0.1, torch.Generator())
     with pytest.raises(ConfigError, match="at least 1"):
         EnsembleConfig(members=0)

@@ -176,7 +176,7 @@ def put(description: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         ("ensemble", "spec.fps", "x", "its fps is x, not a positive number"),
         ("rssm", "model.config.layers", 10**9, "far more memory"),
         ("rssm", "spec.horizon", -1, "its horizon is -1"),
-        ("rssm", "spec.observation", [], "its observation is no mapping"),
+        ("rssm", "spec.observation", [], "its observation is not a mapping"),
     ],
 )  # fmt: skip
 def test_what_was_tried(folders, tmp_path: Path, kind: str, place: str, value: Any, complaint: str):

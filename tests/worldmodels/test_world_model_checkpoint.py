@@ -61,7 +61,7 @@ def test_a_checkpoint_of_before_settings_became_constants_opens_unless_they_diff
     assert all(torch.equal(value, opened[name]) for name, value in weights.items())
     description["model"]["config"]["max_logvar"] = 1.0
     path.write_text(json.dumps(description))
-    with pytest.raises(CheckpointError, match=r"max_logvar' is 1\.0: it was fixed at 0\.5 in 0\.2\.0"):
+    with pytest.raises(CheckpointError, match=r"max_logvar' is 1\.0: it is fixed at 0\.5 since 0\.2\.0"):
         load_world_model(folder)
 
 

@@ -74,7 +74,7 @@ def test_worlds_of_files_show_their_own_images_and_say_so_where_others_are_asked
     told = WorldSection("demonstrations", data=files / "data")
     assert build_world(replace(told, cameras=("wrist",))).spec.cameras == ("wrist",)
     assert build_world(replace(told, image_size={"top": [8, 12], "wrist": 8})).spec.cameras == ("top", "wrist")
-    with pytest.raises(ConfigError, match=r"world\.image_size is 32, and .*top in \[8, 12\], wrist in \[8, 8\]"):
+    with pytest.raises(ConfigError, match=r"world\.image_size is 32, but .*top in \[8, 12\], wrist in \[8, 8\]"):
         build_world(replace(told, image_size=32))
     # The simulator's cameras are not asked of the model that a verb opens beside it.
     assert WorldSection("push_cube", cameras=("top",), image_size=32).imagined_by(files / "model").cameras == ()

@@ -60,8 +60,8 @@ class EvaluateSection:
     def __post_init__(self) -> None:
         if self.instruction and self.controls:
             raise ConfigError(
-                "evaluate.controls are judged beside the world's own words, and evaluate.instruction says others: "
-                "leave one of them out."
+                "evaluate.controls compares with the world's own instructions, but evaluate.instruction replaces "
+                "them: set only one of them."
             )
 
 
@@ -82,9 +82,7 @@ class InferenceSection(InferenceConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.engine == AUTO and (self.sampler or self.precision != "fp32"):
-            raise ConfigError(
-                "inference.sampler and inference.precision belong to an engine: set inference.engine=lean."
-            )
+            raise ConfigError("inference.sampler and inference.precision need an engine: set inference.engine=lean.")
 
 
 @dataclass(frozen=True)
@@ -127,12 +125,16 @@ class OptimizeSection:
     def __post_init__(self) -> None:
         if min(self.episodes, self.observations - 1, self.batch, self.rounds, *self.steps, *self.budgets) < 1:
             raise ConfigError(
-                "optimize: episodes, batch, rounds, steps and budgets are at least 1, and observations at least 2."
+                "optimize: episodes, batch, rounds, steps and budgets must be at least 1, and observations at least 2."
             )
         if not self.orders or min(self.orders) < 0:
-            raise ConfigError("optimize.orders names 0 or more, such as [0]; schedulers=[] is for no block caches.")
+            raise ConfigError(
+                "optimize.orders must contain integers of at least 0, such as [0]; schedulers=[] disables block caches."
+            )
         if self.error < 0 or self.evaluate_episodes < 0 or not self.engines:
-            raise ConfigError("optimize: error and evaluate_episodes are at least 0, and there is an engine to try.")
+            raise ConfigError(
+                "optimize: error and evaluate_episodes must be at least 0, and at least one engine is needed."
+            )
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,8 @@ class DeploySection:
     def __post_init__(self) -> None:
         if not 0 <= self.drop <= 1 or not 0.5 <= self.confidence < 1:
             raise ConfigError(
-                f"deploy.drop={self.drop} is a share of the base's success, deploy.confidence={self.confidence} is in "
-                "[0.5, 1)."
+                f"deploy.drop={self.drop} must be a fraction of the base's success in [0, 1), and "
+                f"deploy.confidence={self.confidence} must be in [0.5, 1)."
             )
         if min(self.known, self.wave) < 1 or self.episodes < 20:
-            raise ConfigError("deploy: known and wave are at least 1, episodes at least 20.")
+            raise ConfigError("deploy: known and wave must be at least 1, and episodes at least 20.")

@@ -117,7 +117,7 @@ class TeachSection(TeachConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.evaluate_episodes, self.videos) < 0:
-            raise ConfigError("teach.evaluate_episodes and teach.videos are 0 or more.")
+            raise ConfigError("teach.evaluate_episodes and teach.videos must be at least 0.")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class DistillSection(DistillConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.episodes < 1 or self.evaluate_episodes < 0:
-            raise ConfigError("distill: episodes is at least 1, evaluate_episodes at least 0.")
+            raise ConfigError("distill: episodes must be at least 1, and evaluate_episodes at least 0.")
 
 
 @dataclass(frozen=True)
@@ -184,13 +184,15 @@ class OnlineSection(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.pretrain, 0) < 0 or min(self.chunk, self.num_envs, self.evaluate_episodes) < 1:
-            raise ConfigError("online: chunk, num_envs and evaluate_episodes are at least 1, pretrain at least 0.")
+            raise ConfigError(
+                "online: chunk, num_envs and evaluate_episodes must be at least 1, and pretrain at least 0."
+            )
         if self.bound <= 0:
-            raise ConfigError(f"online.bound={self.bound:g}: noise needs room, say 1.5.")
+            raise ConfigError(f"online.bound={self.bound:g} must be above 0, for example 1.5: it limits the noise.")
         if self.method == "dsrl" and (self.dataset is not None or self.more or self.retain):
             raise ConfigError(
-                "online.method=dsrl learns from noise, which no dataset records: leave online.dataset and "
-                "online.retain out, and let robopolicy offline DATASET offline.improve=dsrl learn from data first."
+                "online.method=dsrl trains on noise, which no dataset records: unset online.dataset and "
+                "online.retain, and first train on data with robopolicy offline DATASET offline.improve=dsrl."
             )
         if (self.retain or self.more) and self.dataset is None:
-            raise ConfigError("online.retain and online.more draw on recorded data: which? Set online.dataset=DATASET.")
+            raise ConfigError("online.retain and online.more need recorded data: set online.dataset=DATASET.")

@@ -60,27 +60,28 @@ class CollectSection:
 
     def __post_init__(self):
         if min(self.trial_episodes, self.anchor_episodes) < 2:
-            raise ConfigError("collect.trial_episodes and collect.anchor_episodes are at least 2.")
+            raise ConfigError("collect.trial_episodes and collect.anchor_episodes must be at least 2.")
         if self.chains and (self.policy is None or self.quality or self.successes_only):
             raise ConfigError(
-                "collect.chains=true records how a policy decides, all of its episodes: set collect.policy=CHECKPOINT, "
-                "and neither collect.quality nor collect.successes_only."
+                "collect.chains=true records the denoising chains of a policy in all of its episodes: set "
+                "collect.policy=CHECKPOINT, and neither collect.quality nor collect.successes_only."
             )
         if self.label_policy and (self.quality or self.chains or self.correct.wanted):
             raise ConfigError(
-                "collect.label_policy labels what collect.noise or collect.policy do: leave out collect.quality, "
-                "collect.chains and collect.correct."
+                "collect.label_policy labels episodes made with collect.noise or collect.policy: unset "
+                "collect.quality, collect.chains and collect.correct."
             )
         if self.deterministic and self.policy is None:
-            raise ConfigError("collect.deterministic is for a policy: set collect.policy=CHECKPOINT.")
+            raise ConfigError("collect.deterministic applies to a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):
             raise ConfigError(
-                "collect.correct.patience and budget let an expert take over from a policy: set "
+                "With collect.correct.patience and budget an expert takes over from a policy: set "
                 "collect.policy=CHECKPOINT, and none of collect.quality, collect.chains and collect.successes_only."
             )
         if self.quality and self.successes_only:
             raise ConfigError(
-                f"collect.quality={self.quality} is a share of successes: collect.successes_only=true would change it."
+                f"collect.quality={self.quality} is defined by a success rate, which collect.successes_only=true "
+                "would change: set only one of them."
             )
 
 
@@ -175,12 +176,14 @@ class OfflineSection:
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.imagined < 1 or min(self.evaluate_episodes, self.imagined_steps) < 0:
             raise ConfigError(
-                "offline: rounds and imagined are at least 1, evaluate_episodes and imagined_steps at least 0."
+                "offline: rounds and imagined must be at least 1, evaluate_episodes and imagined_steps at least 0."
             )
         if "imagined" in self.data and self.model is None:
-            raise ConfigError("offline.data names imagined: in which world model? Set offline.model=CHECKPOINT.")
+            raise ConfigError(
+                "offline.data contains imagined, which needs a world model: set offline.model=CHECKPOINT."
+            )
         if not self.data:
-            raise ConfigError("offline.data=[] leaves nothing to learn from.")
+            raise ConfigError("offline.data=[] leaves no training data.")
 
 
 @dataclass(frozen=True)
@@ -232,11 +235,11 @@ class GateSection:
 
     def __post_init__(self) -> None:
         if not self.judges:
-            raise ConfigError("gate.judges=[] judges nothing: name fqe, model or critic.")
+            raise ConfigError("gate.judges=[] contains no evaluator: use fqe, model or critic.")
         if self.effective < 1:
-            raise ConfigError("gate.effective is at least 1.")
+            raise ConfigError("gate.effective must be at least 1.")
         if self.starts < 2 or not 0 < self.holdout < 1 or self.steps < 1:
-            raise ConfigError("gate: starts is at least 2, steps at least 1, holdout in (0, 1).")
+            raise ConfigError("gate: starts must be at least 2, steps at least 1, and holdout in (0, 1).")
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,7 @@ class BakeoffSection:
 
     def __post_init__(self) -> None:
         if self.episodes < 1 or self.threshold < 0:
-            raise ConfigError("bakeoff.episodes is at least 1, bakeoff.threshold at least 0.")
+            raise ConfigError("bakeoff.episodes must be at least 1, and bakeoff.threshold at least 0.")
 
 
 @dataclass(frozen=True)

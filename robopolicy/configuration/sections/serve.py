@@ -32,21 +32,23 @@ class DriveSection(AttachedRobot, RobotSettings, ServerAddress):
         """Raise ConfigError for settings that cannot drive a robot, and LeRobot-only settings without drive.robot."""
         super().__post_init__()
         if self.episodes < 1:
-            raise ConfigError(f"drive.episodes is {self.episodes}: at least 1.")
+            raise ConfigError(f"drive.episodes={self.episodes} must be at least 1.")
         if not (math.isfinite(self.rate) and (self.rate >= 0 or self.rate == -1)):
-            raise ConfigError(f"drive.rate is {self.rate:g}: more than 0, 0 for the policy's own, or -1 for no clock.")
+            raise ConfigError(
+                f"drive.rate={self.rate:g} must be above 0, 0 (the policy's own rate) or -1 (as fast as possible)."
+            )
         if not self.robot:
             plain = AttachedRobot()
             names = [each.name for each in fields(AttachedRobot)]
             robot_settings = [f"drive.{name}" for name in names if getattr(self, name) != getattr(plain, name)]
             if robot_settings:
                 raise ConfigError(
-                    f"{', '.join(robot_settings)}: of a robot that is attached (drive.robot=TYPE), and the simulated "
-                    f"one that is driven without does not know what to do with it. Leave it out."
+                    f"{', '.join(robot_settings)} apply only to a LeRobot robot (drive.robot=TYPE), not to the "
+                    "simulated robot: unset them."
                 )
             return
         if self.rate < 0:
-            raise ConfigError("drive.rate=-1 is for simulated robots: one that is attached runs by the clock.")
+            raise ConfigError("drive.rate=-1 is only for simulated robots: a LeRobot robot needs a fixed control rate.")
         for name in ("seconds", "answers_within", "camera_age"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"drive.{name} is {getattr(self, name):g}: more than 0 seconds.")
+                raise ConfigError(f"drive.{name}={getattr(self, name):g} must be more than 0 seconds.")

@@ -64,9 +64,9 @@ class PipelineSection:
         stages: Mapping[str, object] = self.stages
         for name, stage in stages.items():
             if isinstance(stage, str) or not stage:
-                raise ConfigError(f"pipeline.stages.{name} is a list: its verb, then its settings.")
+                raise ConfigError(f"pipeline.stages.{name} must be a list: its verb, then its settings.")
             if not name.isidentifier() or name == "seed":
-                raise ConfigError(f"pipeline.stages: '{name}' names a folder and stands in braces: letters, digits, _.")
+                raise ConfigError(f"pipeline.stages: '{name}' is used as a folder name: use letters, digits and _.")
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class WorldModelSection(Tagged):
     def __post_init__(self) -> None:
         """Raise ConfigError, before data is collected, for an empty validation set or a missing success head."""
         if self.validation_episodes < 1 or self.validation_steps < 2:
-            raise ConfigError("validation_episodes must be at least 1, and validation_steps 2.")
+            raise ConfigError("validation_episodes must be at least 1, and validation_steps at least 2.")
         head = str(getattr(self.config, SETTING, ""))
         if is_dotted(head):
             SUCCESS_HEADS.load(head)
@@ -123,13 +123,15 @@ class ImagineSection:
     def __post_init__(self):
         if self.near_base < 0 or self.tighten < 1 or self.patience < 0:
             raise ConfigError(
-                f"imagine.near_base={self.near_base} and imagine.patience={self.patience} are at least 0, "
+                f"imagine.near_base={self.near_base} and imagine.patience={self.patience} must be at least 0, and "
                 f"imagine.tighten={self.tighten} at least 1."
             )
         if self.gap is not None and self.gap <= 0:
-            raise ConfigError(f"imagine.gap is {self.gap}: use a share of episodes such as 0.2, or null for never.")
+            raise ConfigError(
+                f"imagine.gap={self.gap} must be a fraction of episodes such as 0.2, or null to disable it."
+            )
         if min(self.watch, self.refresh_every) < 0 or min(self.refresh_episodes, self.rounds, self.synthetic) < 1:
-            raise ConfigError("imagine: watch and refresh_every are at least 0, counts at least 1.")
+            raise ConfigError("imagine: watch and refresh_every must be at least 0, counts at least 1.")
 
 
 @dataclass(frozen=True)

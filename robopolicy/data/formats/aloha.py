@@ -46,7 +46,7 @@ class Aloha(DatasetFormat):
         """See `DatasetFormat`."""
         files, lengths = _files(path), []
         if not files:
-            raise DataError(f"{path} has no episode_0.hdf5.")
+            raise DataError(f"{path} has no file episode_0.hdf5.")
         with opened(files[0]) as file:
             columns = _columns(file, files[0])
         with progress("checking episodes", len(files)) as advance:
@@ -62,7 +62,8 @@ class Aloha(DatasetFormat):
         if encoded:
             cameras = ",".join(key.removeprefix(_IMAGES) for key in encoded)
             source.notes = (
-                f"Pictures are decoded as JPEG files say. If red and blue come out swapped: convert.bgr=[{cameras}].",
+                "Images are decoded with the colour order of JPEG. If red and blue are swapped, set "
+                f"convert.bgr=[{cameras}].",
             )
         yield source
 
@@ -93,6 +94,6 @@ def _require_length(file: Any, key: str, path: Path, length: int) -> None:
     rows = array(file, key, path).shape[0]
     if rows != length:
         raise DataError(
-            f"{path}: '{key}' has {rows} rows and 'action' {length}, so pictures, states and actions would not belong "
-            "together. Move that file out of the folder, or record it again."
+            f"{path}: '{key}' has {rows} rows but 'action' has {length}, so images, states and actions would not be "
+            "aligned. Move that file out of the folder, or record it again."
         )

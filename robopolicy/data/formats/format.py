@@ -120,16 +120,16 @@ def what_it_is(path: Path) -> str:
     try:
         dataset_format = format_of(path)
     except ConfigError as error:  # a package is missing
-        return f"{path}: {error} Then convert it: {command(path)}"
+        return f"{path}: {error} Then convert the dataset: {command(path)}"
     if dataset_format is None:
         return ""
-    prefix = f"{path} is a dataset of another format, {dataset_format.title}"
+    prefix = f"{path} is a dataset in another format, {dataset_format.title}"
     try:
         with reading(path), dataset_format.open(path) as source:
             rate = "" if source.fps else " (convert.fps: the rate at which it was recorded)"
             return f"{prefix}. Convert it{rate}: {command(path, source)}"
     except DataError as error:
-        raise DataError(f"{prefix}, and cannot be converted as it is: {error}") from error
+        raise DataError(f"{prefix}, and it cannot be converted as it is: {error}") from error
 
 
 def command(path: Path, source: Source | None = None) -> str:

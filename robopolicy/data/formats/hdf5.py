@@ -26,7 +26,7 @@ type Group = Any
 type Dataset = Any
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".hdf5", ".h5", ".hdf")
-ENCODED = "encoded pictures"
+ENCODED = "encoded images"
 """Type of a column whose rows are JPEG or PNG files."""
 LARGEST_TEXT = 2**24
 
@@ -47,7 +47,7 @@ def opened(path: Path) -> Generator[Group]:
         file = h5py.File(path, "r", locking=False)
     except OSError as error:
         raise DataError(
-            f"{path} is a damaged or truncated HDF5 file ({in_one_line(error, 160)}): copy it again, or record anew."
+            f"{path} is a damaged or truncated HDF5 file ({in_one_line(error, 160)}): copy it again, or record again."
         ) from error
     with file:
         yield file
@@ -61,10 +61,10 @@ def member(group: Group, key: str, path: Path) -> Any:
     for name in key.split("/"):
         link = node.get(name, getlink=True) if isinstance(node, h5py.Group) and name in node.keys() else None  # noqa: SIM118
         if link is None:
-            raise DataError(f"{path} has no '{group.name.rstrip('/')}/{key}', which others of its episodes have.")
+            raise DataError(f"{path} has no '{group.name.rstrip('/')}/{key}', which its other episodes have.")
         if not isinstance(link, h5py.HardLink):
             raise DataError(
-                f"{path}: '{group.name.rstrip('/')}/{key}' is a link ({type(link).__name__}), which may lead out of "
+                f"{path}: '{group.name.rstrip('/')}/{key}' is a link ({type(link).__name__}) that may point outside "
                 "the file: it is not read. Copy the data into the file."
             )
         node = node[name]
@@ -91,9 +91,11 @@ def array(group: Group, key: str, path: Path) -> Dataset:
 
     dataset = member(group, key, path)
     if not isinstance(dataset, h5py.Dataset):
-        raise DataError(f"{path}: '{dataset.name}' is a group, and an array is expected.")
+        raise DataError(f"{path}: '{dataset.name}' is a group, but an array is expected.")
     if dataset.is_virtual or dataset.external:
-        raise DataError(f"{path}: '{dataset.name}' lies in other files: it is not read. Copy the data into the file.")
+        raise DataError(
+            f"{path}: '{dataset.name}' is stored in other files: it is not read. Copy the data into the file."
+        )
     if dataset.shape is None or not dataset.size:
         return dataset
     size, chunk = dataset.dtype.itemsize, dataset.chunks
@@ -105,8 +107,9 @@ def array(group: Group, key: str, path: Path) -> Dataset:
         stored_size = dataset.id.get_num_chunks()
     if stored_size < full_size:
         raise DataError(
-            f"{path}: '{dataset.name}' promises {list(dataset.shape)} and only {stored_size / full_size:.0%} of it was "
-            f"ever written: its recording broke off. Leave that episode out, or restore the file from a copy."
+            f"{path}: '{dataset.name}' is declared with shape {list(dataset.shape)}, but only "
+            f"{stored_size / full_size:.0%} of it was written: the recording was interrupted. Exclude that episode, "
+            "or restore the file from a copy."
         )
     return dataset
 
@@ -138,7 +141,7 @@ def lengths_of(group: Group, names: Sequence[str], key: str, promise: str, path:
         expected = group[name].attrs.get(promise, length)
         if int(expected) != length:
             place = f"{group.name}/{name}".lstrip("/")
-            raise DataError(f"{path}: '{place}' promises {expected} steps and holds {length} {key}.")
+            raise DataError(f"{path}: '{place}' declares {expected} steps but contains {length} {key}.")
     return lengths
 
 
@@ -228,7 +231,7 @@ class Hdf5Source(Source):
         """See `Source`."""
         arrays: dict[str, np.ndarray] = {}
         path, name = self.places[episode]
-        with self.group(episode) as group, reading(path, f"Leave {name or 'that episode'} out"):
+        with self.group(episode) as group, reading(path, f"Exclude {name or 'that episode'}"):
             for key in keys:
                 dataset = array(group, key, path)
                 size = math.prod((*dataset.shape[:1], *self.columns[key].shape))
@@ -237,7 +240,7 @@ class Hdf5Source(Source):
                 if self.columns[key].dtype == ENCODED:
                     rows = [decoded(_row(dataset, row), path, f"'{key}', frame {row},") for row in range(len(dataset))]
                     if len({row.shape for row in rows}) > 1:
-                        raise DataError(f"{path}: '{dataset.name}' has pictures of several sizes.")
+                        raise DataError(f"{path}: '{dataset.name}' contains images of several sizes.")
                     arrays[key] = np.stack(rows)
                     continue
                 values = dataset[()]
@@ -268,5 +271,5 @@ def object_of(value: Any, path: Path, what: str) -> dict[str, Any]:
     try:
         content = json.loads(text[:LARGEST_TEXT])
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: the attribute {what} is no JSON ({in_one_line(error, 80)}).") from error
+        raise DataError(f"{path}: the attribute {what} is not JSON ({in_one_line(error, 80)}).") from error
     return content if isinstance(content, dict) else {}

@@ -78,13 +78,15 @@ def _part(text: str, columns: Mapping[str, Column], where: object) -> Part:
     match = re.fullmatch(r"(.+)\[(\d*):(\d*)\]", text)
     key = match[1] if match else text
     if key not in columns:
-        raise ConfigError(f"convert.map names '{key}', which {where} has not.{did_you_mean(key, columns)}")
+        raise ConfigError(
+            f"convert.map contains '{key}', which is not a column of {where}.{did_you_mean(key, columns)}"
+        )
     if not match:
         return Part(key)
     size = _size(columns[key])
     first, last = int(match[2] or 0), int(match[3] or size)
     if is_picture(columns[key]) or not first < last <= size:
-        raise ConfigError(f"convert.map: '{text}' is no part of a vector of {size} elements.")
+        raise ConfigError(f"convert.map: '{text}' is not a valid slice of a vector of {size} elements.")
     return Part(key, first, last)
 
 
@@ -93,9 +95,9 @@ def _targets(key: str, value: Any) -> tuple[str, ...]:
     for name in names:
         if not (isinstance(name, str) and (name in (ACTION, *OUTCOMES) or re.fullmatch(r"observation\.[\w.]+", name))):
             raise ConfigError(
-                f"convert.map: '{key}' cannot become '{name}': names are action, observation.state, "
+                f"convert.map: '{key}' cannot be converted to '{name}': valid names are action, observation.state, "
                 "observation.environment_state, observation.images.CAMERA, any other observation.NAME, "
-                f"{', '.join(OUTCOMES)}, or null to leave it out."
+                f"{', '.join(OUTCOMES)}, or null to drop the column."
             )
     return names
 
@@ -140,24 +142,28 @@ def _one_picture_each(found: ColumnMap, columns: Mapping[str, Column]) -> Column
 def _require_fitting(found: ColumnMap, columns: Mapping[str, Column], where: object) -> None:
     listing = ", ".join(f"{key} ({in_words(column)})" for key, column in columns.items())
     if ACTION not in found:
-        raise DataError(f'{where}: which column holds actions? Set "convert.map={{KEY: action}}". It has {listing}.')
+        raise DataError(
+            f'{where}: the action column is unknown. Set "convert.map={{KEY: action}}". The columns are {listing}.'
+        )
     if not any(target.startswith("observation.") for target in found):
         raise DataError(
-            f'{where}: which column is observed? Set "convert.map={{KEY: observation.state}}". It has {listing}.'
+            f'{where}: the observation column is unknown. Set "convert.map={{KEY: observation.state}}". The '
+            f"columns are {listing}."
         )
     for target, parts in found.items():
         pictures = [is_picture(columns[part.key]) for part in parts]
         names, key = ", ".join(map(str, parts)), next(part.key for part in parts)
         if any(pictures) and (len(parts) > 1 or not target.startswith(IMAGE_PREFIX)):
             raise ConfigError(
-                f"convert.map: {names} would become '{target}', and a picture is one camera: observation.images.NAME."
+                f"convert.map: {names} would all become '{target}', but each image needs a camera name: "
+                "observation.images.NAME."
             )
         if target.startswith(IMAGE_PREFIX) and not any(pictures):
             raise ConfigError(
-                f"convert.map: '{names}' is no picture ({in_words(columns[key])}), and '{target}' is a camera."
+                f"convert.map: '{names}' is not an image ({in_words(columns[key])}), but '{target}' is a camera."
             )
         if target in OUTCOMES and sum(size_of(part, columns) for part in parts) != 1:
-            raise ConfigError(f"convert.map: '{target}' is one number a step, and {names} are more.")
+            raise ConfigError(f"convert.map: '{target}' is one number per step, but {names} have more.")
 
 
 def size_of(part: Part, columns: Mapping[str, Column]) -> int:
@@ -189,7 +195,7 @@ def _size(column: Column) -> int:
 def in_words(column: Column) -> str:
     """Return what a column holds: "float64 [7]", "pictures uint8 [84, 84, 3]"."""
     kind = "" if column.dtype == ENCODED else f" {column.dtype}"
-    return f"pictures{kind} {list(column.shape)}" if is_picture(column) else f"{column.dtype} {list(column.shape)}"
+    return f"images{kind} {list(column.shape)}" if is_picture(column) else f"{column.dtype} {list(column.shape)}"
 
 
 def table(columns: Mapping[str, Column], found: ColumnMap) -> list[list[str]]:
@@ -202,5 +208,5 @@ def table(columns: Mapping[str, Column], found: ColumnMap) -> list[list[str]]:
             for part in parts
             if part.key == key
         ]
-        lines.append([key, in_words(column), ", ".join(becomes) or "left out"])
+        lines.append([key, in_words(column), ", ".join(becomes) or "dropped"])
     return lines

@@ -52,13 +52,13 @@ class Minari(DatasetFormat):
         file_path = _main_file(path)
         if file_path is None:
             raise DataError(
-                f"{path} stores its episodes as arrow, which is not read: let Minari write them as HDF5 "
+                f"{path} stores its episodes as arrow, which is not supported: let Minari write them as HDF5 "
                 '(data_format="hdf5").'
             )
         with opened(file_path) as file:
             names = numbered(file, r"episode_(\d+)")
             if not names:
-                raise DataError(f"{file_path} holds no episode: it has no group 'episode_0'.")
+                raise DataError(f"{file_path} contains no episode: it has no group 'episode_0'.")
             _require_all(path, len(names))
             lengths = lengths_of(file, names, "rewards", "total_steps", file_path)
             columns = _columns(member(file, names[0], file_path), file_path)
@@ -111,7 +111,7 @@ def _require_all(path: Path, count: int) -> None:
         if file.is_file():
             total = read_object(file, DataError).get("total_episodes", count)
             if total != count:
-                raise DataError(f"{file} promises {total} episodes and there are {count}: the copy is incomplete.")
+                raise DataError(f"{file} declares {total} episodes but there are {count}: the copy is incomplete.")
 
 
 def _columns(group: Any, path: Path) -> dict[str, Column]:

@@ -71,13 +71,17 @@ class _Member:
         self.shape: tuple[int, ...] = shape
         key = name.removesuffix(".npy")
         if self.dtype.hasobject:
-            raise DataError(f"{path}: '{key}' holds Python objects, which are never read: they can run any code.")
+            raise DataError(
+                f"{path}: '{key}' contains Python objects, which are never read, because they can run any code."
+            )
         if fortran and len(shape) > 1:
-            raise DataError(f"{path}: '{key}' stands in Fortran's order: save np.ascontiguousarray of it.")
+            raise DataError(f"{path}: '{key}' is stored in Fortran order: save np.ascontiguousarray of it.")
         self.row = int(np.prod(shape[1:], dtype=object)) * self.dtype.itemsize
         full_size = self.head + self.row * (shape[0] if shape else 1)
         if full_size != archive.getinfo(name).file_size:
-            raise DataError(f"{path}: '{key}' promises {list(shape)} {self.dtype} and holds another number of bytes.")
+            raise DataError(
+                f"{path}: '{key}' declares {list(shape)} {self.dtype} but contains another number of bytes."
+            )
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Return rows [last - first, *shape]."""
@@ -138,7 +142,9 @@ class _NpzSource(Source):
             if key not in (*self.members, *bookkeeping, "fps", "task") and each.shape
         ]
         if other:
-            self.notes = (f"These arrays have no row for each of {steps} steps, and are left out: {', '.join(other)}.",)
+            self.notes = (
+                f"These arrays do not have one row for each of {steps} steps and are ignored: {', '.join(other)}.",
+            )
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
         """See `Source`."""
@@ -156,9 +162,7 @@ def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
     def numbers(name: str) -> np.ndarray:
         each = members[name]
         if len(each.shape) > 2 or each.dtype.kind not in "biuf" or each.row > 8:
-            raise DataError(
-                f"{path}: '{name}' is {each.dtype} {list(each.shape)}, not a number for each episode or step."
-            )
+            raise DataError(f"{path}: '{name}' is {each.dtype} {list(each.shape)}, not one number per episode or step.")
         return each.whole().reshape(-1)
 
     ends: np.ndarray | None = None
@@ -177,11 +181,11 @@ def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
             ends = np.flatnonzero(ending) + 1
     if ends is None:
         raise DataError(
-            f"{path} does not say where its episodes end: add an array 'episode_ends' [E], the number of steps up to "
-            f"the end of each. It has {', '.join(members)}."
+            f"{path} does not define where its episodes end: add an array 'episode_ends' [E], the number of steps up "
+            f"to the end of each episode. The file contains {', '.join(members)}."
         )
     if not len(ends) or ends[-1] != steps or (np.diff(ends, prepend=0) < 1).any():
-        raise DataError(f"{path}: its episodes end after {ends[-3:].tolist()} of {steps} steps, which cannot be.")
+        raise DataError(f"{path}: its episodes end after {ends[-3:].tolist()} of {steps} steps, which is invalid.")
     return ends
 
 
@@ -199,7 +203,7 @@ def _tasks(member: _Member | None, count: int, path: Path) -> tuple[str, ...]:
             str(text.decode() if isinstance(text, bytes) else text) for text in member.whole().reshape(-1).tolist()
         ]
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: 'task' is no text ({in_one_line(error, 60)}).") from error
+        raise DataError(f"{path}: 'task' is not a text ({in_one_line(error, 60)}).") from error
     if len(texts) not in (1, count):
-        raise DataError(f"{path}: 'task' has {len(texts)} texts and there are {count} episodes.")
+        raise DataError(f"{path}: 'task' has {len(texts)} texts, but there are {count} episodes.")
     return tuple(texts * count if len(texts) == 1 else texts)

@@ -38,7 +38,7 @@ class OlderLeRobot(DatasetFormat):
         version = _version(path)
         if version.startswith(("v1", "1.")):
             raise DataError(
-                f"{path} is a LeRobotDataset {version}, which is not read: let LeRobot 0.3 write it as v2 "
+                f"{path} is a LeRobotDataset {version}, which is not supported: let LeRobot 0.3 write it as v2 "
                 "(lerobot/datasets/v2/convert_dataset_v1_to_v2.py), then convert that."
             )
         yield _OlderSource(path, version)
@@ -66,7 +66,7 @@ class _OlderSource(Source):
         self.lengths = tuple(row["length"] for row in rows)
         self.tasks = tuple(row["task"] for row in rows)
         if several := sum(row["tasks"] > 1 for row in rows):
-            self.notes = (f"{several} of {len(rows)} episodes change their task on the way: their first is kept.",)
+            self.notes = (f"{several} of {len(rows)} episodes change their task: only the first task of each is kept.",)
         self.features: Mapping[str, Any] = self.information["features"]
         columns = {key: _column(path, key, feature) for key, feature in self.features.items() if key not in _OWN}
         self.columns = {key: column for key, column in columns.items() if column is not None}
@@ -80,7 +80,7 @@ class _OlderSource(Source):
         with pq.ParquetFile(path) as file:
             missing_columns = set(in_table) - set(file.schema_arrow.names)
             if missing_columns:
-                raise DataError(f"{path} lacks the column '{min(missing_columns)}' that meta/info.json promises.")
+                raise DataError(f"{path} lacks the column '{min(missing_columns)}', which meta/info.json declares.")
             check_columns(file, path, {key: self.features[key] for key in in_table})
             rows = file.metadata.num_rows
         for key in keys:
@@ -126,7 +126,7 @@ class _OlderSource(Source):
                 frames = np.empty((length, *frame.shape), np.uint8)
             frames[count - 1] = frame
         if frames is None or count != length:
-            raise DataError(f"{path} has {count} frames and the episode {length} steps. Leave that episode out.")
+            raise DataError(f"{path} has {count} frames but the episode has {length} steps. Exclude that episode.")
         return frames
 
     def _file(self, episode: int, template: str, key: str) -> Path:
@@ -146,7 +146,7 @@ def _episodes(path: Path, information: Mapping[str, Any]) -> list[dict[str, Any]
     rows = read_json_lines(file_within(path, "meta/episodes.jsonl", "The list of episodes"))
     total = information.get("total_episodes", len(rows))
     if len(rows) != total or not rows:
-        raise DataError(f"{path}/meta/episodes.jsonl lists {len(rows)} episodes, and meta/info.json promises {total}.")
+        raise DataError(f"{path}/meta/episodes.jsonl lists {len(rows)} episodes, but meta/info.json declares {total}.")
     episodes: list[dict[str, Any]] = []
     for row in rows:
         number, length = row.get("episode_index"), row.get("length")

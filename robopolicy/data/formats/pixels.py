@@ -73,8 +73,8 @@ class Pictures:
         if not (low >= -_SLACK and high * self.scale <= 255 * (1 + _SLACK)):  # NaN is neither
             expected = "0 to 1" if self.scale > 1 else "0 to 255"
             raise DataError(
-                f"{what} holds pixels from {low:g} to {high:g}, and others of this column {expected}: write all "
-                "of them as uint8."
+                f"{what} contains pixels from {low:g} to {high:g}, but other images of this column {expected}: write "
+                "all of them as uint8."
             )
         return np.clip(np.rint(values * self.scale), 0, 255).astype(np.uint8)
 
@@ -88,7 +88,7 @@ def scale_of(samples: Sequence[np.ndarray], what: str) -> float:
     high = max((float(each.max()) for each in samples if each.size), default=0.0)
     if 1 + _SLACK < high < DARKEST:
         raise DataError(
-            f"{what} holds pixels up to {high:g}, which are neither from 0 to 1 nor from 0 to 255: write them as uint8."
+            f"{what} contains pixels up to {high:g}, which are in neither 0 to 1 nor 0 to 255: write them as uint8."
         )
     return 255.0 if high <= 1 + _SLACK else 1.0
 
@@ -100,12 +100,14 @@ def decoded(data: bytes, path: Path, what: str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             if max(image.size) > LARGEST_SIDE:
-                raise DataError(f"{path}: {what} has {image.width} x {image.height} pixels: it is not read.")
+                raise DataError(
+                    f"{path}: {what} has {image.width} x {image.height} pixels, which is too large: it is not read."
+                )
             return np.asarray(image.convert("RGB"))
     except DataError:
         raise
     except Exception as error:  # PIL's decoders raise whatever they stumble over
         raise DataError(
-            f"{path}: {what} is damaged, or no {' or '.join(IMAGE_FORMATS)} ({in_one_line(error, 80)}). Leave that "
-            "episode out, or restore the file from a copy."
+            f"{path}: {what} is damaged, or not {' or '.join(IMAGE_FORMATS)} ({in_one_line(error, 80)}). Exclude "
+            "that episode, or restore the file from a copy."
         ) from error

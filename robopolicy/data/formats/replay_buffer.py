@@ -73,9 +73,7 @@ class _ReplayBufferSource(Source):
         short = {key: each.shape[0] for key, each in self.arrays.items() if each.shape[0] != self.ends[-1]}
         if short:
             key, rows = next(iter(short.items()))
-            raise DataError(
-                f"{path}: '{key}' has {rows} rows, and {ENDS} ends at {self.ends[-1]}: they do not belong together."
-            )
+            raise DataError(f"{path}: '{key}' has {rows} rows, but {ENDS} ends at {self.ends[-1]}: they do not match.")
         self.notes = _missing(path, self.arrays)
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
@@ -97,25 +95,25 @@ class _ReplayBufferSource(Source):
 def _episode_ends(path: Path, root: Any) -> np.ndarray:
     if ENDS not in root:
         raise DataError(
-            f"{path} is a zarr without '{ENDS}' [E], which says where each episode ends, so it cannot be cut into "
-            "episodes: let diffusion_policy's ReplayBuffer write it."
+            f"{path} is a zarr without '{ENDS}' [E], which defines where each episode ends, so it cannot be split "
+            "into episodes: let diffusion_policy's ReplayBuffer write it."
         )
     array = root[ENDS]
     if array.ndim != 1 or array.dtype.kind not in "iu" or not 0 < array.shape[0] <= MOST_EPISODES:
-        raise DataError(
-            f"{path}: '{ENDS}' is {array.dtype} {list(array.shape)}, not one whole number for each episode."
-        )
+        raise DataError(f"{path}: '{ENDS}' is {array.dtype} {list(array.shape)}, not one integer per episode.")
     _require_plain(path, ENDS, array)
     ends = np.asarray(array[:]).astype(np.int64)
     if (np.diff(ends, prepend=0) < 1).any():
-        raise DataError(f"{path}: '{ENDS}' does not grow from episode to episode.")
+        raise DataError(f"{path}: '{ENDS}' does not increase from episode to episode.")
     return ends
 
 
 def _arrays(path: Path, root: Any) -> dict[str, Any]:
     """Return the arrays below `data` by key, "data/obs/state" for nested ones."""
     if "data" not in root:
-        raise DataError(f"{path} is a zarr without a group 'data': diffusion_policy keeps action, state and img there.")
+        raise DataError(
+            f"{path} is a zarr without a group 'data', in which diffusion_policy stores action, state and img."
+        )
     arrays: dict[str, Any] = {}
     waiting = [("data", root["data"])]
     while waiting:
@@ -132,7 +130,9 @@ def _arrays(path: Path, root: Any) -> dict[str, Any]:
 def _require_plain(path: Path, key: str, array: Any) -> None:
     """Raise DataError on an array of objects, and on a chunk that does not fit into memory."""
     if array.dtype.hasobject:
-        raise DataError(f"{path}: '{key}' holds Python objects, which are never read: they can run any code.")
+        raise DataError(
+            f"{path}: '{key}' contains Python objects, which are never read, because they can run any code."
+        )
     if array.ndim:
         require_room(path, f"a chunk of '{key}'", math.prod(array.chunks) * array.dtype.itemsize)
 
@@ -154,11 +154,12 @@ def _missing(path: Path, arrays: Mapping[str, Any]) -> tuple[str, ...]:
     for key, array in arrays.items():
         chunk_count = int(array.nchunks_initialized)
         if not chunk_count:
-            raise DataError(f"{path}: of '{key}' no chunk is there: the copy is incomplete.")
+            raise DataError(f"{path}: all chunks of '{key}' are missing: the copy is incomplete.")
         if chunk_count < array.nchunks:
             warnings.append(
-                f"Of '{key}' {array.nchunks - chunk_count} of {array.nchunks} chunks are not stored: they are read as "
-                f"{array.fill_value}, which zarr leaves out on purpose, or were lost in a copy."
+                f"{array.nchunks - chunk_count} of {array.nchunks} chunks of '{key}' are not stored and are read as "
+                f"{array.fill_value}: either zarr omitted them on purpose because they contain only this value, or "
+                "they were lost in a copy."
             )
     return tuple(warnings)
 
@@ -168,7 +169,9 @@ def _require_inside(path: Path) -> None:
     if path.is_dir():
         for item in path.rglob("*"):
             if item.is_symlink() and not item.resolve().is_relative_to(path.resolve()):
-                raise DataError(f"{path}: {item.relative_to(path)} is a link out of the folder: it is not read.")
+                raise DataError(
+                    f"{path}: {item.relative_to(path)} is a link to a place outside the folder: it is not read."
+                )
         described = [item.read_bytes()[: 2**20] for item in path.rglob("*") if item.name in (".zarray", "zarr.json")]
     else:
         with zipfile.ZipFile(path) as archive:
@@ -178,7 +181,8 @@ def _require_inside(path: Path) -> None:
         codecs = _codecs(text, path)
         if pickled_codecs := sorted(set(_PICKLED) & codecs):
             raise DataError(
-                f"{path} holds Python objects (codec {pickled_codecs[0]}), which are never read: they can run any code."
+                f"{path} contains Python objects (codec {pickled_codecs[0]}), which are never read, because they "
+                "can run any code."
             )
         if any(name.startswith("imagecodecs_") for name in codecs):
             require_extra("imagecodecs", "convert")
@@ -192,7 +196,7 @@ def _codecs(text: bytes, path: Path) -> set[str]:
     try:
         waiting: list[Any] = [json.loads(text)]
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: the description of an array is no JSON ({in_one_line(error, 80)}).") from error
+        raise DataError(f"{path}: the description of an array is not JSON ({in_one_line(error, 80)}).") from error
     names: set[str] = set()
     while waiting:
         item = waiting.pop()

@@ -58,7 +58,7 @@ class Robomimic(DatasetFormat):
             data = member(file, "data", path)
             names = numbered(data, _EPISODE)
             if not names:
-                raise DataError(f"{path} holds no episode: its group 'data' has no 'demo_0'.")
+                raise DataError(f"{path} contains no episode: its group 'data' has no 'demo_0'.")
             env_args = object_of(data.attrs.get("env_args"), path, "env_args")
             lengths = lengths_of(data, names, "actions", "num_samples", path)
             columns = _columns(member(data, names[0], path), path, upside_down=_upside_down(data.attrs))
@@ -86,8 +86,8 @@ def _columns(group: Any, path: Path, upside_down: bool) -> dict[str, Column]:
     columns |= {key: replace(columns[key], upside_down=upside_down) for key in cameras}
     if not any(key.startswith("obs/") for key in columns):
         raise DataError(
-            f"{path} holds simulator states and no observations: let robomimic's scripts/dataset_states_to_obs.py "
-            "write them, then convert its file."
+            f"{path} contains simulator states but no observations: create them with robomimic's "
+            "scripts/dataset_states_to_obs.py, then convert the file that it writes."
         )
     return columns
 
@@ -134,5 +134,5 @@ def _task(data: Mapping[str, Any], episode: Mapping[str, Any], path: Path) -> st
 def _notes(attributes: Mapping[str, Any], columns: Mapping[str, Column]) -> tuple[str, ...]:
     cameras = [key for key, column in columns.items() if column.upside_down]
     if cameras:
-        return (f"{', '.join(cameras)} are stored upside down (OpenGL) and are turned upright.",)
+        return (f"{', '.join(cameras)} are stored upside down (OpenGL) and are flipped.",)
     return ()
