@@ -91,7 +91,7 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
             ["collect", "collect.chains=true", "collect.policy=a", "plan.model=b"],
             "planning (plan.model) does not provide",
         ),
-        (["gate", "a", "b", "gate.effective=0"], "are at least 1"),
+        (["gate", "a", "b", "gate.effective=0"], "at least 1"),
     ],
 )
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):

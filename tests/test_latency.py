@@ -157,7 +157,7 @@ def test_a_teacher_that_looks_ahead_teaches_there(tmp_path):
 
 def test_a_delay_of_no_sense_is_refused(tmp_path, capsys):
     assert main(["collect", *SMALL, "world.options.latency_steps=-2", f"run.root={tmp_path}"]) == 2
-    assert "latency_steps is -2: it must be 0 or more control steps" in capsys.readouterr().err
+    assert "latency_steps is -2: it must be an integer from 0 to 1000" in capsys.readouterr().err
 
 
 def test_a_policy_that_does_not_see_what_is_underway_is_warned_of():

@@ -384,7 +384,7 @@ def test_what_help_folds_is_shown_when_asked_for(capsys):
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_help_gives_every_setting_its_value_and_its_meaning(width):
-    values = {"[low,medium,high,random]": "Levels of action noise", "100000": "Control steps of training data"}
+    values = {"[low,medium,high,random]": "Action noise levels", "100000": "Number of control steps of training data"}
     text = " ".join(helped("worldmodel", width).split())
     for value, meaning in values.items():
         assert f"{value} {meaning}" in text

@@ -97,10 +97,12 @@ class RunFolder:
 
     def rewind(self, key: str, last: int) -> None:
         """Drop metric lines whose `key` exceeds `last`: those logged by a killed run after its last checkpoint."""
-        if not (self.path / "metrics.jsonl").exists():
+        path = self.path / "metrics.jsonl"
+        if not path.exists():
             return
-        records = [record for record in self.metrics() if record.get(key, last) <= last]
-        write_atomic(self.path / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+        with reading(path):
+            records = [record for record in self.metrics() if record.get(key, last) <= last]
+        write_atomic(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Read metrics.jsonl; a half-written last line (killed run) is ignored, any other bad line raises."""

@@ -52,7 +52,7 @@ class Delay:
 
     def __post_init__(self) -> None:
         if self.steps < 0:
-            raise ConfigError(f"latency_steps is {self.steps}: it must be 0 or more control steps.")
+            raise ConfigError(f"latency_steps is {self.steps}: it must be a whole number of control steps, 0 or more.")
 
     def still(self, action: Field, plan: Tensor, last: Tensor | None = None) -> Tensor:
         """Return the hold actions [B, d, A] of robots waiting for `plan` [B, P, A].

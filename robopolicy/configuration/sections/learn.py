@@ -44,9 +44,7 @@ class TrainSection(PretrainConfig):
     encoder: Path | None = None
     """World model whose latent the policy reads (for imagine)."""
     rename: dict[str, str] = field(default_factory=dict)
-    """Mapping from names of dataset columns and elements to the names under which they are read: {image:
-    observation.images.image, state: observation.state, actions: action, motor_0: x}. It is saved in the checkpoint.
-    """
+    """New names of dataset columns or elements: {image: observation.images.top, motor_0: x}; kept in the checkpoint."""
     episodes: Natural | tuple[Natural, ...] = 0
     """Episodes of `data` to use: a list such as [0,2,5], or the number of first episodes; 0 for all."""
     without: tuple[Natural, ...] = ()
