@@ -172,7 +172,7 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     """
     folder, settings = open_folder(run_path(config, verb)), to_yaml(config, sections)
     config_file = folder.path / "config.yaml"
-    if config_file.exists() and config_file.read_text() != settings:
+    if config_file.exists() and config_file.read_text() != settings and not _is_saved_in(config_file, config, sections):
         if is_complete(folder.path):
             output.print(
                 f"{folder.path} contains a run with other settings, which this run replaces; run.name=NAME keeps both.",
@@ -185,6 +185,15 @@ def open_fresh_run(config: Config, verb: str, sections: tuple[str, ...]) -> RunF
     begin(folder.path)
     _follow(folder, config, verb, sections)
     return folder
+
+
+def _is_saved_in(path: Path, config: Config, sections: Sequence[str]) -> bool:
+    """Whether a config.yaml has these settings, perhaps under former names of an earlier version."""
+    try:
+        earlier = from_plain(Config, read_yaml(path))
+    except ConfigError:
+        return False
+    return all(to_plain(getattr(earlier, name)) == to_plain(getattr(config, name)) for name in sections)
 
 
 def _say_other_ground(folder: RunFolder, threads: int) -> None:

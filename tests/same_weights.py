@@ -33,7 +33,7 @@ CRITIC = (
     "offline.improve.steps=10",
     "offline.improve.candidates=2",
 )
-GATE = ("gate.judges=[fqe]", "gate.steps=20", "gate.starts=4", "gate.holdout=0.5")
+GATE = ("gate.evaluators=[fqe]", "gate.steps=20", "gate.num_states=4", "gate.holdout=0.5")
 JOBS = {
     "collect": ("collect", *PUSH_T),
     "train": ("train", *PUSH_T),
@@ -43,7 +43,13 @@ JOBS = {
     "finetune tokens": ("finetune", *TOKENS),
     "ensemble": ("worldmodel", *PUSH_T, f"worldmodel.data=[{DATA}]", "worldmodel.config.members=2"),
     "rssm": ("worldmodel", *PUSH_T, f"worldmodel.data=[{DATA}]", *RSSM),
-    "imagine": ("imagine", *PUSH_T, f"imagine.model={ENSEMBLE}", "finetune.iterations=5", "imagine.watch=8"),
+    "imagine": (
+        "imagine",
+        *PUSH_T,
+        f"imagine.model={ENSEMBLE}",
+        "finetune.iterations=5",
+        "imagine.real_eval_episodes=8",
+    ),
     "offline": ("offline", *PUSH_T, f"offline.dataset={DATA}", f"offline.policy={POLICY}", *CRITIC, *GATE),
     "teach": (
         *("teach", *PUSH_T, f"teach.teacher={POLICY}", "teach.rounds=2", "teach.episodes=8"),

@@ -147,7 +147,7 @@ def judgement(low: float, high: float, candidate: float = 1.0, **changes: Any) -
         (judgement(-0.3, -0.1), "1 of 1 evaluations found a candidate significantly worse"),
         (judgement(0.1, 0.3, 9.0, ceiling=2.0), "above nearly all recorded successes"),
         (judgement(0.1, 0.3, margin=0.2), "not by the margin of 0.2"),
-        (judgement(-0.1, 0.2), "gate.starts=256"),
+        (judgement(-0.1, 0.2), "gate.num_states=256"),
     ],
 )
 def test_refused_candidates_are_advised_by_what_the_judges_found(found, said):
@@ -216,4 +216,4 @@ def test_advice_after_imagination_fits_why_it_ended(why, capsys):
 def test_what_imagination_alone_chose_is_not_blamed_on_its_settings(capsys):
     unwatched = ended(Ended.TARGET, deterministic_success=0.99)
     imagine.print_advice(unwatched, {"base": judged(0.4), "tuned": judged(0.3)})
-    assert "imagine.watch=200" in " ".join(capsys.readouterr().out.split())
+    assert "imagine.real_eval_episodes=200" in " ".join(capsys.readouterr().out.split())

@@ -36,7 +36,7 @@ TINY = [
     "offline.agent.width=16",
     "gate.steps=5",
     "gate.width=16",
-    "gate.starts=8",
+    "gate.num_states=8",
 ]
 
 

@@ -42,7 +42,7 @@ TINY = [
     "worldmodel.validation_steps=100",
     "rank.episodes=8",
     "evaluate.episodes=8",
-    "imagine.watch=8",
+    "imagine.real_eval_episodes=8",
 ]
 
 
@@ -177,7 +177,7 @@ def test_recipes_whose_model_knows_the_base_say_so_where_there_is_none(tmp_path)
     assert collect.run(config) == 0
     with pytest.raises(ConfigError, match=r"create it with 'robopolicy train', or set worldmodel\.include_base=false"):
         worldmodel.run(config)
-    assert config.imagine.near_base == 0.05
+    assert config.imagine.bc_weight == 0.05
     images = [
         compose([f"recipe={name}"]).worldmodel for name in ("push_cube_pixels", "push_t_pixels", "push_cube_video")
     ]

@@ -60,7 +60,10 @@ def root(tmp_path_factory):
 
 def test_training_goes_on_as_a_new_run_that_says_where_it_began(root, capsys):
     base = root / "train/base/0/checkpoint"
-    assert train(root, root / "data", "more", f"train.policy={base}", "train.episodes=[0,2]", "train.without=[2]") == 0
+    assert (
+        train(root, root / "data", "more", f"train.policy={base}", "train.episodes=[0,2]", "train.exclude_episodes=[2]")
+        == 0
+    )
     said = " ".join(capsys.readouterr().out.split())
     assert f"Continuing from {base}; its normalisers are unchanged." in said and "1 episodes, 5 frames" in said
     result = json.loads((root / "train/more/0/result.json").read_text())
@@ -124,7 +127,7 @@ def test_episodes_are_chosen_by_number(root):
     assert lengths([2, 0]) == [6, 5] and lengths(without=[1]) == [5, 6, 3] and lengths([0, 1], [1]) == [5]
     for choice, text in (
         (([0, 4],), r"train.episodes contains episode 4, but data has episodes 0 to 3 \(4 in all\)"),
-        ((0, [7]), "train.without contains episode 7"),
+        ((0, [7]), "train.exclude_episodes contains episode 7"),
         (([1], [1]), "exclude all episodes of data"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -24,7 +24,7 @@ from robopolicy.verbs import graded
 pytestmark = pytest.mark.long
 
 REACH = ["world=reach_planar", "run.threads=1", "collect.episodes=60"]
-REACH += ["collect.trial_episodes=48", "collect.anchor_episodes=32"]
+REACH += ["collect.trial_episodes=48", "collect.reference_episodes=32"]
 
 
 def run(root, *settings):
@@ -172,14 +172,14 @@ def complaint(capsys, *settings):
 
 @pytest.mark.filterwarnings("always::robopolicy.core.errors.RobopolicyWarning")
 def test_errors_name_what_is_missing(tmp_path, capsys):
-    here = [f"run.root={tmp_path}", "collect.trial_episodes=24", "collect.anchor_episodes=24", "world.batch_size=8"]
+    here = [f"run.root={tmp_path}", "collect.trial_episodes=24", "collect.reference_episodes=24", "world.batch_size=8"]
     line = ["world.name=own_things:Line", *here]
     said = complaint(capsys, *line, "collect.quality=medium")
     assert "no scripted expert" in said and "collect.controller=" in said and "collect.policy=" in said
     said = complaint(capsys, *line, "collect.quality=expert", "collect.successes_only=true")
     assert "successes_only" in said
     assert "collect.quality" in complaint(capsys, *here, "collect.quality=mediocre")
-    assert "at least 2" in complaint(capsys, *here, "collect.anchor_episodes=1")
+    assert "at least 2" in complaint(capsys, *here, "collect.reference_episodes=1")
     short = [*line, "collect.controller=own_things:Towards", "world.options.horizon=2"]
     said = complaint(capsys, *short, "collect.quality=expert")
     assert "requires an expert with at least 95% success" in said

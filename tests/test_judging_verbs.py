@@ -11,7 +11,7 @@ from robopolicy.evaluation import success
 
 pytestmark = pytest.mark.long
 
-SMALL = [*TINY, "collect.anchor_episodes=32", "evaluate.episodes=8", "evaluate.videos=0"]
+SMALL = [*TINY, "collect.reference_episodes=32", "evaluate.episodes=8", "evaluate.videos=0"]
 
 
 def run(root, verb, *settings):
@@ -26,7 +26,7 @@ def test_logged_chains_judge_and_the_logged_policy_is_no_better_than_itself(root
     base = root / "train" / "reach_planar" / "0" / "checkpoint"
     assert run(root, "collect", f"collect.policy={base}", "collect.chains=true", "run.name=chains") == 0
     data = root / "collect" / "chains" / "0" / "dataset"
-    own = "gate.judges=[importance]", "gate.by=return", "gate.effective=24", "run.name=own"
+    own = "gate.evaluators=[importance]", "gate.metric=return", "gate.min_effective_episodes=24", "run.name=own"
     assert run(root, "gate", str(base), str(base), f"gate.data=[{data}]", *own) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "evaluated by importance sampling of 24 logged episodes: not significantly better" in said
@@ -45,14 +45,17 @@ def test_returns_are_scored_between_the_anchors_of_the_data(root, capsys):
     anchors = json.loads((graded / "meta" / "robopolicy" / "quality.json").read_text())["anchors"]
     zero, hundred = (anchors[name]["return_mean"] for name in ("random", "expert"))
     capsys.readouterr()
-    assert run(root, "evaluate", str(base), f"evaluate.anchors={graded}", "run.name=scored") == 0
+    assert run(root, "evaluate", str(base), f"evaluate.reference_dataset={graded}", "run.name=scored") == 0
     assert "policy: deterministic normalised score" in capsys.readouterr().out
     found = result(root, "evaluate", "scored")
     for mode in ("deterministic", "stochastic"):
         expected = 100 * (found["policy"][mode]["return_mean"] - zero) / (hundred - zero)
         assert found["normalised"]["policy"][mode]["score"] == pytest.approx(expected)
-    assert run(root, "evaluate", str(base), "world=push_cube", f"evaluate.anchors={graded}", "run.name=other") == 2
-    assert run(root, "evaluate", str(base), f"evaluate.anchors={plain}", "run.name=other") == 2
+    assert (
+        run(root, "evaluate", str(base), "world=push_cube", f"evaluate.reference_dataset={graded}", "run.name=other")
+        == 2
+    )
+    assert run(root, "evaluate", str(base), f"evaluate.reference_dataset={plain}", "run.name=other") == 2
     assert "records no dataset quality" in " ".join(capsys.readouterr().err.split())
     brief = "offline.critic.steps=5", "offline.improve.steps=2", "offline.improve.decisions=8", "offline.rounds=1"
     ungated = *brief, f"offline.policy={base}", "offline.gated=false", "offline.evaluate_episodes=8"
@@ -71,8 +74,13 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
     assert run(root, "collect", f"collect.policy={base}", "collect.chains=true", "run.name=chains") == 0
     data = root / "collect" / "chains" / "0" / "dataset"
     policies = ",".join(map(str, (base, *others)))
-    judges = "gate.judges=[importance,critic]", f"gate.data=[{data}]", "gate.steps=10", "gate.width=16"
-    asked = f"bakeoff.policies=[{policies}]", "bakeoff.episodes=4", "gate.starts=8", "gate.effective=25"
+    judges = "gate.evaluators=[importance,critic]", f"gate.data=[{data}]", "gate.steps=10", "gate.width=16"
+    asked = (
+        f"bakeoff.policies=[{policies}]",
+        "bakeoff.episodes=4",
+        "gate.num_states=8",
+        "gate.min_effective_episodes=25",
+    )
     assert run(root, "bakeoff", *asked, *judges) == 0
     assert "importance sampling of 24 logged episodes refuses: Of 24 logged episodes 24.0" in capsys.readouterr().out
     found = result(root, "bakeoff", "reach_planar")
@@ -85,13 +93,13 @@ def test_a_judge_that_knows_too_little_of_a_policy_is_left_out_of_the_bakeoff(ro
         (["offline", "gate.data=[somewhere]"], "gate.data is not read by offline: evaluators use a fraction"),
         (["offline", "gate.candidate=here"], "gate.candidate is not read by offline"),
         (["offline", "gate.incumbent=here"], "the policy to improve is offline.policy=CHECKPOINT"),
-        (["offline", "gate.judges=[model,importance]"], "works only in robopolicy gate and bakeoff"),
+        (["offline", "gate.evaluators=[model,importance]"], "works only in robopolicy gate and bakeoff"),
         (["collect", "collect.chains=true"], "set collect.policy=CHECKPOINT"),
         (
             ["collect", "collect.chains=true", "collect.policy=a", "plan.model=b"],
             "planning (plan.model) does not provide",
         ),
-        (["gate", "a", "b", "gate.effective=0"], "at least 1"),
+        (["gate", "a", "b", "gate.min_effective_episodes=0"], "at least 1"),
     ],
 )
 def test_mistakes_end_with_a_sentence_and_status_2(arguments, text, capsys, tmp_path):

@@ -51,14 +51,20 @@ BENCH = tuple(f'"{each}"' for each in SHARED[1:] if not each.startswith(("worldm
 JOBS = {
     "collect": ("collect", *SHARED, "json=figures/collect.json"),
     "graded": (
-        *("collect", *SHARED, "collect.quality=medium", "collect.trial_episodes=12", "collect.anchor_episodes=8"),
+        *("collect", *SHARED, "collect.quality=medium", "collect.trial_episodes=12", "collect.reference_episodes=8"),
         "run.name=graded",
     ),
     "train": ("train", *SHARED, f"train.data={DATA}", "json=figures/train.json"),
     "offline": (
         *("offline", *SHARED, f"offline.dataset={DATA}", f"offline.policy={POLICY}", "offline.rounds=2"),
         *("offline.critic.steps=6", "offline.agent.width=8", "offline.improve.steps=2", "offline.improve.candidates=2"),
-        *("offline.evaluate_episodes=4", "gate.judges=[fqe]", "gate.steps=4", "gate.starts=2", "gate.holdout=0.5"),
+        *(
+            "offline.evaluate_episodes=4",
+            "gate.evaluators=[fqe]",
+            "gate.steps=4",
+            "gate.num_states=2",
+            "gate.holdout=0.5",
+        ),
     ),
     "online": (
         *("online", *SHARED, f"online.policy={POLICY}", "online.steps=260", "online.warmup=60", "online.num_envs=4"),
@@ -67,7 +73,7 @@ JOBS = {
     ),
     "agent": (
         *("online", *SHARED, f"online.dataset={DATA}", f"online.policy={POLICY}", "online.method=actions"),
-        *("online.steps=260", "online.warmup=60", "online.num_envs=4", "online.retain=0.5", "online.pretrain=4"),
+        *("online.steps=260", "online.warmup=60", "online.num_envs=4", "online.retain=0.5", "online.pretrain_steps=4"),
         *("online.agent=cal_ql", "online.agent.width=8", "online.agent.samples=2", "online.batch_size=4"),
         *("online.updates=0.1", "online.evaluate_at=[0,1]", "online.evaluate_episodes=4", "run.name=agent"),
     ),
@@ -85,12 +91,19 @@ JOBS = {
     "finetune": ("finetune", *SHARED, TUNED),
     "worldmodel": ("worldmodel", *SHARED, f"worldmodel.data=[{DATA}]"),
     "imagine": (
-        *("imagine", *SHARED, TUNED, f"imagine.model={MODEL}", "imagine.watch=4", "imagine.gap=null"),
+        *(
+            "imagine",
+            *SHARED,
+            TUNED,
+            f"imagine.model={MODEL}",
+            "imagine.real_eval_episodes=4",
+            "imagine.divergence_threshold=null",
+        ),
         *(*REFRESHED, "imagine.refresh_steps=3"),
     ),
     "imitate": (
-        *("imagine", *SHARED, TUNED, f"imagine.model={MODEL}", "imagine.watch=0", "imagine.method=sft"),
-        *("imagine.rounds=2", "imagine.synthetic=8", "imagine.imitate_steps=3", "run.name=imitate"),
+        *("imagine", *SHARED, TUNED, f"imagine.model={MODEL}", "imagine.real_eval_episodes=0", "imagine.method=sft"),
+        *("imagine.rounds=2", "imagine.rollouts_per_round=8", "imagine.imitate_steps=3", "run.name=imitate"),
     ),
     "rank": ("rank", *SHARED, f"rank.models=[{MODEL}]", "json=figures/rank.json"),
     "evaluate": ("evaluate", *SHARED, f"evaluate.policy={POLICY}", "json=figures/evaluate.json"),

@@ -120,12 +120,12 @@ def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
         for verb in ("collect", "train"):
             assert run(verb, f"run.seed={seed}", home=home) == 0
         policies.append(f"{home}/runs/train/point/{seed}/checkpoint")
-    every, trials = ",".join(policies), "gate.judges=[world]"
+    every, trials = ",".join(policies), "gate.evaluators=[world]"
     for verb, *settings in (["bakeoff", f"bakeoff.policies=[{every}]", trials], ["gate", *policies[:2], trials]):
         capsys.readouterr()
         assert run(verb, *settings, home=home) == 2
         assert "define success with world.options.success" in " ".join(capsys.readouterr().err.split())
-        assert run(verb, *settings, "gate.by=return", "run.name=paid", home=home) in (0, 1)
+        assert run(verb, *settings, "gate.metric=return", "run.name=paid", home=home) in (0, 1)
     assert run("deploy", *policies[:2], home=home) == 2
     refused = " ".join(capsys.readouterr().err.split())
     assert "define success with world.options.success" in refused and "target_success" not in refused

@@ -20,7 +20,7 @@ SMALL = (
     "online.warmup=100",
     "online.num_envs=4",
     "online.batch_size=8",
-    "online.pretrain=5",
+    "online.pretrain_steps=5",
     "online.evaluate_episodes=8",
     "online.evaluate_at=[0,1,5]",
 )
@@ -60,7 +60,7 @@ def test_an_agent_learns_from_data_and_then_in_the_world(root):
     data = f"online.dataset={root}/collect/reach_planar/0/dataset"
     for name, settings in {
         "wsrl": (*CAL_QL, data),
-        "rlpd": (*RLPD, data, "online.retain=0.5", "online.pretrain=0"),
+        "rlpd": (*RLPD, data, "online.retain=0.5", "online.pretrain_steps=0"),
         "offline_only": (*NARROW, "online.agent=td3_bc", data, "online.steps=0"),
         "alone": RLPD,
     }.items():
@@ -96,7 +96,7 @@ def test_data_of_another_task_is_refused_before_anything_is_learned_of_it(root, 
         (("online.dataset=somewhere",), "offline.improve=dsrl"),
         (("online.method=actions", "online.retain=0.5"), "set online.dataset"),
         (("online.policy=/nowhere",), "/nowhere does not exist"),
-        (("online.bound=0",), "online.bound is 0: it must be above 0"),
+        (("online.noise_bound=0",), "online.noise_bound is 0: it must be above 0"),
         (("online.retain=2", "online.method=actions"), "online.retain is 2: it must lie between 0 and 1"),
         (("online.agent=rldp",), "Did you mean 'rlpd'"),
         (("online.method=action",), "Did you mean 'actions'"),

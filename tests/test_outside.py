@@ -199,7 +199,7 @@ def test_a_policy_that_learns_on_the_latent_of_a_model_acts_for_real(tmp_path, c
     data = f"train.data={tmp_path / 'collect' / 'reach_planar' / '0' / 'dataset'}"
     assert robopolicy("train", *learn, "train.evaluate_episodes=4", root=tmp_path) == 0
     assert robopolicy("train", *learn, data, "run.seed=1", root=tmp_path) == 0
-    assert robopolicy("imagine", world, "imagine.watch=4", root=tmp_path) == 0
+    assert robopolicy("imagine", world, "imagine.real_eval_episodes=4", root=tmp_path) == 0
     base, other = (tmp_path / "train" / "reach_planar" / seed / "checkpoint" for seed in "01")
     tuned = tmp_path / "imagine" / "reach_planar" / "0" / "checkpoint"
     assert (tuned / "encoder" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
@@ -215,7 +215,12 @@ def test_a_policy_that_learns_on_the_latent_of_a_model_acts_for_real(tmp_path, c
     assert seen == judged["imagined"]["tuned, imagined"]["deterministic"]["per_episode"]
 
     further = ["finetune.iterations=2", "finetune.checkpoint_every=1", "imagine.refresh_every=1"]
-    further += ["imagine.refresh_episodes=4", "imagine.refresh_steps=5", "imagine.watch=0", "run.name=refreshed"]
+    further += [
+        "imagine.refresh_episodes=4",
+        "imagine.refresh_steps=5",
+        "imagine.real_eval_episodes=0",
+        "run.name=refreshed",
+    ]
     paths = [f"finetune.policy={base}", f"imagine.model={model}"]
     assert robopolicy("imagine", world, *further, *paths, root=tmp_path) == 0
     refreshed = tmp_path / "imagine" / "refreshed" / "0"
@@ -288,9 +293,9 @@ def test_an_agent_and_an_improver_of_recorded_data(tmp_path, agent, improver):
     settings += [
         "offline.rounds=1",
         "offline.evaluate_episodes=4",
-        "gate.judges=[fqe]",
+        "gate.evaluators=[fqe]",
         "gate.steps=10",
-        "gate.starts=4",
+        "gate.num_states=4",
     ]
     assert robopolicy("offline", *begin, *settings, root=tmp_path) == 0
     found = result(tmp_path, "offline", "reach_planar")
@@ -349,7 +354,7 @@ def test_ways_of_deciding(tmp_path, prefix):
     tried = f"optimize.schedulers=[{prefix}alternating]"
     few = [
         "optimize.engines=[lean]",
-        "optimize.error=1e9",
+        "optimize.max_action_error=1e9",
         "optimize.episodes=2",
         "optimize.rounds=1",
         "optimize.steps=[1]",

@@ -67,15 +67,21 @@ def test_a_policy_is_distilled_and_judged_beside_its_teacher(root: Path, capsys)
 
 def test_a_new_policy_takes_over_in_a_deployment(root: Path, capsys):
     checkpoint = root / "train" / "reach_planar" / "0" / "checkpoint"
-    small = ["deploy.known=10", "deploy.episodes=30", "deploy.wave=10", "run.threads=1", f"run.root={root}"]
+    small = [
+        "deploy.base_episodes=10",
+        "deploy.episodes=30",
+        "deploy.update_every=10",
+        "run.threads=1",
+        f"run.root={root}",
+    ]
     assert main(["deploy", str(checkpoint), str(checkpoint), *small]) == 0
     assert "floor" in capsys.readouterr().out
     found = json.loads((root / "deploy" / "reach_planar" / "0" / "result.json").read_text())["deployed"]
     assert [len(found[name]["running"]) for name in ("mixed", "replaced")] == [30, 30]
     assert set(found["replaced"]["shares"]) == {1.0}
     assert "Running success" in (root / "deploy" / "reach_planar" / "0" / "report.html").read_text()
-    assert main(["deploy", str(checkpoint), str(checkpoint), *small, "deploy.drop=2"]) == 2
-    assert "deploy.drop is 2" in capsys.readouterr().err
+    assert main(["deploy", str(checkpoint), str(checkpoint), *small, "deploy.max_success_drop=2"]) == 2
+    assert "deploy.max_success_drop is 2" in capsys.readouterr().err
 
 
 def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, capsys):
@@ -89,7 +95,7 @@ def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, caps
         "offline.improve.iterations=2",
         "offline.rounds=2",
         "offline.evaluate_episodes=8",
-        "gate.starts=8",
+        "gate.num_states=8",
         f"gate.models=[{model}]",
     ]
     data = [f"offline.dataset={root}/collect/reach_planar/0/dataset"]
@@ -107,7 +113,7 @@ def test_a_candidate_learns_in_one_model_and_another_one_judges(root: Path, caps
     assert all("critic_step" not in each for each in RunFolder(root / "offline" / "imagining" / "0").metrics())
     found = json.loads((root / "offline" / "imagining" / "0" / "result.json").read_text())
     assert found["env_steps"] == 0
-    trials = ["gate.judges=[world]", "offline.rounds=1", "run.name=trials"]
+    trials = ["gate.evaluators=[world]", "offline.rounds=1", "run.name=trials"]
     assert main([*offline, *data, f"offline.model={model}", *trials]) == 0
     found = json.loads((root / "offline" / "trials" / "0" / "result.json").read_text())
     assert found["env_steps"] == found["rounds"][0]["verdict"]["env_steps"] > 0
@@ -215,7 +221,7 @@ SEEING = [
     "collect.episodes=12",
     "offline.evaluate_episodes=8",
     "offline.rounds=1",
-    "gate.starts=8",
+    "gate.num_states=8",
 ]
 TINY = ["features=4", "channels=[8,8,8]", "ensemble.members=2", "ensemble.width=16", "ensemble.head_width=16"]
 
@@ -233,7 +239,9 @@ def test_from_images_to_one_step_behind_one_encoder(tmp_path: Path):
     for stage in ("log", "online_log"):
         asked.append(f"pipeline.changes.{stage}=['collect.episodes=16']")
     for stage in ("offline", "online"):
-        asked.append(f"pipeline.changes.{stage}=['offline.improve.iterations=1','gate.starts=8','offline.gated=false']")
+        asked.append(
+            f"pipeline.changes.{stage}=['offline.improve.iterations=1','gate.num_states=8','offline.gated=false']"
+        )
     asked.append("pipeline.changes.one_step=['distill.fit.steps=10']")
     assert main(asked) == 0
     folder = tmp_path / "pipeline" / "push_cube_pixels" / "0"

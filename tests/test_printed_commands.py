@@ -14,8 +14,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from robopolicy.configuration import Config, compose
-from robopolicy.configuration.composition import RENAMED, _tagged_sections
+from robopolicy.configuration.composition import _tagged_sections
 from robopolicy.configuration.description import with_sections
+from robopolicy.configuration.former_names import MOVED
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.structured import Tagged, from_plain
 from robopolicy.verbs.verb import VERBS
@@ -36,9 +37,10 @@ NO_SETTING = re.compile(
 """Files, modules and methods that are called like settings."""
 FILLED = {"NUMBER": "3", "N": "3", "PORT": "3", "d": "3", "my_module:MyPolicy": "diffusion", "<id>": "Reacher-v5"}
 TOGETHER = {
-    "collect.chains": "policy that records", "collect.correct.patience": "policy", "collect.correct.budget": "policy",
-    "online.dataset": "method", "online.more": "method", "online.retain": "method", "offline.data": "model",
-    "gate.judges": "not none", "policy.token.lora_rank": "model", "pipeline.changes.offline": "stages",
+    "collect.chains": "policy that records", "collect.correct.no_progress_steps": "policy",
+    "collect.correct.max_policy_steps": "policy",
+    "online.dataset": "method", "online.extra_datasets": "method", "online.retain": "method", "offline.data": "model",
+    "gate.evaluators": "not none", "policy.token.lora_rank": "model", "pipeline.changes.offline": "stages",
 }  # fmt: skip
 """Settings that compose beside another one alone, which the texts name; here their names are checked."""
 
@@ -125,7 +127,7 @@ def test_settings_that_are_named_exist():
     for key in {key for key, _ in SETTINGS}:
         section, *keys = key.split(".")
         named = typing.get_type_hints(Config)[section]
-        if key not in RENAMED and not NO_SETTING.fullmatch(key) and not has(named, keys):
+        if key not in MOVED and not NO_SETTING.fullmatch(key) and not has(named, keys):
             lost.append((key, where(key, None)))
     assert not lost
 
@@ -137,7 +139,7 @@ def test_settings_with_a_value_compose():
         if (
             not whole
             or key in TOGETHER
-            or key in RENAMED
+            or key in MOVED
             or not has(typing.get_type_hints(Config)[key.split(".")[0]], key.split(".")[1:])
         ):
             continue

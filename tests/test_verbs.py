@@ -94,7 +94,7 @@ def test_the_whole_path(root, capsys):
     assert run(root, "evaluate", f"evaluate.policy={tuned}", *imagined) == 0
     assert run(root, "finetune", *imagined, f"finetune.policy={root / 'train/reach_planar/0/checkpoint'}") == 0
     watched = [
-        "imagine.watch=8",
+        "imagine.real_eval_episodes=8",
         "finetune.checkpoint_every=1",
         "imagine.refresh_every=1",
         "imagine.refresh_episodes=8",
@@ -102,8 +102,8 @@ def test_the_whole_path(root, capsys):
     assert run(root, "imagine", *watched, "imagine.refresh_steps=5") == 0
     imagined = json.loads((root / "imagine" / "reach_planar" / "0" / "result.json").read_text())
     assert imagined["imagined_steps"] > 0 and imagined["env_steps"] > 0 and "tuned, imagined" in imagined["imagined"]
-    synthetic = ["imagine.method=sft", "imagine.rounds=1", "imagine.synthetic=16", "imagine.imitate_steps=5"]
-    synthetic += ["imagine.watch=0", "run.name=reach_planar_sft", *explicit(root)]
+    synthetic = ["imagine.method=sft", "imagine.rounds=1", "imagine.rollouts_per_round=16", "imagine.imitate_steps=5"]
+    synthetic += ["imagine.real_eval_episodes=0", "run.name=reach_planar_sft", *explicit(root)]
     assert run(root, "imagine", *synthetic, "imagine.imitate_learning_rate=1e-4") == 0
     assert "imitate_learning_rate: 0.0001" in (root / "imagine/reach_planar_sft/0/config.yaml").read_text()
     assert run(root, "imagine", *synthetic, "imagine.imitate_learning_rate=1e-3") == 2
@@ -130,7 +130,12 @@ def test_imagination_that_is_interrupted_while_its_model_is_refreshed_ends_in_th
     def imagine(name):
         name, settings = f"{name}_{planned}", plans if planned else []
         refreshed = "finetune.checkpoint_every=1", "imagine.refresh_every=1", "imagine.refresh_steps=5"
-        shared = "finetune.iterations=3", "imagine.watch=8", "imagine.refresh_episodes=8", "imagine.gap=null"
+        shared = (
+            "finetune.iterations=3",
+            "imagine.real_eval_episodes=8",
+            "imagine.refresh_episodes=8",
+            "imagine.divergence_threshold=null",
+        )
         return run(root, "imagine", f"run.name={name}", *refreshed, *shared, *settings, *explicit(root))
 
     refreshes = []
@@ -194,7 +199,7 @@ OFFLINE = [
     "offline.rounds=2",
     "gate.steps=20",
     "gate.width=16",
-    "gate.starts=8",
+    "gate.num_states=8",
 ]
 
 
@@ -205,7 +210,7 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
         root / "collect" / "reach_planar" / "0" / "dataset",
         root / "train" / "reach_planar" / "0" / "checkpoint",
     )
-    chosen = [f"offline.policy={base}", "offline.agent=td3_bc", "gate.judges=[fqe]", "run.name=off"]
+    chosen = [f"offline.policy={base}", "offline.agent=td3_bc", "gate.evaluators=[fqe]", "run.name=off"]
     assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
     folder = root / "offline" / "off" / "0"
     found = json.loads((folder / "result.json").read_text())
@@ -218,7 +223,7 @@ def test_a_policy_is_improved_from_recorded_data_and_put_before_a_gate(root, cap
     assert run(root, "offline", str(data), *OFFLINE, *chosen) == 0
     assert "is done" in capsys.readouterr().out
     model = root / "worldmodel" / "reach_planar" / "0" / "checkpoint"
-    judges = ["gate.judges=[model,critic,fqe]", f"gate.models=[{model}]", f"gate.data=[{data}]"]
+    judges = ["gate.evaluators=[model,critic,fqe]", f"gate.models=[{model}]", f"gate.data=[{data}]"]
     assert run(root, "gate", str(folder / "checkpoint"), str(base), *OFFLINE[-3:], *judges) in (0, 1)
     said = capsys.readouterr().out
     assert said.count("judged by") == 3 and "success in the imagined reach_planar" in said
@@ -239,7 +244,7 @@ def test_imagined_decisions_join_the_recorded_ones_and_their_model_does_not_judg
         f"offline.dataset={root}/collect/reach_planar/0/dataset",
         f"offline.policy={root}/train/reach_planar/0/checkpoint",
         "offline.data=[recorded,imagined]",
-        "offline.imagined=8",
+        "offline.imagined_episodes=8",
         f"offline.model={model}",
         f"gate.models=[{model}]",
         "run.name=imagined",
@@ -249,7 +254,7 @@ def test_imagined_decisions_join_the_recorded_ones_and_their_model_does_not_judg
         spelled = [*settings[:-2], f"gate.models=[{same}]", "run.name=imagined", "run.overwrite=true"]
         assert run(root, "offline", *OFFLINE, *spelled) == 2
         assert "cannot be the only evaluator" in " ".join(capsys.readouterr().err.split())
-    assert run(root, "offline", *OFFLINE, *settings, "gate.judges=[model,fqe]", "run.overwrite=true") == 0
+    assert run(root, "offline", *OFFLINE, *settings, "gate.evaluators=[model,fqe]", "run.overwrite=true") == 0
     metrics = RunFolder(root / "offline" / "imagined" / "0").metrics()
     assert any("critic_step" in record for record in metrics) and any("round" in record for record in metrics)
 

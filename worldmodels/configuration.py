@@ -155,6 +155,8 @@ class TrajectoryConfig:
 class PlanConfig:
     """Planning in a world model: execute the best of several policy chunks, as predicted by the model."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"futures": "rollouts"}
+
     candidates: int = 5
     """Number of candidate action chunks per batch row."""
     horizon: int = 10

@@ -40,7 +40,7 @@ from robopolicy.verbs.job import evaluation_seeds
 from robopolicy.verbs.logged import split_data
 from robopolicy.verbs.offline import learn_critic
 
-SETTINGS = ("offline.evaluate_episodes=512", "gate.judges=[model,fqe,critic]")
+SETTINGS = ("offline.evaluate_episodes=512", "gate.evaluators=[model,fqe,critic]")
 """Episodes of the log, and those that say what a candidate is worth; bench.overrides can say otherwise."""
 
 JUDGES = ("model", "another model", "fqe", "critic")
@@ -183,7 +183,7 @@ def verdicts(config: Config, base: Values, found: Values) -> dict[str, Any]:
     judgements: dict[str, Any] = {}
     for name, values in found["values"].items():
         pair = np.array(values), np.array(base["values"][name])
-        rules = section.margin, section.relative, section.confidence, base["ceilings"][name]
+        rules = section.margin, section.relative_margin, section.confidence, base["ceilings"][name]
         verdict = judged(name, *pair, *rules)
         judgements[name] = {"difference": verdict.difference, "low": verdict.low, "better": verdict.better}
     return {
@@ -198,7 +198,7 @@ def ten_rounds(arm: str, attack: Attack) -> Values:
     """Return {"base", "records"} of rounds in which each candidate is made of the incumbent."""
     config, material = attack.config, attack.material
     judges, section = [attack.judges[name] for name in ARMS[arm]], config.gate
-    rules = {"margin": section.margin, "relative": section.relative, "confidence": section.confidence}
+    rules = {"margin": section.margin, "relative": section.relative_margin, "confidence": section.confidence}
     gate = Gate(judges, **rules) if judges else None
     order = numpy_generator(config.run.seed, "offered").permutation(len(OFFERED))
     incumbent: Trainable = material.base

@@ -27,22 +27,22 @@ from robopolicy.verbs.bench import Benchmark, Table
 LONGER = ("finetune.target_success=0.98",)
 """Tuned for longer than the recipe would in the simulator."""
 
-NEAR = "imagine.near_base=0.05"
+NEAR = "imagine.bc_weight=0.05"
 """Kept near the base, as DiWA does: slower, and worth it where the model errs about what the base never did."""
 
 FEWER = (
     "finetune.iterations=120",
     "finetune.evaluate_episodes=100",
     "finetune.evaluate_every=10",
-    "imagine.watch=100",
+    "imagine.real_eval_episodes=100",
 )
 """One core imagines 500 to 900 images of 32 px a second; recipe reach_planar makes do with few of them."""
 
 NARROW = ("worldmodel.noise=[0.2]", "worldmodel.transitions=5000")
 FOOLED = (
-    "imagine.keep=imagined",
+    "imagine.select_by=imagined",
     "imagine.patience=0",
-    "imagine.gap=null",
+    "imagine.divergence_threshold=null",
     "finetune.rewards=[success_only]",
     "finetune.target_success=null",
     "finetune.iterations=30",
@@ -80,11 +80,11 @@ ARMS: dict[str, Arm] = {
     "rssm": Arm("rssm", ("worldmodel.kind=rssm",), settings=LONGER),
     "pixel_diffusion": Arm("pixel_diffusion", IMAGE_MODELS["pixel_diffusion"], settings=(*LONGER, *FEWER)),
     "narrow": narrow(),
-    "narrow, watched": narrow("imagine.keep=real", "imagine.patience=4", "imagine.gap=0.2"),
+    "narrow, watched": narrow("imagine.select_by=real", "imagine.patience=4", "imagine.divergence_threshold=0.2"),
     "narrow, near its base": narrow(NEAR),
     "narrow, experts beside": narrow(EXPERTS),
-    "narrow, uncertainty costs": narrow("world.imagination.penalty=0.3"),
-    "narrow, uncertainty ends": narrow("world.imagination.quantile=0.99"),
+    "narrow, uncertainty costs": narrow("world.imagination.uncertainty_penalty=0.3"),
+    "narrow, uncertainty ends": narrow("world.imagination.uncertainty_quantile=0.99"),
     "narrow, refreshed": narrow(NEAR, "imagine.refresh_every=5"),
 }
 """Name -> what is done."""

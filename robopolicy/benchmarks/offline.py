@@ -76,11 +76,15 @@ CORRECTIONS = {
     "the demonstrations alone": (),
     "40 more demonstrations": ("collect.episodes=40",),
     "its own successes of 100 episodes": ("collect.episodes=100", "collect.successes_only=true"),
-    "40 corrected at once": ("collect.episodes=40", "collect.correct.patience=20"),
-    "40 corrected, 4 steps undone": ("collect.episodes=40", "collect.correct.patience=20", "collect.correct.rewind=4"),
+    "40 corrected at once": ("collect.episodes=40", "collect.correct.no_progress_steps=20"),
+    "40 corrected, 4 steps undone": (
+        "collect.episodes=40",
+        "collect.correct.no_progress_steps=20",
+        "collect.correct.rewind=4",
+    ),
     "40 corrected, 10 steps undone": (
         "collect.episodes=40",
-        "collect.correct.patience=20",
+        "collect.correct.no_progress_steps=20",
         "collect.correct.rewind=10",
     ),
 }
@@ -169,7 +173,7 @@ class Case:
             folder = self.place("deploy", f"{name}_{coin}")
             if not is_complete(folder):
                 self.announce(f"{name} policy, {title}")
-                arguments = f"deploy.policy={new}", f"deploy.base={self.base('diffusion')}", f"deploy.coin={coin}"
+                arguments = f"deploy.policy={new}", f"deploy.base={self.base('diffusion')}", f"deploy.mix_per={coin}"
                 deploy.run(self.settings(*arguments, f"run.name={name}_{coin}"))
             result = read_json(folder / "result.json")
             results[title] = result["deployed"]["mixed"]
@@ -186,7 +190,7 @@ class Case:
                 actor = () if name in BY_EXPERT else (f"collect.policy={self.base('diffusion')}",)
                 seed = f"run.seed={self.seed + BEYOND}"
                 collect.run(self.settings(*settings, *actor, seed, f"run.name={slug(name)}"))
-                more = [f"train.more=[{self.place('collect', slug(name), BEYOND)}/dataset]"]
+                more = [f"train.extra_datasets=[{self.place('collect', slug(name), BEYOND)}/dataset]"]
             self.base("diffusion")
             data = f"train.data={self.place('collect', 'data')}/dataset"
             train.run(self.settings(*BASES["diffusion"].of(self.task), data, *more, f"run.name={slug(name)}"))

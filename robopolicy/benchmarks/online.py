@@ -35,7 +35,7 @@ CAL_QL = (
     "online.agent.critics=4",
     "online.agent.subset=2",
     "online.agent.layer_norm=true",
-    "online.pretrain=2000",
+    "online.pretrain_steps=2000",
 )
 """WSRL's agent, small."""
 EARLY = (1, 100, 500, 2000)
@@ -59,7 +59,7 @@ ARMS = {
     "cal_ql_half": Arm("Cal-QL, half of each batch recorded", (*CAL_QL, "online.retain=0.5"), logged=True),
     "rlpd": Arm(
         "RLPD",
-        ("online.method=actions", "online.agent.critics=4", "online.pretrain=0", "online.retain=0.5"),
+        ("online.method=actions", "online.agent.critics=4", "online.pretrain_steps=0", "online.retain=0.5"),
         logged=True,
     ),
     "ppo": Arm("PPO in the chain, 62 rows", rows=62),

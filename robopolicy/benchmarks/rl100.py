@@ -22,8 +22,8 @@ from robopolicy.verbs import offline, pipeline
 from robopolicy.verbs.bench import Benchmark, Table
 
 ALONE = {
-    "critics alone, imitated": ("gate.judges=[fqe]",),
-    "critics alone, choosing": ("gate.judges=[fqe]", "offline.improve=idql", "offline.agent.expectile=0.7"),
+    "critics alone, imitated": ("gate.evaluators=[fqe]",),
+    "critics alone, choosing": ("gate.evaluators=[fqe]", "offline.improve=idql", "offline.agent.expectile=0.7"),
 }
 """Rows of policies that critics improved without a world model -> settings of `offline`."""
 PIPELINES = {"push_cube_pixels": "rl100_pixels"}

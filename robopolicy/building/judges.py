@@ -41,7 +41,7 @@ def recorded_for_gate(config: Config, policy: Policy, device: torch.device) -> E
     """Return the episodes of gate.data (default: the output of collect), renamed as for `policy`; None if no evaluator
     uses recorded data.
     """
-    if set(config.gate.judges) <= {"model", "world"}:
+    if set(config.gate.evaluators) <= {"model", "world"}:
         return None
     return Episodes.concatenate([read_dataset(path, rename=renaming_of(policy)) for path in recorded_paths(config)]).to(
         device
@@ -63,24 +63,24 @@ def build_judges(
     only evaluators. Raises ConfigError and DataError when something is missing.
     """
     section, judges = config.gate, list[Judge]()
-    critics = not set(section.judges) <= {"model", "importance", "world"}
+    critics = not set(section.evaluators) <= {"model", "importance", "world"}
     learned_in = {path.resolve() for path in trained_in}
     recorded_data = recorded_for_judges(section, incumbent, episodes) if critics and episodes is not None else None
-    for name in section.judges:
+    for name in section.evaluators:
         if name == "model":
             paths = section.models or (default_path(config, "worldmodel", "checkpoint", None, "gate.models"),)
             judges += [model_judge(config, path, incumbent, device, path.resolve() not in learned_in) for path in paths]
             continue
         if name == "world":
-            world = build_world(config.world, incumbent, episodes=section.starts, device=device)
-            seeds = episode_seeds(config.run.seed, "gate/trials", section.starts)
-            judges.append(ModelReturn(world, seeds, by=section.by, trials=True, seed=config.run.seed))
+            world = build_world(config.world, incumbent, episodes=section.num_states, device=device)
+            seeds = episode_seeds(config.run.seed, "gate/trials", section.num_states)
+            judges.append(ModelReturn(world, seeds, by=section.metric, trials=True, seed=config.run.seed))
             continue
         if name == "importance":
             judges.append(importance_judge(config, incumbent, episodes))
             continue
         if recorded_data is None:
-            raise ConfigError(f"gate.judges contains {name}, which needs recorded data: set gate.data=[DATASET].")
+            raise ConfigError(f"gate.evaluators contains {name}, which needs recorded data: set gate.data=[DATASET].")
         if name == "fqe":
             fitting = FqeConfig(steps=section.steps, width=section.width, discount=section.discount)
             judges.append(FittedJudge(recorded_data, fitting, seed=config.run.seed))
@@ -95,12 +95,14 @@ def recorded_for_judges(section: GateSection, policy: Policy, episodes: Episodes
     """Return the input of evaluators that use recorded data; raises DataError when rewards are missing."""
     require_recorded("the recorded data", episodes, policy.spec.observation, policy.spec.action)
     if episodes.reward is None:
-        raise DataError("Evaluators on recorded data need rewards, and this dataset has none: use gate.judges=[model].")
+        raise DataError(
+            "Evaluators on recorded data need rewards, and this dataset has none: use gate.evaluators=[model]."
+        )
     interface = critic_interface(policy, episodes)
     decisions = recorded_decisions(episodes, interface, section.discount)
     bounds = value_bound(episodes.reward, section.discount)
     ceiling = highest_credible(episodes, section.discount)
-    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.starts), ceiling)
+    return Recorded(decisions, interface, bounds, episode_starts(episodes, section.num_states), ceiling)
 
 
 def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
@@ -117,10 +119,12 @@ def critic_of(section: GateSection, recorded: Recorded, seed: int) -> Iql:
 def model_judge(config: Config, path: Path, policy: Policy, device: torch.device, independent: bool) -> Judge:
     """Return the evaluator that plays episodes in the world model at `path`."""
     section = config.gate
-    world = build_world(config.world.imagined_by(path), policy, episodes=section.starts, device=device)
-    seeds = episode_seeds(config.run.seed, "gate", section.starts)
+    world = build_world(config.world.imagined_by(path), policy, episodes=section.num_states, device=device)
+    seeds = episode_seeds(config.run.seed, "gate", section.num_states)
     as_inside = partial(as_seen_in, world)
-    return ModelReturn(world, seeds, by=section.by, as_inside=as_inside, independent=independent, seed=config.run.seed)
+    return ModelReturn(
+        world, seeds, by=section.metric, as_inside=as_inside, independent=independent, seed=config.run.seed
+    )
 
 
 def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) -> Judge:
@@ -130,8 +134,8 @@ def importance_judge(config: Config, policy: Policy, episodes: Episodes | None) 
     section, spec = config.gate, policy.spec
     assert episodes is not None  # `recorded_for_gate` reads them for every judge but models
     chains = read_chains(recorded_paths(config), spec.prediction, spec.action.size).to(episodes.device)
-    weighed = {"per_decision": section.per_decision, "least": section.effective}
-    return ImportanceJudge(episodes, chains, by=section.by, **weighed)
+    weighed = {"per_decision": section.per_decision, "least": section.min_effective_episodes}
+    return ImportanceJudge(episodes, chains, by=section.metric, **weighed)
 
 
 def clipped(judges: Sequence[Judge]) -> dict[str, list[float]]:
@@ -156,6 +160,6 @@ def warn_of_divergence(judges: Sequence[Judge]) -> None:
             output.print(
                 f"Note: {max(judge.clipped):.0%} of the targets of {judge.name} exceeded the bounds that the rewards "
                 "allow: it has diverged, and its result is unreliable. Use more data (gate.data), or evaluate with "
-                "gate.judges=[model].",
+                "gate.evaluators=[model].",
                 markup=False,
             )

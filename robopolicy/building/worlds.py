@@ -255,28 +255,29 @@ def _imagined_world(
     _require_images(section, {**fields_read(model), **model.spec.observation}, f"the world model {section.model}")
     _require_imagined_latency(section.options, model)
     imagination = section.imagination
-    if imagination.starts == "simulator":
+    if imagination.initial_states == "simulator":
         starts = simulator_starts(section, model, rows)
     else:
         data = section.model.parent / "dataset" if section.data is None else section.data
         if not data.exists():
             raise ConfigError(
-                f"world.imagination.starts={imagination.starts} starts from recorded steps, but {data} does not "
+                f"world.imagination.initial_states={imagination.initial_states} starts from recorded steps, but "
+                f"{data} does not "
                 "exist: set world.data=FOLDER."
             )
         fields = fields_read(model)
         dataset = read_dataset(data, cameras=cameras_of(fields), rename=renaming_of(model))
         episodes = seen_ahead(fields, origin_of(model), dataset)
         require_recorded(data, episodes, fields, model.spec.action, "world model")
-        start_steps = keyframes(episodes) if imagination.starts == "keyframes" else None
+        start_steps = keyframes(episodes) if imagination.initial_states == "keyframes" else None
         starts = recorded_starts(episodes, model.context, start_steps)
     return ImaginedWorld(
         model,
         starts,
         rows,
         history=history,
-        truncation=Truncation(imagination.steps, uncertainty_limit(imagination, model)),
-        penalty=imagination.penalty,
+        truncation=Truncation(imagination.max_steps, uncertainty_limit(imagination, model)),
+        penalty=imagination.uncertainty_penalty,
         debounce=imagination.debounce,
         seed=seed,
     )
@@ -323,10 +324,10 @@ def uncertainty_limit(section: ImaginationSection, model: LearnedModel) -> float
 
     It is the smaller of the absolute limit and the quantile's.
     """
-    limits = [] if section.uncertainty is None else [section.uncertainty]
-    if section.quantile is not None:
+    limits = [] if section.max_uncertainty is None else [section.max_uncertainty]
+    if section.uncertainty_quantile is not None:
         quantiles = model.uncertainty_quantiles
-        limits.append(float(quantiles[round(section.quantile * (len(quantiles) - 1))]))
+        limits.append(float(quantiles[round(section.uncertainty_quantile * (len(quantiles) - 1))]))
     return min(limits, default=None)
 
 

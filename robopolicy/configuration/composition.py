@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from robopolicy.configuration.config import Config
+from robopolicy.configuration.former_names import FormerNames
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL
 from robopolicy.core.errors import ConfigError, RobopolicyNote, did_you_mean, in_one_line
 from robopolicy.core.registry import is_dotted
@@ -27,35 +28,6 @@ from robopolicy.core.structured import SINCE, Tagged, fixed, from_plain, to_plai
 from sims.names import WORLDS, suite_of
 
 GROUPS = ("recipe", "world")
-RENAMED = {
-    "finetune.units": "finetune.finetuned_steps",
-    "finetune.scored_units": "finetune.scored_steps",
-    "finetune.branch_unit": "finetune.branch_sampling_step",
-    "finetune.worlds": "finetune.num_envs",
-    "finetune.unfinished": "finetune.overprovision",
-    "finetune.decisions": "finetune.rollout_length",
-    "finetune.actor_rate": "finetune.learning_rate",
-    "finetune.critic_rate": "finetune.critic_learning_rate",
-    "policy.finetuned_units": "policy.finetuned_steps",
-    "policy.noisy_units": "policy.noisy_steps",
-    "policy.joint": "policy",
-    "run.fresh": "run.overwrite",
-    "plan.futures": "plan.rollouts",
-    "bench.methods": "bench.only",
-    "worldmodel.styles": "worldmodel.visual_styles",
-    "worldmodel.examine_rows": "worldmodel.validation_episodes",
-    "worldmodel.examine_steps": "worldmodel.validation_steps",
-    "worldmodel.config.hold": "worldmodel.config.change_threshold",
-    "worldmodel.config.moving": "worldmodel.config.motion_weight",
-    "worldmodel.config.divergence": "worldmodel.config.kl_weight",
-    "worldmodel.ensemble": "worldmodel.config",
-    "worldmodel.rssm": "worldmodel.config",
-    "worldmodel.pixel_diffusion": "worldmodel.config",
-    "worldmodel.video": "worldmodel.config",
-}
-"""Keys and sections of earlier versions, and what they are called now; those that are constants now say their classes
-(`core.structured.fixed`), for one of them may stand at several places, and in checkpoints.
-"""
 
 
 def compose(
@@ -68,19 +40,23 @@ def compose(
     neither overrides nor recipe name a world; returns the configuration with one. sections: sections that are read,
     searched for unknown keys as well. Raises ConfigError naming the key.
     """
-    arguments = [_prepare(override, sections) for override in overrides]
+    former = FormerNames(overrides)
+    arguments = [_prepare(override, sections, former) for override in former.present(overrides)]
     composed = _hydra(arguments)
+    again = former.present(arguments, composed)  # settings of kinds: which kind, is known now
+    if again != arguments:
+        arguments, composed = again, _hydra(again)
     for path, section in _tagged_sections():
         _leave_out_other_kinds(composed, path, section, arguments)
-    for old, new in RENAMED.items():
-        if _at(composed, tuple(old.split(".")), None) is not None:
-            raise ConfigError(f"'{old}' was renamed to '{new}'.")
+    composed = former.replaced(composed)
+    for note in former.notes:
+        warnings.warn(note, RobopolicyNote, stacklevel=2)
     config = from_plain(Config, composed)
     for key, value in _fixed_in(composed, {name: to_plain(getattr(config, name)) for name in composed}):
-        message = (
+        note = (
             f"{key} is no longer a setting: it has been fixed at {value} since {SINCE}, the value you pass. Remove it."
         )
-        warnings.warn(message, RobopolicyNote, stacklevel=2)
+        warnings.warn(note, RobopolicyNote, stacklevel=2)
     names_world = any(_at(composed, ("world", key), None) is not None for key in ("name", "simulator"))
     return config if names_world or origin is None else origin(config)
 
@@ -202,17 +178,14 @@ def _defaults(section: str) -> Any:
     return tree[section]
 
 
-def _prepare(override: str, sections: Sequence[str]) -> str:
+def _prepare(override: str, sections: Sequence[str], former: FormerNames) -> str:
     key, _, value = override.partition("=")
     key = key.lstrip("+")
     if key == "world" and not value.endswith((".yaml", ".yml")):
         return _named_world(value)
     if key in GROUPS:
-        return f"{key}={_group_option(key, value)}"
+        return f"{key}={_group_option(key, value, former)}"
     _require_each_key_once(key, value)
-    for old, new in RENAMED.items():
-        if key == old or key.startswith(f"{old}."):
-            raise ConfigError(f"'{key}' was renamed to '{new}{key.removeprefix(old)}'.")
     parts = tuple(key.split("."))
     for path, section in _tagged_sections():
         inside = path if section.beside else (*path, "config")
@@ -298,7 +271,7 @@ def _type_at(path: tuple[str, ...]) -> Any:
     return kind
 
 
-def _group_option(group: str, value: str) -> str:
+def _group_option(group: str, value: str, former: FormerNames) -> str:
     if not value.endswith((".yaml", ".yml")):
         names = groups()[group]
         if value not in names:
@@ -310,7 +283,10 @@ def _group_option(group: str, value: str) -> str:
     if not path.is_file():
         raise ConfigError(f"{group}={value}: this file does not exist.")
     package = "_global_" if group == "recipe" else group
-    ConfigStore.instance().store(group=group, name=path.stem, package=package, node=read_yaml(path))
+    node = former.replaced(read_yaml(path) if group == "recipe" else {group: read_yaml(path)})
+    ConfigStore.instance().store(
+        group=group, name=path.stem, package=package, node=node if group == "recipe" else node[group]
+    )
     return path.stem
 
 

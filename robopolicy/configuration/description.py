@@ -35,7 +35,7 @@ RARE = {
     "ReadoutConfig": "positive_share imagined_share members",
     "IqlConfig": "cap",
     "SacConfig": "target_entropy entropy_backup actor_rate",
-    "GateSection": "by per_decision",
+    "GateSection": "metric per_decision",
     "OnlineConfig": "base_share conservative",
     "ServerConfig": "maximum_batch maximum_waiting deadline stall chunking_options session_expiry",
     "WeightedImitationConfig": "cap",

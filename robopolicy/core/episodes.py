@@ -465,7 +465,7 @@ def chosen_numbers(
     settings section and dataset, for the error text. Raises ConfigError when an index is out of range or none is left.
     """
     numbers_left = [*range(min(episodes or count, count))] if isinstance(episodes, int) else [*dict.fromkeys(episodes)]
-    for setting, numbers in (("episodes", numbers_left), ("without", without)):
+    for setting, numbers in (("episodes", numbers_left), ("exclude_episodes", without)):
         beyond = [number for number in numbers if not 0 <= number < count]
         if beyond:
             raise ConfigError(

@@ -60,14 +60,14 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
     enclosing section overrides.
 
     Raises ConfigError on an unknown key (with the nearest name), a missing one, or a value of the wrong type or outside
-    of the range that its type declares (`core.ranges`), naming the full path of the key. What was a setting once and is
-    `fixed` may be there still, with the value that it has now. `where`: path of this section.
+    of the range that its type declares (`core.ranges`), naming the full path of the key. Old names of `renamed`
+    settings are accepted, and `fixed` ones with their value. `where`: path of this section.
     """
     if not is_mapping(data):
         raise ConfigError(f"'{where}' must be a mapping of settings, got {data!r}.")
     if issubclass(kind, Tagged):
         data = _of_kind(kind, data, where)
-    data = without_fixed(kind, data, where)
+    data = current(kind, data, where)
     items = {item.name: item for item in fields(cast(Any, kind)) if item.init}
     for key in data:
         if key not in items:
@@ -76,7 +76,7 @@ def from_plain(kind: type[Structure], data: object, where: str = "") -> Structur
                 f"Unknown configuration key '{_join(where, str(key))}'{place}.{did_you_mean(str(key), items)}"
             )
     hints = typing.get_type_hints(kind, include_extras=True)
-    plain = {key: _over_default(items[key], data[key]) for key in items if key in data}
+    plain = {key: _over_default(items[key], data[key], _join(where, key)) for key in items if key in data}
     values = {key: _convert(hints[key], value, _join(where, key)) for key, value in plain.items()}
     for key, item in items.items():
         if key not in values and item.default is MISSING and item.default_factory is MISSING:
@@ -93,17 +93,40 @@ def narrowed(kind: type[Structure], value: Any) -> Structure:
 
 
 def fixed(kind: type) -> dict[str, Any]:
-    """Return what once was a setting of a dataclass and is a constant now, name -> the value that it always has.
+    """Return the former settings of a dataclass that are constants now, name -> value.
 
-    A dataclass says so in a class variable FIXED, for itself and all that derive from it: saved configurations and
-    recipes of before name such keys.
+    A dataclass defines them in a class variable FIXED, for itself and its subclasses, because saved configurations and
+    recipes of earlier versions still contain such keys.
     """
-    fixed_of_classes = [vars(each).get("FIXED", {}) for each in reversed(kind.__mro__)]
-    return {name: to_plain(value) for constants in fixed_of_classes for name, value in constants.items()}
+    return {name: to_plain(value) for name, value in _of_classes(kind, "FIXED").items()}
 
 
-def without_fixed(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Return plain settings of `kind` without those that are `fixed`; ConfigError where one had another value."""
+def renamed(kind: type) -> dict[str, str]:
+    """Return the former names of a dataclass's settings, old name -> new name.
+
+    A dataclass defines them in a class variable RENAMED, for itself and its subclasses. Old names work for one release.
+    """
+    return _of_classes(kind, "RENAMED")
+
+
+def renamed_values(kind: type) -> dict[str, Mapping[str, str]]:
+    """Return the former values of a dataclass's settings, setting -> {old value: new value}, from RENAMED_VALUES."""
+    return _of_classes(kind, "RENAMED_VALUES")
+
+
+def _of_classes(kind: type, variable: str) -> dict[str, Any]:
+    """Return the merged entries of a class variable, a mapping, of a class and its base classes."""
+    return {key: value for each in reversed(kind.__mro__) for key, value in vars(each).get(variable, {}).items()}
+
+
+def current(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return plain settings of `kind` under their current names and values, without the `fixed` ones; nested sections
+    are left as they are.
+
+    Raises ConfigError when a setting is given under both its old and its new name with different values, and when a
+    fixed setting has another value.
+    """
+    data = with_current_names(kind, data, where)
     constants = fixed(kind)
     for key in constants.keys() & data.keys():
         if data[key] != constants[key]:
@@ -112,6 +135,24 @@ def without_fixed(kind: type, data: Mapping[str, Any], where: str = "") -> dict[
                 f"{SINCE}; for another value use an earlier version."
             )
     return {key: value for key, value in data.items() if key not in constants}
+
+
+def with_current_names(kind: type, data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return plain settings of `kind` under their current names and values; raises ConfigError as `current` does."""
+    names, values = renamed(kind), renamed_values(kind)
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        name = names.get(key, key)
+        if isinstance(value, str):
+            value = values.get(name, {}).get(value, value)
+        if name in found and found[name] != value:
+            old = next(each for each in data if names.get(each) == name)
+            given = " and ".join(in_one_line(each, 40) for each in (found[name], value))
+            raise ConfigError(
+                f"'{_join(where, old)}' is now '{_join(where, name)}', and both are given ({given}): keep one of them."
+            )
+        found[name] = value
+    return found
 
 
 def explanations(kind: type) -> dict[str, str]:
@@ -139,21 +180,20 @@ def choices(kind: Any) -> tuple[str, ...]:
     return ()
 
 
-def _over_default(item: Field[Any], value: Any) -> Any:
+def _over_default(item: Field[Any], value: Any, where: str) -> Any:
     """Return the plain value of a section, with missing keys filled in from the field's default."""
     default = item.default_factory() if item.default_factory is not MISSING else item.default
-    if not is_dataclass(default) or isinstance(default, Tagged) or not is_mapping(value):
+    return _over(default, value, where)
+
+
+def _over(default: Any, value: Any, where: str) -> Any:
+    if not is_dataclass(default) or isinstance(default, type | Tagged) or not is_mapping(value):
         return value
-    return {**to_plain(default), **_sections_over(default, value)}
-
-
-def _sections_over(default: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     defaults = {item.name: getattr(default, item.name) for item in fields(default)}
+    plain = with_current_names(type(default), value, where)
     return {
-        key: {**to_plain(defaults[key]), **_sections_over(defaults[key], item)}
-        if is_dataclass(defaults.get(key)) and not isinstance(defaults[key], Tagged) and is_mapping(item)
-        else item
-        for key, item in value.items()
+        **to_plain(default),
+        **{key: _over(defaults.get(key), item, _join(where, key)) for key, item in plain.items()},
     }
 
 
@@ -166,7 +206,7 @@ def _of_kind(section: type[Tagged], data: Mapping[str, Any], where: str) -> dict
     config_keys = {item.name for item in fields(kind) if item.init}
     if not is_mapping(config_data):
         raise ConfigError(f"'{path}' must be a mapping of settings, got {config_data!r}.")
-    config_data = without_fixed(kind, config_data, path)
+    config_data = current(kind, config_data, path)
     for key in config_data:
         kinds_with_key = [
             other

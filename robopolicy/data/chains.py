@@ -76,7 +76,7 @@ def read_chains(folders: Sequence[Path], predicted: int, size: int) -> Chains:
         if BEGINS not in read_information(folder)["features"]:
             raise DataError(
                 f"{folder} has no denoising chains: record them with collect.chains=true collect.policy=CHECKPOINT, "
-                "or evaluate with gate.judges=[model]."
+                "or evaluate with gate.evaluators=[model]."
             )
         columns = read_columns(folder, (BEGINS, CHAIN, DENSITY))
         step = columns[BEGINS].nonzero().squeeze(1)

@@ -1,7 +1,8 @@
 """What can be set about recording and converting; nothing heavy is imported here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.ranges import Natural, Positive
@@ -11,9 +12,11 @@ from robopolicy.core.ranges import Natural, Positive
 class CorrectConfig:
     """When the expert takes over from a policy, and how many actions are undone first."""
 
-    patience: Natural = 0
+    RENAMED: ClassVar[Mapping[str, str]] = {"patience": "no_progress_steps", "budget": "max_policy_steps"}
+
+    no_progress_steps: Natural = 0
     """Control steps without a new maximum of the cumulative reward after which the expert takes over, 0 for never."""
-    budget: Natural = 0
+    max_policy_steps: Natural = 0
     """Control steps of an episode after which the expert takes over in any case, 0 for never."""
     rewind: Natural = 0
     """Number of the policy's control steps that are undone first (RaC's recovery), starting with the last. Actions are
@@ -22,18 +25,20 @@ class CorrectConfig:
     """
 
     def __post_init__(self) -> None:
-        if min(self.patience, self.budget, self.rewind) < 0:
-            raise ConfigError("collect.correct: patience, budget and rewind must be at least 0.")
+        if min(self.no_progress_steps, self.max_policy_steps, self.rewind) < 0:
+            raise ConfigError("collect.correct: no_progress_steps, max_policy_steps and rewind must be at least 0.")
 
     @property
     def wanted(self) -> bool:
         """Whether the expert can take over at all."""
-        return bool(self.patience or self.budget)
+        return bool(self.no_progress_steps or self.max_policy_steps)
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
     """Which columns and episodes of another format a LeRobotDataset is made of."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"without": "exclude_episodes"}
 
     map: dict[str, Any] = field(default_factory=dict)
     """Mapping from source keys to names in the LeRobotDataset, {obs/eef_pos: observation.state, action: action}; the
@@ -46,7 +51,7 @@ class ConvertConfig:
     """Instruction of every episode (default: the source's)."""
     episodes: Natural | tuple[Natural, ...] = 0
     """Episodes to keep: a list of indices, or the number of first episodes; 0 for all. Counted over all sources."""
-    without: tuple[Natural, ...] = ()
+    exclude_episodes: tuple[Natural, ...] = ()
     """Indices of episodes to exclude."""
     trim_start: Natural = 0
     """Steps to cut from the start of every episode."""

@@ -212,7 +212,7 @@ class Conversion:
     def _chosen(self) -> list[tuple[_Opened, int]]:
         every = [(each, episode) for each in self.opened for episode in range(len(each.source.lengths))]
         paths = ", ".join(str(each.source.path) for each in self.opened[:3])
-        numbers = chosen_numbers(len(every), paths, "convert", self.config.episodes, self.config.without)
+        numbers = chosen_numbers(len(every), paths, "convert", self.config.episodes, self.config.exclude_episodes)
         return [every[number] for number in numbers]
 
     # -- reading ---------------------------------------------------------------------------------------------------

@@ -81,10 +81,10 @@ class Operator:
         """Return the next control step of every row, [B, 1, A], and its actor and segment."""
         config, every = self.config, np.arange(len(self._time))
         stuck = np.zeros(len(every), bool)
-        if config.patience:
-            stuck |= self._idle >= config.patience
-        if config.budget:
-            stuck |= self._time >= config.budget
+        if config.no_progress_steps:
+            stuck |= self._idle >= config.no_progress_steps
+        if config.max_policy_steps:
+            stuck |= self._time >= config.max_policy_steps
         new = (self._taken < 0) & stuck
         self._taken[new] = self._time[new]
         taken_over = self._taken >= 0

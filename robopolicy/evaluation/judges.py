@@ -52,7 +52,7 @@ class ModelReturn:
         if by not in ("success", "return"):
             raise ConfigError(f"by={by}: a model evaluates success or return.")
         if by == "success":
-            require_success(world, "compare returns with gate.by=return")
+            require_success(world, "compare returns with gate.metric=return")
         self.world = world
         self.seeds = np.asarray(seeds)
         self.by = by

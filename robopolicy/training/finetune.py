@@ -27,7 +27,8 @@ from robopolicy.core.rollouts import Rollouts
 from robopolicy.core.run import RunFolder
 from robopolicy.core.segments import Segments
 from robopolicy.core.stages import HasStages
-from robopolicy.core.structured import to_plain, without_fixed
+from robopolicy.core.structured import current as current_settings
+from robopolicy.core.structured import to_plain
 from robopolicy.core.world import World
 from robopolicy.nn.optimisers import require_finite
 from robopolicy.nn.pieces import in_minibatches, in_pieces, scores_of
@@ -445,7 +446,7 @@ class _Finetuning:
         if tree is None or self.run_folder is None:
             return
         current = self._tree()
-        tree["config"] = without_fixed(type(self.config), tree["config"], "finetune")
+        tree["config"] = current_settings(type(self.config), tree["config"], "finetune")
         require_same_parts(tree, current, self.run_folder.resume_point)
         for part in ("config", "collector"):
             require_same_parts(tree[part], current[part], self.run_folder.resume_point)

@@ -16,7 +16,7 @@ from robopolicy.core.progress import progress
 from robopolicy.core.randomness import Generators
 from robopolicy.core.regression import Regressor, Staged
 from robopolicy.core.run import RunFolder
-from robopolicy.core.structured import to_plain
+from robopolicy.core.structured import current, to_plain
 from robopolicy.nn.configuration import LearningPrecision
 from robopolicy.nn.optimisers import (
     clip_gradients,
@@ -215,7 +215,8 @@ class _Fit:
         if tree is None:  # killed before its first checkpoint, a run begins anew, and so do its metrics
             self.run_folder.rewind("step", 0)
             return
-        require_same_config(tree["config"], to_plain(self.config), may_change=("log_every", "checkpoint_every"))
+        saved = current(type(self.config), tree["config"], "fit")
+        require_same_config(saved, to_plain(self.config), may_change=("log_every", "checkpoint_every"))
         self.step, self.losses = tree["step"], tree["losses"]
         self.model.load_state_dict(tree["model"])
         for number, average in enumerate(self.average):

@@ -1,11 +1,11 @@
 """Compares the off-policy evaluators of the gate on your data: each scores policies whose true performance is measured
 in the world.
 
-For each evaluator in gate.judges it reports the rank correlation with the true performance, the regret of its top
+For each evaluator in gate.evaluators it reports the rank correlation with the true performance, the regret of its top
 choice, and the error if units agree. It also reports the gate's decision on every pair of policies: the rate of
 accepting one that is no better (false accepts) and of rejecting one that is better (false rejects).
-gate.judges=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies for
-which too little logged data counts.
+gate.evaluators=[model,fqe,critic] compares these three. importance needs logged denoising chains and refuses policies
+for which too little logged data counts.
 """
 
 import math
@@ -33,7 +33,7 @@ from robopolicy.verbs.verb import Verb
 VERB = Verb(
     summary="Compare off-policy evaluators on policies of known performance",
     sections=("run", "world", "gate", "bakeoff"),
-    example="robopolicy bakeoff recipe=push_cube bakeoff.policies=[A,B,C] gate.models=[MODEL] gate.judges=[model,fqe]",
+    example="robopolicy bakeoff recipe=push_t bakeoff.policies=[A,B,C] gate.models=[MODEL] gate.evaluators=[model,fqe]",
     world_from={"bakeoff.policies": ""},
 )
 HEADER = ("evaluator", "Spearman [95 %]", "regret@1", "error", "false accepts", "false rejects", "accepted")
@@ -50,9 +50,9 @@ def run(config: Config) -> int:
     judges = build_judges(config, policies[0], recorded_for_gate(config, policies[0], device), device)
     world = build_world(config.world, policies[0], episodes=section.episodes, device=device)
     seeds = evaluation_seeds(config, section.episodes)
-    by_success = config.gate.by == "success"
+    by_success = config.gate.metric == "success"
     if by_success:
-        require_success(world, "compare returns with gate.by=return")
+        require_success(world, "compare returns with gate.metric=return")
     truth: list[float] = []
     for name, policy in zip(names, policies, strict=True):
         true_result = evaluate_policy(
@@ -80,13 +80,13 @@ def run(config: Config) -> int:
             judge_values,
             threshold=section.threshold,
             margin=config.gate.margin,
-            relative=config.gate.relative,
+            relative=config.gate.relative_margin,
             confidence=config.gate.confidence,
             comparable=isinstance(judge, ModelReturn),
             ceiling=ceiling_of(judge),
         )
     warn_of_divergence(judges)
-    metric = config.gate.by
+    metric = config.gate.metric
     table = [[name, f"{value:.3f}", *(f"{values[judge][place]:.3f}" for judge in values)] for place, (name, value) in
              enumerate(zip(names, truth, strict=True))]  # fmt: skip
     print_table("Policies", ("policy", f"true {metric}", *values), table)
@@ -111,7 +111,7 @@ def _why_none(scores: Iterable[JudgeScore]) -> str:
         return "No evaluator has at most 5 % false accepts: increase gate.margin."
     return (
         "No evaluator accepts any of these pairs, so they cannot be compared: use policies that differ more, more "
-        "initial states (gate.starts), or a smaller gate.margin."
+        "initial states (gate.num_states), or a smaller gate.margin."
     )
 
 

@@ -6,8 +6,8 @@ this task. It stores the source of every step, and the returns of uniform random
 normalised scores. Failures are kept, because world models need them; collect.successes_only=true drops them. Finished
 episodes are saved at once, so an interrupted run plays only the missing ones. collect.policy with plan.model plans with
 a world model; plan.uncertainty above 0 prefers actions where the model is uncertain. collect.chains=true also records
-the policy's denoising chains (for gate.judges=[importance]). collect.correct.patience=20 lets the expert (or
-collect.controller) take over after this many steps without progress: it goes back (collect.correct.rewind=10) and
+the policy's denoising chains (for gate.evaluators=[importance]). collect.correct.no_progress_steps=20 lets the expert
+(or collect.controller) take over after this many steps without progress: it goes back (collect.correct.rewind=10) and
 continues correctly. Every step records who acted, which train and offline read. collect.label_policy=expert stores the
 noise-free expert's action for every step, as whole chunks if the world has snapshots. collect.label_policy=TEACHER
 stores another policy's actions in the states that collect.policy=STUDENT visits; train learns these.

@@ -4,7 +4,7 @@ Reads robomimic's and LIBERO's HDF5, ALOHA's and ACT's HDF5 (a folder of episode
 (a folder or a .zarr.zip), Minari's HDF5, LeRobotDatasets v2.0 and v2.1, arrays in an .npz file, and formats of yours.
 Without TARGET it prints which column becomes which, and writes nothing. What is guessed wrongly is set:
 "convert.map={obs/joints: observation.state, obs/object: null}". A folder of files, and convert.merge=[B,C], become one
-dataset, after their columns, shapes and rates were compared. Episodes are left out by convert.without and
+dataset, after their columns, shapes and rates were compared. Episodes are left out by convert.exclude_episodes and
 convert.episodes, and cut by convert.trim_start and convert.trim_end, in steps.
 """
 

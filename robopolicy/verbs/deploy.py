@@ -1,10 +1,10 @@
 """Simulates a staged rollout that replaces a known policy by a new one while success stays above a lower bound.
 
-At every policy call (StepMix), or once per episode with deploy.coin=episode (EpsMix), a random draw selects the new or
-the base policy. The new policy's probability is the largest for which the lower confidence bound of success exceeds the
-required minimum, deploy.drop below the base's success. For comparison, the new policy also replaces the base at once,
-from the same initial states. On a real robot, use robopolicy.evaluation.deployment.Deployment: report each batch of
-episodes to it and it returns the probability.
+At every policy call (StepMix), or once per episode with deploy.mix_per=episode (EpsMix), a random draw selects the new
+or the base policy. The new policy's probability is the largest for which the lower confidence bound of success exceeds
+the required minimum, deploy.max_success_drop below the base's success. For comparison, the new policy also replaces the
+base at once, from the same initial states. On a real robot, use robopolicy.evaluation.deployment.Deployment: report
+each batch of episodes to it and it returns the probability.
 """
 
 import numpy as np
@@ -42,19 +42,20 @@ def run(config: Config) -> int:
     }
     folder = open_fresh_run(config, "deploy", VERB.sections)
     tuned_policy, base = (load_policy(paths[name], device) for name in ("policy", "base"))
-    world = build_world(config.world, base, batch_size=section.wave, device=device)
+    world = build_world(config.world, base, batch_size=section.update_every, device=device)
     require_success(world)
     tuned_policy, base = as_seen_in(world, tuned_policy), as_seen_in(world, base)
     base_results = known_base(
-        world, base, episode_seeds(seed, "known", section.known), section.coin, seed=seed, device=device
+        world, base, episode_seeds(seed, "known", section.base_episodes), section.mix_per, seed=seed, device=device
     )
     rate = float(np.mean(base_results["success"]))
-    deployment = Deployment((1 - section.drop) * rate, section.confidence)
+    deployment = Deployment((1 - section.max_success_drop) * rate, section.confidence)
     deployment.tell(0.0, **base_results)
     deployments = both(config, world, base, tuned_policy, deployment, device)
     world.close()
     print_table(
-        f"{section.episodes} episodes, success floor {deployment.floor:.1%} ({section.drop:.0%} below the base's "
+        f"{section.episodes} episodes, success floor {deployment.floor:.1%} ({section.max_success_drop:.0%} below the "
+        f"base's "
         f"{rate:.1%})",
         ("", "success", "final share of the new policy", "largest shortfall below the floor (standard errors)"),
         [
@@ -77,7 +78,7 @@ def both(
     ways = {"mixed": deployment, "replaced": None}
     return {
         name: deploy(
-            world, base, tuned, seeds, way, coin=section.coin, floor=deployment.floor, seed=seed, device=device
+            world, base, tuned, seeds, way, coin=section.mix_per, floor=deployment.floor, seed=seed, device=device
         )
         for name, way in ways.items()
     }

@@ -55,7 +55,7 @@ def run(config: Config) -> int:
     all_episodes = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))
     numbers = config.doctor.episodes
     numbers = 0 if isinstance(numbers, int) else numbers
-    episodes = chosen_episodes(all_episodes, data, "doctor", numbers, config.doctor.without)
+    episodes = chosen_episodes(all_episodes, data, "doctor", numbers, config.doctor.exclude_episodes)
     world = replayed_in(config, episodes, policy)
     success = judged_success(Path(trained), data) if policy is not None else None
     findings = examine(episodes, world, policy, Generators(config.run.seed, device)["doctor"], success=success)

@@ -6,7 +6,8 @@ success is reported per instruction. evaluate.controls tests language conditioni
 (wrong_instruction; unchanged success means the policy ignores it) or with the same one in other words (paraphrase).
 evaluate.latency_steps=N gives every policy call a latency of N control steps; evaluate.chunking selects how the robot
 executes chunks meanwhile. plan.model=CHECKPOINT evaluates the policy with planning in a world model, and without it for
-comparison. evaluate.anchors=DATASET normalises returns between those of uniform random actions and of the expert.
+comparison. evaluate.reference_dataset=DATASET normalises returns between those of uniform random actions and of the
+expert.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -152,7 +153,7 @@ def run(config: Config) -> int:
     }
     policies["policy"] = with_planning(config.plan, policies["policy"], device)
     seeds = evaluation_seeds(config, section.episodes)
-    anchors = None if section.anchors is None else read_anchors(section.anchors)
+    anchors = None if section.reference_dataset is None else read_anchors(section.reference_dataset)
     folder = open_fresh_run(config, "evaluate", VERB.sections)
     stored = kept_waves(config, folder, [path for path in paths.values() if path is not None])
     result: dict[str, Any] = {}

@@ -141,7 +141,7 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
     section, measurements = config.collect, _known(file, config)
     scripted = policy is None and not section.controller  # scripted experts read the state, and images take time
     place = dataclasses.replace(config.world, cameras=()) if scripted else config.world
-    most = max(section.trial_episodes, section.anchor_episodes)
+    most = max(section.trial_episodes, section.reference_episodes)
     world = build_world(place, policy, episodes=most, seed=config.run.seed)
     trials: list[Trial] = []
 
@@ -163,8 +163,8 @@ def find_ground(config: Config, quality: Quality, file: Path, policy: Policy | N
 
     try:
         require_success(world, "unset collect.quality, which is defined by success rates")
-        expert = measured("expert", 0.0, "anchors", section.anchor_episodes, 0)
-        uniform = measured("uniform actions", 1.0, "anchors", section.anchor_episodes, 0)
+        expert = measured("expert", 0.0, "anchors", section.reference_episodes, 0)
+        uniform = measured("uniform actions", 1.0, "anchors", section.reference_episodes, 0)
         anchors = Anchors(world.spec.name, uniform, expert).require_order()
         if quality in ("expert", "mixed") and expert.success_high < EXPERT_SUCCESS:
             raise ConfigError(
@@ -219,7 +219,7 @@ def _settings(config: Config, quality: Quality, ground: Ground, horizon: int) ->
         "episodes": section.episodes,
         "seed": config.run.seed,
         "trial_episodes": section.trial_episodes,
-        "anchor_episodes": section.anchor_episodes,
+        "anchor_episodes": section.reference_episodes,
     }
 
 

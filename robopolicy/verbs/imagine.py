@@ -1,14 +1,15 @@
 """Fine-tunes a policy inside a world model, using no real steps for learning, and tracks imagined and real success.
 
 Every evaluation measures and logs imagined and real success from the same initial states. Learning uses imagination
-only. The policy with the best real success is saved (imagine.keep), and the run continues while that rises. When
-imagined success exceeds real success by imagine.gap, the KL/BC weight toward the base increases (imagine.near_base,
-imagine.tighten). The run stops only when real success falls or no longer improves; the last lines and result.json state
-the reason. imagine.refresh_every updates the model with new real episodes of the policy. Methods: denoising PPO inside
-the model (DiWA, arXiv:2508.03645); GRPO in it with keyframe initial states and model updates (WoVR:
-finetune.algorithm=grpo world.imagination.starts=keyframes); and imagine.method=sft, imitation of synthesised successes
-(Ctrl-World, arXiv:2510.10125). With a decoder-free model the policy reads the latent (train.encoder=CHECKPOINT trains
-one); in the real world it runs behind the model's encoder, which its checkpoint contains.
+only. The policy with the best real success is saved (imagine.select_by), and the run continues while that rises. When
+imagined success exceeds real success by imagine.divergence_threshold, the KL/BC weight toward the base increases
+(imagine.bc_weight, imagine.bc_growth). The run stops only when real success falls or no longer improves; the last lines
+and result.json state the reason. imagine.refresh_every updates the model with new real episodes of the policy. Methods:
+denoising PPO inside the model (DiWA, arXiv:2508.03645); GRPO in it with keyframe initial states and model updates
+(WoVR: finetune.algorithm=grpo world.imagination.initial_states=keyframes); and imagine.method=sft, imitation of
+synthesised successes (Ctrl-World, arXiv:2510.10125). With a decoder-free model the policy reads the latent
+(train.encoder=CHECKPOINT trains one); in the real world it runs behind the model's encoder, which its checkpoint
+contains.
 """
 
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ ADVICE = {
     Ended.PARTED: (
         "The world model is inaccurate on this policy: update it with the policy's episodes "
         "(imagine.refresh_every=10), use more data (worldmodel.include_base=true, worldmodel.transitions), or "
-        "increase the BC weight from the start (imagine.near_base=0.05)."
+        "increase the BC weight from the start (imagine.bc_weight=0.05)."
     ),
     Ended.PATIENCE: (
         "Real and imagined success had not diverged, but success stopped improving: try finetune.learning_rate=1e-4 "
@@ -72,8 +73,9 @@ ADVICE = {
 }
 """Advice by stop reason, for runs whose target and best policy were measured in the real world."""
 UNWATCHED = (
-    "It was selected by imagined success only, which may be wrong. Select by real success: imagine.watch=200 "
-    "imagine.keep=real."
+    "It was selected by imagined success only, which may be wrong. Select by real success: "
+    "imagine.real_eval_episodes=200 "
+    "imagine.select_by=real."
 )
 
 VERB = Verb(
@@ -170,7 +172,7 @@ def open_worlds(config: Config, base: Policy, model: Path, device: torch.device)
     uncut = ImaginationSection(debounce=config.world.imagination.debounce)
     judging_section = replace(inside, imagination=uncut)
     imagined_world = build_world(judging_section, base, episodes=section.evaluate_episodes, device=device)
-    episodes = max(config.imagine.watch, section.evaluate_episodes)
+    episodes = max(config.imagine.real_eval_episodes, section.evaluate_episodes)
     assert isinstance(training, ImaginedWorld)
     assert isinstance(imagined_world, ImaginedWorld)
     real = build_world(config.world, behind(imagined_world.model, base), episodes=episodes, device=device)
@@ -207,7 +209,7 @@ def learn(
     config: Config, policy: Trainable, worlds: Worlds, model: Path, folder: RunFolder, refresh: ModelRefresh | None
 ) -> FinetuneResult:
     """Fine-tune `policy` in the training world and evaluate it in the other two; it ends with the best weights
-    according to `imagine.keep`.
+    according to `imagine.select_by`.
 
     model: checkpoint of the world model.
     """
@@ -218,11 +220,11 @@ def learn(
         worlds.imagined,
         worlds.real,
         validation,
-        validation[: imagine_section.watch],
-        imagine_section.gap,
+        validation[: imagine_section.real_eval_episodes],
+        imagine_section.divergence_threshold,
         device,
         worlds.in_reality,
-        by_real=imagine_section.keep == "real",
+        by_real=imagine_section.select_by == "real",
         confirming=partial(confirming_seeds, config),
     )
     if imagine_section.method == "sft":
@@ -240,7 +242,7 @@ def learn(
         seed=config.run.seed,
         guidance=guidance_of(config, worlds.training, model, policy),
         after_checkpoint=refresh,
-        oversight=Oversight(imagine_section.patience, leash, imagine_section.tighten),
+        oversight=Oversight(imagine_section.patience, leash, imagine_section.bc_growth),
     )
 
 
@@ -251,9 +253,11 @@ def held_near(tuning: FinetuneConfig, chosen: ImagineSection) -> tuple[FinetuneC
     """
     if NEARNESS in tuning.of("auxiliaries", ()):
         return tuning, 1.0
-    if not chosen.near_base and (chosen.tighten == 1 or chosen.gap is None or not chosen.watch):
+    if not chosen.bc_weight and (
+        chosen.bc_growth == 1 or chosen.divergence_threshold is None or not chosen.real_eval_episodes
+    ):
         return tuning, 1.0
-    return held_near_base(tuning, chosen.near_base or DIWA_WEIGHT), float(chosen.near_base > 0)
+    return held_near_base(tuning, chosen.bc_weight or DIWA_WEIGHT), float(chosen.bc_weight > 0)
 
 
 def imitate(
@@ -273,7 +277,7 @@ def imitate(
         policy,
         training_world,
         rounds=imagine_section.rounds,
-        rollouts=imagine_section.synthetic,
+        rollouts=imagine_section.rollouts_per_round,
         steps=imagine_section.imitate_steps,
         batch_size=imagine_section.imitate_batch_size,
         learning_rate=imagine_section.imitate_learning_rate,

@@ -43,9 +43,9 @@ def split_data(config: Config, policy: Policy, device: torch.device) -> tuple[Ep
     """
     section = config.offline
     first = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
-    require_known(section.rename, (first, *section.more))
-    parts = [read_log(first, policy, section, section.without)]
-    parts += [read_log(path, policy, section) for path in section.more]
+    require_known(section.rename, (first, *section.extra_datasets))
+    parts = [read_log(first, policy, section, section.exclude_episodes)]
+    parts += [read_log(path, policy, section) for path in section.extra_datasets]
     episodes = Episodes.concatenate(parts)
     draws = torch.Generator().manual_seed(derive(config.run.seed, "offline/holdout"))
     training, held_out = episodes.split(config.gate.holdout, draws)
@@ -67,14 +67,14 @@ def read_log(path: Path, policy: Policy, section: OfflineSection, without: tuple
     reading = describe_reading(path, read_information(path, renaming)["features"], episodes, tuple(columns))
     output.print(escape("\n".join(reading.lines())), soft_wrap=True)
     if without:
-        output.print(f"Excluded by offline.without: {len(without)} episodes.")
+        output.print(f"Excluded by offline.exclude_episodes: {len(without)} episodes.")
     if text := interventions_in_words(episodes):
         output.print(f"{text}; the critic is trained on all steps.", soft_wrap=True)
     if nonfinite_columns(episodes):
         try:
             require_finite_columns(delayed_episodes, rewards=True)
         except DataError as error:
-            raise DataError(f"{path}: {error} offline.without=[NUMBER] excludes episodes.") from error
+            raise DataError(f"{path}: {error} offline.exclude_episodes=[NUMBER] excludes episodes.") from error
     return require_paid(path, with_reward(episodes, section.reward))
 
 

@@ -1,18 +1,18 @@
 """Improves a policy from recorded data alone: fits a critic, trains candidates, and accepts the better ones through a
 gate.
 
-No real step is played (except by gate.judges=[world]) until base and result are evaluated at the end; that evaluation
-selects nothing. offline.agent selects the critic's algorithm; offline.improve selects how a candidate is trained from
-the incumbent. best_of: imitate the best of several sampled actions according to the critic; weighted_imitation: imitate
-recorded actions weighted by their advantage; chain_ppo: PPO on the critic through the denoising chain; diffusion_ql:
-follow the critic's gradient through that chain; adjoint_matching: tilt a flow policy by the critic; recap: imitate all
-data, conditioned on labels of its quality; filtered_imitation: imitate the better fraction only; dsrl: keep the policy
-and choose its initial noise; idql: choose among its sampled actions at inference. Candidates are evaluated in a world
-model that `worldmodel` trained on the log (gate.models), or by critics (gate.judges=[fqe]) on held-out episodes
-(gate.holdout). A rejected candidate is discarded and the step size is reduced. offline.gated=false accepts every
-candidate, for comparison. The critic can also use synthetic data: offline.data=[recorded,guided] samples from a
-diffusion model of the log, guided towards the policy. RAVL is offline.agent=edac offline.data=[recorded,imagined]
-offline.imagined_steps=10 offline.model=MODEL.
+No real step is played (except by gate.evaluators=[world]) until base and result are evaluated at the end; that
+evaluation selects nothing. offline.agent selects the critic's algorithm; offline.improve selects how a candidate is
+trained from the incumbent. best_of: imitate the best of several sampled actions according to the critic;
+weighted_imitation: imitate recorded actions weighted by their advantage; chain_ppo: PPO on the critic through the
+denoising chain; diffusion_ql: follow the critic's gradient through that chain; adjoint_matching: tilt a flow policy by
+the critic; recap: imitate all data, conditioned on labels of its quality; filtered_imitation: imitate the better
+fraction only; dsrl: keep the policy and choose its initial noise; idql: choose among its sampled actions at inference.
+Candidates are evaluated in a world model that `worldmodel` trained on the log (gate.models), or by critics
+(gate.evaluators=[fqe]) on held-out episodes (gate.holdout). A rejected candidate is discarded and the step size is
+reduced. offline.gated=false accepts every candidate, for comparison. The critic can also use synthetic data:
+offline.data=[recorded,guided] samples from a diffusion model of the log, guided towards the policy. RAVL is
+offline.agent=edac offline.data=[recorded,imagined] offline.imagined_steps=10 offline.model=MODEL.
 """
 
 from dataclasses import replace
@@ -81,7 +81,10 @@ def run(config: Config) -> int:
         gate_section = config.gate
         judges = build_judges(config, policy, held_out, device, [section.model] if section.model is not None else [])
         gate = Gate(
-            judges, margin=gate_section.margin, relative=gate_section.relative, confidence=gate_section.confidence
+            judges,
+            margin=gate_section.margin,
+            relative=gate_section.relative_margin,
+            confidence=gate_section.confidence,
         )
     clock = folder.clock()
     lesson = learn_critic(config, policy, training, folder, device)
@@ -127,9 +130,9 @@ def refuse_unread(section: GateSection) -> None:
     for name, way in ways.items():
         if getattr(section, name):
             raise ConfigError(f"gate.{name} is not read by offline: {way}.")
-    if "importance" in section.judges:
+    if "importance" in section.evaluators:
         raise ConfigError(
-            "gate.judges=[importance] works only in robopolicy gate and bakeoff, with the denoising chains in "
+            "gate.evaluators=[importance] works only in robopolicy gate and bakeoff, with the denoising chains in "
             "gate.data."
         )
 
@@ -199,11 +202,11 @@ def imagined_episodes(config: Config, policy: Policy, device: torch.device) -> E
     assert section.model is not None  # which the section asks for
     inside = config.world.imagined_by(section.model)
     if section.imagined_steps:
-        short = replace(inside.imagination, steps=section.imagined_steps, starts="data")
+        short = replace(inside.imagination, max_steps=section.imagined_steps, initial_states="data")
         path = default_path(config, "collect", "dataset", section.dataset, "offline.dataset")
         inside = replace(inside, imagination=short, data=path)
-    world = build_world(inside, policy, episodes=section.imagined, device=device)
-    seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined)
+    world = build_world(inside, policy, episodes=section.imagined_episodes, device=device)
+    seeds = episode_seeds(config.run.seed, "offline/imagined", section.imagined_episodes)
     episodes = record(world, policy, seeds, generator=Generators(config.run.seed, device)["offline/imagined"])
     world.close()
     return episodes.to(device)
@@ -241,21 +244,24 @@ def why_refused(found: Rounds) -> str:
     if worse:
         return (
             f"{len(worse)} of {count} evaluations found a candidate significantly worse. Try a smaller learning rate "
-            f"(offline.improve.learning_rate), more episodes (offline.more=[DATASET]), or {other}."
+            f"(offline.improve.learning_rate), more episodes (offline.extra_datasets=[DATASET]), or {other}."
         )
     if incredible:
         return (
             f"{len(incredible)} of {count} evaluations valued a candidate above nearly all recorded successes, which "
-            f"is not credible. Use more episodes (offline.more=[DATASET], ideally the policy's own), or {other}."
+            f"is not credible. Use more episodes (offline.extra_datasets=[DATASET], ideally the policy's own), or "
+            f"{other}."
         )
     if short:
         return (
             f"{len(short)} of {count} evaluations found a candidate better, but not by the margin of "
-            f"{short[0]['margin']:.3g}: decrease gate.margin or gate.relative, or run more rounds, offline.rounds."
+            f"{short[0]['margin']:.3g}: decrease gate.margin or gate.relative_margin, or run more rounds, "
+            f"offline.rounds."
         )
     starts = max((each["starts"] for each in judgements), default=256)
     return (
         f"No candidate was significantly better in {count} evaluations: evaluate from more initial states "
-        f"(gate.starts={4 * starts}), use more episodes (offline.more=[DATASET], ideally the policy's own), or "
+        f"(gate.num_states={4 * starts}), use more episodes (offline.extra_datasets=[DATASET], ideally the policy's "
+        f"own), or "
         f"{other}."
     )

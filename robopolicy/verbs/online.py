@@ -145,9 +145,9 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
     if section.method == "dsrl":
         assert given is not None  # which policy_path sees to
         fields, tasks = world.spec.observation, world.spec.instructions
-        steering = steered(given, settings, fields, tasks, bound=section.bound, seed=seed, kind=kind, steers=False).to(
-            device
-        )
+        steering = steered(
+            given, settings, fields, tasks, bound=section.noise_bound, seed=seed, kind=kind, steers=False
+        ).to(device)
         return Beginning(steering, plays_noise(steering), "warm-up")
     episodes = recorded_episodes(config, given, device)
     interface = seen_by_agent(config, given, world, episodes)
@@ -158,10 +158,10 @@ def begin(config: Config, given: Policy | None, world: World, folder: RunFolder,
     if episodes is None:
         return Beginning(acting, other, "warm-up")
     data = recorded_decisions(episodes, interface, agent.discount).transitions
-    if not section.pretrain:
+    if not section.pretrain_steps:
         return Beginning(acting, other, "recorded", data)
     generators = Generators(derive(config.run.seed, "online/pretrain"), device)
-    fit_agent(agent, data, section.pretrain, section.batch_size, generators, run=folder, label="agent")
+    fit_agent(agent, data, section.pretrain_steps, section.batch_size, generators, run=folder, label="agent")
     return Beginning(acting, plays_agent(copy.deepcopy(agent)), "recorded", data)
 
 
@@ -204,7 +204,7 @@ def recorded_episodes(config: Config, given: Policy | None, device: torch.device
     section = config.online
     if section.dataset is None:
         return None
-    paths = (default_path(config, "collect", "dataset", section.dataset, "online.dataset"), *section.more)
+    paths = (default_path(config, "collect", "dataset", section.dataset, "online.dataset"), *section.extra_datasets)
     episodes = Episodes.concatenate([read_dataset(path, rename=renaming_of(given)) for path in paths])
     require_finite_columns(episodes, rewards=True)
     if given is not None:

@@ -1,8 +1,8 @@
 """Finds the fastest inference engine for a checkpoint, and stores the choice beside the checkpoint (inference.json).
 
 Engines, samplers with fewer steps, block caches and bf16 are timed in turns on the same observations and compared with
-the policy as trained. Only exact engines are candidates, unless optimize.error sets an allowed action error; the table
-then also shows the error of the cheaper methods. evaluate, serve and collect then use the stored choice
+the policy as trained. Only exact engines are candidates, unless optimize.max_action_error sets an allowed action error;
+the table then also shows the error of the cheaper methods. evaluate, serve and collect then use the stored choice
 (inference.engine=reference ignores it). It becomes invalid when the weights change. Methods are compared by their
 minimum time, which is least affected by other load. For a world model with many denoising steps
 (worldmodel.kind=video), block caches are tested in the same way.
@@ -52,7 +52,7 @@ from worldmodels.checkpoint import holds_world_model
 VERB = Verb(
     summary="Find the fastest inference engine for a policy",
     sections=("run", "world", "optimize"),
-    example="robopolicy optimize runs/finetune/push_t/0/checkpoint optimize.error=0.05",
+    example="robopolicy optimize runs/finetune/push_t/0/checkpoint optimize.max_action_error=0.05",
     targets=("optimize.policy",),
     world_from={"optimize.policy": "finetune/checkpoint"},
 )
@@ -92,8 +92,8 @@ def run(config: Config) -> int:
         if ways[name].exact and error > EXACT:
             refusals[name] = f"its action error is {error:.2g} standard deviations, but this engine should be exact"
             del policies[name], errors[name]
-    times = timed(policies, first_rows(observation, section.batch), section.rounds)
-    allowed = [name for name in policies if errors[name] <= max(section.error, EXACT)]
+    times = timed(policies, first_rows(observation, section.batch_size), section.rounds)
+    allowed = [name for name in policies if errors[name] <= max(section.max_action_error, EXACT)]
     fastest = min(allowed, key=lambda name: times[name].least)
     rows = {name: row(ways[name], errors[name], times[name], times[REFERENCE]) for name in policies}
     print_table("Policy call", ways_header(), way_rows(rows, fastest))
@@ -104,7 +104,7 @@ def run(config: Config) -> int:
         weights_hash(path),
         ways[fastest].cache,
         device=device_name(device),
-        batch=section.batch,
+        batch=section.batch_size,
         measured=rows[fastest],
     )
     save_plan(path, plan)
@@ -154,7 +154,7 @@ def ways_for(section: OptimizeSection, policy: Policy, seen: TensorObservation) 
     """
     ways = {REFERENCE: Way(InferenceConfig()), **{name: Way(InferenceConfig(name)) for name in section.engines}}
     deciding = innermost(policy)
-    if not section.error:
+    if not section.max_action_error:
         return ways
     if not isinstance(deciding, Denoises):
         output.print(

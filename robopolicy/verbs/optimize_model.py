@@ -77,8 +77,10 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
     chains = _chains(model, episodes, begin, steps)
     chunk_models = cast(Mapping[str, ChunkModel], models)
     errors = errors_of(chunk_models, chains, _present(episodes, begin))
-    times = _timed(chunk_models, chains.first(section.batch), section.rounds)
-    fastest = min((name for name in models if errors[name] <= section.error), key=lambda name: times[name].least)
+    times = _timed(chunk_models, chains.first(section.batch_size), section.rounds)
+    fastest = min(
+        (name for name in models if errors[name] <= section.max_action_error), key=lambda name: times[name].least
+    )
     rows = {
         name: {
             "error": errors[name],
@@ -95,7 +97,7 @@ def optimize_model(config: Config, path: Path, device: torch.device) -> int:
         weights_hash(path),
         plans.get(fastest),
         device=device_name(device),
-        batch=section.batch,
+        batch=section.batch_size,
         measured=rows[fastest],
     )
     save_plan(path, plan)

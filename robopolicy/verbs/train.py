@@ -84,7 +84,7 @@ def run(config: Config) -> int:
     acting_policy = behind(encoder, policy) if encoder is not None else policy
     reads_text = getattr(policy, "reads_instructions", None)
     reading = say_reading(
-        config, (data, *config.train.more), renaming, recorded_episodes, acting_policy.spec, reads_text
+        config, (data, *config.train.extra_datasets), renaming, recorded_episodes, acting_policy.spec, reads_text
     )
     say_targets(episodes, policy)
     count = config.train.evaluate_episodes
@@ -210,22 +210,22 @@ def require_learnable(data: Path, policy: Trainable, episodes: Episodes) -> None
 
 
 def demonstrations(config: Config, data: Path, renamed: Mapping[str, str] | None = None) -> Episodes:
-    """Return the episodes of the dataset `data` and of train.more; raises DataError when a dataset cannot be read or
-    does not match.
+    """Return the episodes of the dataset `data` and of train.extra_datasets; raises DataError when a dataset cannot be
+    read or does not match.
 
     renamed: new names for their columns and elements, None for train.rename.
     """
     section, keys = config.train, getattr(config.policy.config, "observation_keys", ()) or None
-    require_known(section.rename, (data, *section.more))
+    require_known(section.rename, (data, *section.extra_datasets))
     renamed = section.rename if renamed is None else renamed
     all_episodes = recorded_in(config.world.options, read_dataset(data, rename=renamed))
-    episodes = chosen_episodes(all_episodes, data, "train", section.episodes, section.without)
+    episodes = chosen_episodes(all_episodes, data, "train", section.episodes, section.exclude_episodes)
     if nonfinite_columns(episodes, keys, rewards=False):
         require_finite_columns(all_episodes, keys)  # which counts as the settings do
-    places = [path.resolve() for path in (data, *section.more)]
-    if twice := [path for path in section.more if places.count(path.resolve()) > 1]:
+    places = [path.resolve() for path in (data, *section.extra_datasets)]
+    if twice := [path for path in section.extra_datasets if places.count(path.resolve()) > 1]:
         warnings.warn(f"{twice[0]} is listed twice: its episodes count double.", RobopolicyWarning, stacklevel=2)
-    for path in section.more:
+    for path in section.extra_datasets:
         other = recorded_in(config.world.options, read_dataset(path, rename=renamed))
         try:
             require_finite_columns(other, keys)

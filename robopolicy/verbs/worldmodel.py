@@ -118,7 +118,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
     paths = section.data or (default_path(config, "collect", "dataset", None, "worldmodel.data"),)
     require_known(section.rename, paths)
     datasets = [read_dataset(path, cameras=config.world.cameras, rename=section.rename) for path in paths]
-    datasets[0] = chosen_episodes(datasets[0], paths[0], "worldmodel", section.episodes, section.without)
+    datasets[0] = chosen_episodes(datasets[0], paths[0], "worldmodel", section.episodes, section.exclude_episodes)
     parts = [recorded_in(config.world.options, each) for each in datasets]
     for path, part in zip(paths, parts, strict=True):
         fields = {key: field for key, field in world.spec.observation.items() if key in part.observation_fields}

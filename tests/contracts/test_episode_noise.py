@@ -235,7 +235,7 @@ def test_labels_of_a_teacher_that_draws_and_corrections_do_not_either():
     few, many = (played(rows, noisy("low"), teacher=diffusion()) for rows in ROWS)
     same_episodes(few, many)
     torch.testing.assert_close(few.labels, many.labels, rtol=0, atol=1e-3)
-    config = CorrectConfig(patience=4, rewind=2)
+    config = CorrectConfig(no_progress_steps=4, rewind=2)
     few, many = (
         record_corrected(
             MujocoWorld(TASK, rows), diffusion(), noisy("medium"), SEEDS, config, generator=torch.Generator()

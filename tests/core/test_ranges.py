@@ -120,7 +120,7 @@ def test_shares_and_counts_of_our_own_choice():
         "train.fit.learning_rate=nan": "train.fit.learning_rate is nan",
         "finetune.clip=nan": "finetune.clip is nan",
         "worldmodel.config.positive_share=7": "worldmodel.config.positive_share is 7",
-        "optimize.error=nan": "optimize.error is nan",
+        "optimize.max_action_error=nan": "optimize.max_action_error is nan",
         "collect.episodes=5000000000": "collect.episodes is 5000000000: it must be at most 2147483648",
     }.items():
         with pytest.raises(ConfigError, match=text):

@@ -215,7 +215,7 @@ def test_the_map_is_printed_and_can_be_set(tmp_path, capsys):
 
 def test_episodes_are_left_out_and_cut(tmp_path):
     source = write_minari(tmp_path / "toy")
-    cut = ("convert.fps=20", "convert.without=[1]", "convert.trim_start=1", "convert.trim_end=2")
+    cut = ("convert.fps=20", "convert.exclude_episodes=[1]", "convert.trim_start=1", "convert.trim_end=2")
     episodes = converted(source, tmp_path / "out", *cut)
     assert episodes.lengths.tolist() == [3, 4]
     wanted = np.concatenate([recorded()[number].state[1:-2] for number in (0, 2)]).astype(np.float32)
@@ -230,7 +230,7 @@ def test_sources_are_merged(tmp_path):
     assert episodes.lengths.tolist() == [*LENGTHS, LENGTHS[0]]
     (tmp_path / "folder").mkdir()
     write_robomimic(tmp_path / "folder/one.hdf5"), write_robomimic(tmp_path / "folder/two.hdf5")
-    assert len(converted(tmp_path / "folder", tmp_path / "both", "convert.without=[0,4]")) == 4
+    assert len(converted(tmp_path / "folder", tmp_path / "both", "convert.exclude_episodes=[0,4]")) == 4
 
 
 def test_a_dataset_larger_than_memory_is_written_part_by_part(tmp_path, monkeypatch):

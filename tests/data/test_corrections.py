@@ -236,7 +236,7 @@ def corrected(config: CorrectConfig, names=("velocity",), count=5) -> Episodes:
 def test_an_operator_goes_back_does_it_right_and_the_episode_ends():
     # By hand: chunks of two steps take it to 0.4, it stands still for 4, of the last 6 the operator undoes 5, to 0.3,
     # and 7 more lead to 1.
-    data = corrected(CorrectConfig(patience=4, rewind=5))
+    data = corrected(CorrectConfig(no_progress_steps=4, rewind=5))
     for row in range(len(data)):
         one = data.select([row])
         assert one.actions[:, 0].tolist() == pytest.approx([0.1] * 4 + [0.0] * 4 + [0.0] * 4 + [-0.1] + [0.1] * 7)
@@ -245,14 +245,14 @@ def test_an_operator_goes_back_does_it_right_and_the_episode_ends():
 
 
 def test_a_budget_ends_the_policys_turn_and_nobody_corrects_without_either():
-    data = corrected(CorrectConfig(budget=3, rewind=0))
+    data = corrected(CorrectConfig(max_policy_steps=3, rewind=0))
     assert flags(data.select([0]).segment) == [0] * 3 + [2] * 7
-    long = corrected(CorrectConfig(patience=100), count=1)
+    long = corrected(CorrectConfig(no_progress_steps=100), count=1)
     assert flags(long.segment) == [0] * 60 and not bool(long.success.any())
 
 
 def test_grippers_are_undone_by_what_they_held():
-    data = corrected(CorrectConfig(budget=2, rewind=2), names=("velocity", "gripper"), count=1)
+    data = corrected(CorrectConfig(max_policy_steps=2, rewind=2), names=("velocity", "gripper"), count=1)
     assert data.actions[:5].tolist() == [
         pytest.approx(each) for each in ([0.1, 0.1], [0.1, 0.1], [-0.1, 0.1], [-0.1, 0.1], [0.1, 0.1])
     ]
@@ -260,7 +260,7 @@ def test_grippers_are_undone_by_what_they_held():
 
 def test_corrections_need_a_policy_and_turns_of_some_length():
     with pytest.raises(ConfigError, match=r"set collect\.policy=CHECKPOINT"):
-        CollectSection(correct=CorrectConfig(patience=3))
+        CollectSection(correct=CorrectConfig(no_progress_steps=3))
     with pytest.raises(ConfigError, match="at least 0"):
         CorrectConfig(rewind=-1)
 
@@ -276,7 +276,7 @@ def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
     small += ["train.fit.steps=2", "train.evaluate_episodes=0", "collect.episodes=4"]
     assert main(["collect", *small]) == main(["train", *small]) == 0
     policy = tmp_path / "train/reach_planar/0/checkpoint"
-    more = [f"collect.policy={policy}", "collect.correct.budget=5", "run.name=corrected"]
+    more = [f"collect.policy={policy}", "collect.correct.max_policy_steps=5", "run.name=corrected"]
     assert main(["collect", *small, *more]) == 0
     assert "steps recover" in capsys.readouterr().out
     dataset = tmp_path / "collect/corrected/0/dataset"
@@ -288,12 +288,12 @@ def test_collect_corrects_and_train_says_what_it_leaves_out(tmp_path, capsys):
         and "Skipped" not in said
     )
     beside = tmp_path / "collect/reach_planar/0/dataset"
-    both = ["run.name=both", f"train.data={beside}", f"train.more=[{dataset}]", "train.episodes=1"]
+    both = ["run.name=both", f"train.data={beside}", f"train.extra_datasets=[{dataset}]", "train.episodes=1"]
     assert main(["train", *small, *both]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"Data: {beside} and {dataset}, 5 episodes" in said and "Interventions: in 4 of 5 episodes" in said
     other = tmp_path / "collect/other/0/dataset"
     assert main(["collect", *small, "world=push_cube", "run.name=other"]) == 0
-    assert main(["train", *small, "run.name=neither", f"train.data={beside}", f"train.more=[{other}]"]) != 0
+    assert main(["train", *small, "run.name=neither", f"train.data={beside}", f"train.extra_datasets=[{other}]"]) != 0
     said = " ".join(capsys.readouterr().err.split())
     assert f"{other}, to be merged with {beside}" in said and "cannot be concatenated" in said

@@ -95,7 +95,7 @@ def test_images_labels_chains_and_turns_come_back_bit_for_bit(tmp_path):
         return record_chains(world, policy, np.arange(6), generator=draws, kept=kept)
 
     def corrected(world, kept):
-        config = CorrectConfig(patience=3, rewind=2)
+        config = CorrectConfig(no_progress_steps=3, rewind=2)
         return record_corrected(
             world, policy, load_task(WORLD).expert(), np.arange(6), config, generator=draws, kept=kept
         )
@@ -161,7 +161,7 @@ def test_collect_goes_on_after_an_interruption(quality, tmp_path, monkeypatch, c
     settings += [
         f"collect.quality={quality}",
         "collect.noise=[none]",
-        "collect.anchor_episodes=16",
+        "collect.reference_episodes=16",
         "collect.trial_episodes=16",
     ]
     whole, broken = ([*settings, f"run.root={tmp_path / name}", "run.name=r"] for name in ("whole", "broken"))

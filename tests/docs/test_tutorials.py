@@ -35,10 +35,10 @@ SMALL = {
         *("worldmodel.transitions=600", "worldmodel.config.members=2", "worldmodel.config.width=32"),
         *("worldmodel.fit.steps=40", "worldmodel.validation_episodes=16", "worldmodel.validation_steps=200"),
     ),
-    "imagine": ("imagine.watch=8",),
+    "imagine": ("imagine.real_eval_episodes=8",),
     "offline": (
         *("offline.rounds=1", "offline.critic.steps=20", "offline.evaluate_episodes=8"),
-        *("gate.steps=20", "gate.starts=8"),
+        *("gate.steps=20", "gate.num_states=8"),
     ),
     "evaluate": ("evaluate.episodes=8", "evaluate.videos=1"),
     "rank": ("rank.episodes=8",),

@@ -55,12 +55,12 @@ def test_episodes_that_are_chosen_are_examined_alone(root, monkeypatch):
     monkeypatch.setattr("robopolicy.verbs.doctor.examine", noticed)
     for settings in (
         ["doctor.episodes=[0,2,3]"],
-        ["doctor.without=[1]"],
-        ["doctor.episodes=[0,2]", "doctor.without=[2]"],
+        ["doctor.exclude_episodes=[1]"],
+        ["doctor.episodes=[0,2]", "doctor.exclude_episodes=[2]"],
     ):
         assert examine(root, *settings) == (0, {})  # statistics are those of the whole
     assert examined == [3, every - 1, 1]
-    assert main(["doctor", *SMALL, f"run.root={root}", "doctor.without=[999]"]) == 2
+    assert main(["doctor", *SMALL, f"run.root={root}", "doctor.exclude_episodes=[999]"]) == 2
 
 
 @pytest.mark.long

@@ -72,7 +72,7 @@ def test_optimize_keeps_the_fastest_that_is_allowed_and_acting_reads_it(tmp_path
     assert main([*given, *small, "run.threads=1"]) == 0
     exact = load_plan(tmp_path / "checkpoint")
     assert exact is not None and exact.config == InferenceConfig("lean") and exact.cache is None
-    assert main([*given, *small, "optimize.error=1e9", "run.threads=1", "optimize.evaluate_episodes=4"]) == 0
+    assert main([*given, *small, "optimize.max_action_error=1e9", "run.threads=1", "optimize.evaluate_episodes=4"]) == 0
     said = capsys.readouterr().out
     assert "Chosen: lean, 2.0x faster than the reference" in said and "Chosen: ddim 1, 4.0x" in said
     assert "bac cache 3" in said and "shared cache 3, order 1" in said
@@ -102,7 +102,7 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
     given = ["optimize", str(tmp_path / "checkpoint"), "optimize.engines=[lean]", "optimize.episodes=2"]
     small = ["optimize.rounds=2", "optimize.steps=[1]", f"run.root={tmp_path / 'runs'}", "run.threads=1"]
     monkeypatch.setattr(optimize, "timed", _clocked)
-    assert main([*given, *small, "optimize.error=1e9"]) == 0
+    assert main([*given, *small, "optimize.max_action_error=1e9"]) == 0
     said = capsys.readouterr().out
     assert "Chosen: ddim 1, 4.0x" in said and "bf16" in said and "No block caches: SteeredPolicy wraps" in said
     acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
@@ -111,7 +111,7 @@ def test_what_decides_by_means_of_another_policy_is_tried_with_fewer_steps_too(t
 
 
 def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, monkeypatch):
-    ways = optimize.ways_for(OptimizeSection(error=0.1, engines=("lean",)), cast(Any, object()), {})
+    ways = optimize.ways_for(OptimizeSection(max_action_error=0.1, engines=("lean",)), cast(Any, object()), {})
     assert set(ways) == {"reference", "lean"} and "Only exact engines" in capsys.readouterr().out
     monkeypatch.setattr(optimize, "timed", lambda *given: {name: Timing(np.ones(1)) for name in _clocked(*given)})
     _checkpoint(tmp_path / "checkpoint")
@@ -123,7 +123,7 @@ def test_what_is_asked_for_and_cannot_be_done_is_said(tmp_path: Path, capsys, mo
 
 def test_what_is_cheaper_is_computed_by_an_engine_that_is_not_the_reference(tmp_path: Path, capsys):
     policy = _checkpoint(tmp_path / "checkpoint")
-    given = OptimizeSection(error=0.3, engines=("reference", "lean"), steps=(1,), schedulers=())
+    given = OptimizeSection(max_action_error=0.3, engines=("reference", "lean"), steps=(1,), schedulers=())
     ways = optimize.ways_for(given, policy, _seen(policy))
     assert set(ways) == {"reference", "lean", "bf16", "ddim 1"} and ways["ddim 1"].config.engine == "lean"
     assert set(optimize.ways_for(replace(given, engines=("reference",)), policy, _seen(policy))) == {"reference"}

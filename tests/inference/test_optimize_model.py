@@ -99,7 +99,7 @@ def test_without_an_allowed_error_nothing_changes(saved: Path, recorded: tuple[P
 def test_what_is_chosen_is_kept_and_imagined_with(
     saved: Path, recorded: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    result = optimized(saved, recorded, tmp_path, "optimize.error=1e9", "optimize.rounds=1")
+    result = optimized(saved, recorded, tmp_path, "optimize.max_action_error=1e9", "optimize.rounds=1")
     fastest = min(result["ways"], key=lambda name: result["ways"][name]["least_ms"])
     plan = load_plan(saved)
     assert plan is not None and result["chosen"] == fastest and plan.measured == result["ways"][fastest]

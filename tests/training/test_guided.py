@@ -172,7 +172,12 @@ def test_guided_decisions_join_or_replace_the_recorded_ones(log, tmp_path, capsy
 
 @pytest.mark.checks("RAVL")
 def test_ravl_learns_from_short_imagined_rollouts_whose_end_is_no_end_of_the_task(log, tmp_path, capsys):
-    ravl = ["offline.agent=edac", "offline.agent.critics=3", "offline.data=[recorded,imagined]", "offline.imagined=5"]
+    ravl = [
+        "offline.agent=edac",
+        "offline.agent.critics=3",
+        "offline.data=[recorded,imagined]",
+        "offline.imagined_episodes=5",
+    ]
     ravl += ["offline.imagined_steps=4", f"offline.model={log / 'model'}"]
     config = compose(settings(log, tmp_path, *ravl))
     assert config.offline.agent.config.diversity > 0 and config.offline.agent.config.builds.endswith("sac:Sac")

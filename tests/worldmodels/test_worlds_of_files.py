@@ -68,7 +68,7 @@ def test_a_world_model_and_recordings_are_worlds_by_name(files):
 
 def test_worlds_of_files_show_their_own_images_and_say_so_where_others_are_asked_for(files):
     imagined = WorldSection("worldmodel", model=files / "model", data=files / "data")
-    imagined = replace(imagined, imagination=ImaginationSection(starts="data"))
+    imagined = replace(imagined, imagination=ImaginationSection(initial_states="data"))
     with pytest.raises(ConfigError, match=r"world\.cameras is \[wrist\], and the world model .*model shows no camera"):
         build_world(replace(imagined, cameras=("wrist",)))
     told = WorldSection("demonstrations", data=files / "data")

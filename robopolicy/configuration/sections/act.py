@@ -1,8 +1,9 @@
 """Sections for policies that act: evaluation, inference engine, engine selection, and staged rollout."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.holding import POSITIONS
@@ -14,6 +15,8 @@ from robopolicy.inference.configuration import InferenceConfig
 @dataclass(frozen=True)
 class EvaluateSection:
     """Success over paired episodes, deterministic and stochastic."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"anchors": "reference_dataset"}
 
     policy: Path | None = None
     """Checkpoint of the policy."""
@@ -29,7 +32,7 @@ class EvaluateSection:
     """Additional evaluations without noise under another instruction: wrong_instruction (a policy that conditions on
     language then fails), paraphrase; null for all that the world supports.
     """
-    anchors: Path | None = None
+    reference_dataset: Path | None = None
     """Dataset of the same world, recorded with collect.quality. It adds a normalised return: 0 for uniform random
     actions, 100 for the expert.
     """
@@ -89,6 +92,8 @@ class InferenceSection(InferenceConfig):
 class OptimizeSection:
     """Inference methods, timed and compared with the reference; the fastest is stored beside the checkpoint."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"error": "max_action_error", "batch": "batch_size"}
+
     policy: Path | None = None
     """Checkpoint of the policy."""
     data: tuple[Path, ...] = ()
@@ -97,13 +102,13 @@ class OptimizeSection:
     """Number of episodes to play when data=[]."""
     observations: Count = 256
     """Number of observations at which errors are measured and block caches are calibrated."""
-    batch: Count = 1
+    batch_size: Count = 1
     """Batch size of policy calls in use: 1 for a robot, more for a server or a simulation."""
     rounds: Count = 30
     """Number of timed policy calls per engine; the engines take turns."""
     engines: tuple[str, ...] = ("lean", "compiled")
     """Engines to try; one that cannot run on this device is skipped and reported."""
-    error: NonNegative = 0.0
+    max_action_error: NonNegative = 0.0
     """Maximum action error: root mean square divided by the standard deviation of the policy's own actions. 0 allows
     exact engines only. Above 0, fewer steps, block caches and bf16 are also tried; .05 is a good start.
     """
@@ -123,17 +128,19 @@ class OptimizeSection:
     """
 
     def __post_init__(self) -> None:
-        if min(self.episodes, self.observations - 1, self.batch, self.rounds, *self.steps, *self.budgets) < 1:
+        if min(self.episodes, self.observations - 1, self.batch_size, self.rounds, *self.steps, *self.budgets) < 1:
             raise ConfigError(
-                "optimize: episodes, batch, rounds, steps and budgets must be at least 1, and observations at least 2."
+                "optimize: episodes, batch_size, rounds, steps and budgets must be at least 1, and observations at "
+                "least 2."
             )
         if not self.orders or min(self.orders) < 0:
             raise ConfigError(
                 "optimize.orders must contain integers of at least 0, such as [0]; schedulers=[] disables block caches."
             )
-        if self.error < 0 or self.evaluate_episodes < 0 or not self.engines:
+        if self.max_action_error < 0 or self.evaluate_episodes < 0 or not self.engines:
             raise ConfigError(
-                "optimize: error and evaluate_episodes must be at least 0, and at least one engine is needed."
+                "optimize: max_action_error and evaluate_episodes must be at least 0, and at least one engine is "
+                "needed."
             )
 
 
@@ -141,28 +148,36 @@ class OptimizeSection:
 class DeploySection:
     """A staged rollout of a new policy in which success must not fall below a lower bound."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "drop": "max_success_drop",
+        "known": "base_episodes",
+        "wave": "update_every",
+        "coin": "mix_per",
+    }
+
     policy: Path | None = None
     """Checkpoint of the new policy (default: the output of finetune with the same name and seed)."""
     base: Path | None = None
     """Checkpoint of the current policy (default: the output of train with the same name and seed)."""
-    coin: Literal["step", "episode"] = "step"
+    mix_per: Literal["step", "episode"] = "step"
     """Draw the acting policy at every policy call (step, StepMix) or once per episode (episode, EpsMix)."""
-    drop: Share = 0.2
+    max_success_drop: Share = 0.2
     """Fraction of the base policy's success that may be lost: the minimum success is (1 - drop) times it."""
-    known: Count = 200
+    base_episodes: Count = 200
     """Number of base policy episodes played first, to estimate its success."""
     episodes: Count = 500
     """Number of episodes of the deployment."""
-    wave: Count = 20
+    update_every: Count = 20
     """Number of episodes between updates of the new policy's share."""
     confidence: Share = 0.95
     """Confidence level of the one-sided bound that must exceed the minimum success."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.drop <= 1 or not 0.5 <= self.confidence < 1:
+        if not 0 <= self.max_success_drop <= 1 or not 0.5 <= self.confidence < 1:
             raise ConfigError(
-                f"deploy.drop={self.drop} must be a fraction of the base's success in [0, 1), and "
+                f"deploy.max_success_drop={self.max_success_drop} must be a fraction of the base's success in [0, 1), "
+                f"and "
                 f"deploy.confidence={self.confidence} must be in [0.5, 1)."
             )
-        if min(self.known, self.wave) < 1 or self.episodes < 20:
-            raise ConfigError("deploy: known and wave must be at least 1, and episodes at least 20.")
+        if min(self.base_episodes, self.update_every) < 1 or self.episodes < 20:
+            raise ConfigError("deploy: base_episodes and update_every must be at least 1, and episodes at least 20.")

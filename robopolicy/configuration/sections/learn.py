@@ -32,9 +32,11 @@ class PolicySection(Tagged):
 class TrainSection(PretrainConfig):
     """Pre-training by regression on demonstrations."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"without": "exclude_episodes", "more": "extra_datasets"}
+
     data: Path | None = None
     """LeRobotDataset (default: the output of collect with the same name and seed)."""
-    more: tuple[Path, ...] = ()
+    extra_datasets: tuple[Path, ...] = ()
     """Additional datasets of the same robot, such as corrections."""
     policy: Path | None = None
     """Checkpoint of a robopolicy policy to continue training, with more steps or other data, as a run with another
@@ -47,7 +49,7 @@ class TrainSection(PretrainConfig):
     """New names of dataset columns or elements: {image: observation.images.top, motor_0: x}; kept in the checkpoint."""
     episodes: Natural | tuple[Natural, ...] = 0
     """Episodes of `data` to use: a list such as [0,2,5], or the number of first episodes; 0 for all."""
-    without: tuple[Natural, ...] = ()
+    exclude_episodes: tuple[Natural, ...] = ()
     """Indices of episodes of `data` to exclude, such as broken ones."""
     evaluate_episodes: Natural = 200
     """Number of episodes of the final evaluation, 0 for none."""
@@ -157,6 +159,12 @@ class OnlineAgentSection(Tagged):
 class OnlineSection(OnlineConfig):
     """Online learning of an agent in the world, with or without recorded data before."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "more": "extra_datasets",
+        "pretrain": "pretrain_steps",
+        "bound": "noise_bound",
+    }
+
     policy: Path | None = None
     """Checkpoint of the policy to steer, or to play the warm-up (default: the output of train with the same name and
     seed). An agent or a steered policy continues learning.
@@ -165,12 +173,12 @@ class OnlineSection(OnlineConfig):
     """dsrl: the agent chooses the initial noise of the frozen policy; actions: the agent chooses the actions itself."""
     dataset: Path | None = None
     """LeRobotDataset on which an agent of method=actions is pre-trained, and from which `retain` draws."""
-    more: tuple[Path, ...] = ()
+    extra_datasets: tuple[Path, ...] = ()
     """Additional datasets of the same world."""
-    pretrain: Natural = 4000
+    pretrain_steps: Natural = 4000
     """Number of updates on recorded data before the first environment step; the agent itself then plays the warm-up."""
     agent: OnlineAgentSection = field(default_factory=OnlineAgentSection)
-    bound: Positive = 1.5
+    noise_bound: Positive = 1.5
     """dsrl: largest noise that the agent may choose, in standard deviations."""
     chunk: Count = 4
     """actions: control steps per action chunk if there is no policy to define it."""
@@ -181,16 +189,18 @@ class OnlineSection(OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.pretrain, 0) < 0 or min(self.chunk, self.num_envs, self.evaluate_episodes) < 1:
+        if min(self.pretrain_steps, 0) < 0 or min(self.chunk, self.num_envs, self.evaluate_episodes) < 1:
             raise ConfigError(
-                "online: chunk, num_envs and evaluate_episodes must be at least 1, and pretrain at least 0."
+                "online: chunk, num_envs and evaluate_episodes must be at least 1, and pretrain_steps at least 0."
             )
-        if self.bound <= 0:
-            raise ConfigError(f"online.bound={self.bound:g} must be above 0, for example 1.5: it limits the noise.")
-        if self.method == "dsrl" and (self.dataset is not None or self.more or self.retain):
+        if self.noise_bound <= 0:
+            raise ConfigError(
+                f"online.noise_bound={self.noise_bound:g} must be above 0, for example 1.5: it limits the noise."
+            )
+        if self.method == "dsrl" and (self.dataset is not None or self.extra_datasets or self.retain):
             raise ConfigError(
                 "online.method=dsrl trains on noise, which no dataset records: unset online.dataset and "
                 "online.retain, and first train on data with robopolicy offline DATASET offline.improve=dsrl."
             )
-        if (self.retain or self.more) and self.dataset is None:
-            raise ConfigError("online.retain and online.more need recorded data: set online.dataset=DATASET.")
+        if (self.retain or self.extra_datasets) and self.dataset is None:
+            raise ConfigError("online.retain and online.extra_datasets need recorded data: set online.dataset=DATASET.")

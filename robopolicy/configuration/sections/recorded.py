@@ -17,6 +17,8 @@ from robopolicy.training.offline.configuration import IMPROVERS, BestOfConfig, C
 class CollectSection:
     """Demonstrations by the scripted expert, a custom controller or a policy."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"anchor_episodes": "reference_episodes"}
+
     episodes: Count = 200
     """Number of episodes, over all noise levels."""
     quality: Literal["", "random", "expert", "medium", "replay", "mixed", "play"] = ""
@@ -26,7 +28,7 @@ class CollectSection:
     """
     trial_episodes: Count = 128
     """collect.quality: number of episodes per noise level that is tried."""
-    anchor_episodes: Count = 128
+    reference_episodes: Count = 128
     """collect.quality: number of episodes with uniform actions, and with the expert, that set the scale of normalised
     scores; use at least 100 for published results.
     """
@@ -52,15 +54,15 @@ class CollectSection:
     """Drop failed episodes. Keep them for world models, which need failures."""
     chains: bool = False
     """Record the denoising chain and its log-densities at every call of a denoising policy (collect.policy);
-    gate.judges=[importance] needs them.
+    gate.evaluators=[importance] needs them.
     """
     correct: CorrectConfig = field(default_factory=CorrectConfig)
     images: Literal["png", "video"] = "png"
     """Image storage format: png (exact) or video (small)."""
 
     def __post_init__(self):
-        if min(self.trial_episodes, self.anchor_episodes) < 2:
-            raise ConfigError("collect.trial_episodes and collect.anchor_episodes must be at least 2.")
+        if min(self.trial_episodes, self.reference_episodes) < 2:
+            raise ConfigError("collect.trial_episodes and collect.reference_episodes must be at least 2.")
         if self.chains and (self.policy is None or self.quality or self.successes_only):
             raise ConfigError(
                 "collect.chains=true records the denoising chains of a policy in all of its episodes: set "
@@ -75,7 +77,7 @@ class CollectSection:
             raise ConfigError("collect.deterministic applies to a policy: set collect.policy=CHECKPOINT.")
         if self.correct.wanted and (self.policy is None or self.quality or self.chains or self.successes_only):
             raise ConfigError(
-                "With collect.correct.patience and budget an expert takes over from a policy: set "
+                "With collect.correct.no_progress_steps and budget an expert takes over from a policy: set "
                 "collect.policy=CHECKPOINT, and none of collect.quality, collect.chains and collect.successes_only."
             )
         if self.quality and self.successes_only:
@@ -132,9 +134,15 @@ class ImproveSection(Tagged):
 class OfflineSection:
     """Offline learning from recorded data, through a gate."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "without": "exclude_episodes",
+        "more": "extra_datasets",
+        "imagined": "imagined_episodes",
+    }
+
     dataset: Path | None = None
     """Folder of a LeRobotDataset (default: the output of collect with the same name and seed)."""
-    more: tuple[Path, ...] = ()
+    extra_datasets: tuple[Path, ...] = ()
     """Additional datasets of the same world, such as recorded episodes of the policy itself."""
     data: tuple[Literal["recorded", "imagined", "guided"], ...] = ("recorded",)
     """Training data of the critics. recorded: recorded action chunks; imagined: rollouts of the policy in the world
@@ -143,7 +151,7 @@ class OfflineSection:
     """
     model: Path | None = None
     """Checkpoint of the world model for data=imagined."""
-    imagined: Natural = 512
+    imagined_episodes: Natural = 512
     """Number of imagined episodes."""
     imagined_steps: Natural = 0
     """Truncate imagined episodes after this many control steps and start them from recorded states; 0 plays complete
@@ -155,7 +163,7 @@ class OfflineSection:
     by the success head of a world model), or the import path of a function (episodes) -> reward [N]; empty for the
     recorded reward.
     """
-    without: tuple[Natural, ...] = ()
+    exclude_episodes: tuple[Natural, ...] = ()
     """Indices of episodes of `dataset` to exclude, such as broken ones."""
     rename: dict[str, str] = field(default_factory=dict)
     """Mapping of names of dataset columns and elements, as in train.rename (default: the policy's own)."""
@@ -174,9 +182,10 @@ class OfflineSection:
     """
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.imagined < 1 or min(self.evaluate_episodes, self.imagined_steps) < 0:
+        if self.rounds < 1 or self.imagined_episodes < 1 or min(self.evaluate_episodes, self.imagined_steps) < 0:
             raise ConfigError(
-                "offline: rounds and imagined must be at least 1, evaluate_episodes and imagined_steps at least 0."
+                "offline: rounds and imagined_episodes must be at least 1, evaluate_episodes and imagined_steps at "
+                "least 0."
             )
         if "imagined" in self.data and self.model is None:
             raise ConfigError(
@@ -191,6 +200,13 @@ class GateSection:
     """Evaluators that must all confirm that a candidate is better."""
 
     FIXED: ClassVar[Mapping[str, Any]] = {"largest_weight": 100.0}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "judges": "evaluators",
+        "by": "metric",
+        "starts": "num_states",
+        "effective": "min_effective_episodes",
+        "relative": "relative_margin",
+    }
 
     candidate: Path | None = None
     """Checkpoint of the candidate policy."""
@@ -200,7 +216,7 @@ class GateSection:
     """Datasets for the evaluators (default: the output of collect with the same name and seed); use data held out from
     training.
     """
-    judges: tuple[Literal["model", "fqe", "critic", "importance", "world"], ...] = ("model",)
+    evaluators: tuple[Literal["model", "fqe", "critic", "importance", "world"], ...] = ("model",)
     """Off-policy evaluators. model: episodes in gate.models; fqe: a critic fitted to each policy on recorded data;
     critic: mean values of a critic of the recorded actions (AM-Q); both are unreliable where a policy leaves the data.
     importance: logged episodes (collect.chains=true), weighted by their probability under each policy. world: trials in
@@ -210,13 +226,13 @@ class GateSection:
     """Checkpoints of world models, each one an evaluator (default: the output of worldmodel with the same name and
     seed).
     """
-    by: Literal["success", "return"] = "success"
+    metric: Literal["success", "return"] = "success"
     """Metric of the evaluators model and importance."""
-    starts: Count = 256
+    num_states: Count = 256
     """Number of recorded observations (or imagined episodes, or trials) from which both policies are evaluated."""
     margin: float = 0.0
     """Margin above zero that the lower bound of the improvement must exceed, in the evaluator's units."""
-    relative: float = 0.0
+    relative_margin: float = 0.0
     """The same margin as a fraction of the incumbent's value (RL-100: 0.05)."""
     confidence: Share = 0.95
     """Confidence level of the bounds."""
@@ -230,21 +246,21 @@ class GateSection:
     """fqe and critic: number of units per layer."""
     per_decision: bool = True
     """importance: weight each reward only by the policy calls before it, not by those of the complete episode."""
-    effective: NonNegative = 30.0
+    min_effective_episodes: NonNegative = 30.0
     """importance: effective number of episodes below which no estimate is returned."""
 
     def __post_init__(self) -> None:
-        if not self.judges:
-            raise ConfigError("gate.judges=[] contains no evaluator: use fqe, model or critic.")
-        if self.effective < 1:
-            raise ConfigError("gate.effective must be at least 1.")
-        if self.starts < 2 or not 0 < self.holdout < 1 or self.steps < 1:
-            raise ConfigError("gate: starts must be at least 2, steps at least 1, and holdout in (0, 1).")
+        if not self.evaluators:
+            raise ConfigError("gate.evaluators=[] contains no evaluator: use fqe, model or critic.")
+        if self.min_effective_episodes < 1:
+            raise ConfigError("gate.min_effective_episodes must be at least 1.")
+        if self.num_states < 2 or not 0 < self.holdout < 1 or self.steps < 1:
+            raise ConfigError("gate: num_states must be at least 2, steps at least 1, and holdout in (0, 1).")
 
 
 @dataclass(frozen=True)
 class BakeoffSection:
-    """Comparison of evaluators (those of gate.judges) on policies whose true performance is measured in the world."""
+    """Comparison of the evaluators in gate.evaluators on policies whose true performance is measured in the world."""
 
     policies: tuple[Path, ...] = ()
     """Checkpoints of at least three policies, from independent trainings and training steps, both good and bad."""
@@ -262,6 +278,8 @@ class BakeoffSection:
 class DoctorSection:
     """What to diagnose."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {"without": "exclude_episodes"}
+
     data: Path | None = None
     """LeRobotDataset (default: the output of collect with the same name and seed)."""
     policy: Path | None = None
@@ -270,5 +288,5 @@ class DoctorSection:
     """Mapping of names of dataset columns and elements, as in train.rename (default: the policy's own)."""
     episodes: Count | tuple[Natural, ...] = 20
     """Number of demonstrations to replay; a list, such as [0,2,5], examines only these."""
-    without: tuple[Natural, ...] = ()
+    exclude_episodes: tuple[Natural, ...] = ()
     """Indices of episodes of `data` to exclude."""

@@ -1,8 +1,9 @@
 """Sections for the location of results and for the world: simulator, world model or recording."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from robopolicy.core.ranges import Count, Natural, NonNegative, Seed, Share
 from robopolicy.core.structured import REGISTRY
@@ -11,6 +12,8 @@ from robopolicy.core.structured import REGISTRY
 @dataclass(frozen=True)
 class RunSection:
     """Location of results (root/<verb>/<name>/<seed>), random seed, and device."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"fresh": "overwrite"}
 
     root: Path = Path("runs")
     """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>, where the verb is a command such as train or finetune."""
@@ -47,19 +50,27 @@ DEMONSTRATIONS = "demonstrations"
 class ImaginationSection:
     """When imagined rollouts are truncated (the value beyond is bootstrapped), and the penalty on uncertainty."""
 
-    steps: Count | None = None
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "steps": "max_steps",
+        "uncertainty": "max_uncertainty",
+        "quantile": "uncertainty_quantile",
+        "penalty": "uncertainty_penalty",
+        "starts": "initial_states",
+    }
+
+    max_steps: Count | None = None
     """Truncate imagined episodes after this many steps, null for never."""
-    uncertainty: NonNegative | None = None
+    max_uncertainty: NonNegative | None = None
     """Truncate where a step's uncertainty exceeds this value, in the model's units; null for never."""
-    quantile: Share | None = None
+    uncertainty_quantile: Share | None = None
     """Truncate where uncertainty exceeds this quantile of that on held-out data, so that the limit adapts to the model;
     null for never.
     """
-    penalty: NonNegative = 0.0
+    uncertainty_penalty: NonNegative = 0.0
     """Reward penalty per unit of uncertainty (MOPO)."""
     debounce: Count = 1
     """Number of consecutive steps that must be predicted successful before success counts."""
-    starts: Literal["simulator", "data", "keyframes"] = "simulator"
+    initial_states: Literal["simulator", "data", "keyframes"] = "simulator"
     """Initial states of imagined episodes: simulator (its initial states, paired with real episodes), any step of the
     dataset world.data (default: the model's own), or keyframes, the steps of its successful episodes at which progress
     is made.

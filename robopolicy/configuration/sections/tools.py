@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.ranges import Count, Filled, Natural, Range, Seed
@@ -12,6 +12,8 @@ from robopolicy.core.ranges import Count, Filled, Natural, Range, Seed
 @dataclass(frozen=True)
 class BenchSection:
     """Benchmark and its inputs; a setting that the benchmark does not read is refused."""
+
+    RENAMED: ClassVar[Mapping[str, str]] = {"methods": "only"}
 
     name: str = "sims"
     """A benchmark listed by the help of bench, or the import path of a custom one."""

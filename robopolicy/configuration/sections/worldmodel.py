@@ -1,5 +1,6 @@
 """Sections for world models: training one, fine-tuning in it, planning with it, ranking policies in it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,6 +19,12 @@ class WorldModelSection(Tagged):
     """A world model (learned dynamics, reward and success), trained on datasets and on newly collected rollouts."""
 
     kinds: ClassVar = WORLD_MODELS
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "without": "exclude_episodes",
+        "styles": "visual_styles",
+        "examine_rows": "validation_episodes",
+        "examine_steps": "validation_steps",
+    }
 
     kind: str = "ensemble"
     """World model: ensemble and rssm (states, train in minutes), latent_ensemble (images, with features for policies:
@@ -30,7 +37,7 @@ class WorldModelSection(Tagged):
     """Mapping of names of dataset columns and elements, as in train.rename."""
     episodes: Natural | tuple[Natural, ...] = 0
     """Episodes of the first of `data` to use: a list such as [0,2,5], or the number of first episodes; 0 for all."""
-    without: tuple[Natural, ...] = ()
+    exclude_episodes: tuple[Natural, ...] = ()
     """Indices of episodes of the first of `data` to exclude, such as broken ones."""
     policies: tuple[Path, ...] = ()
     """Checkpoints of policies that collect additional rollouts."""
@@ -71,31 +78,40 @@ class WorldModelSection(Tagged):
 class ImagineSection:
     """Fine-tuning inside a world model, evaluated in imagination and in the real world."""
 
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "watch": "real_eval_episodes",
+        "keep": "select_by",
+        "gap": "divergence_threshold",
+        "near_base": "bc_weight",
+        "tighten": "bc_growth",
+        "synthetic": "rollouts_per_round",
+    }
+
     model: Path | None = None
     """Checkpoint of the world model (default: the output of worldmodel with the same name and seed)."""
     method: Literal["rl", "sft"] = "rl"
     """rl: the algorithm of the section finetune; sft: generate imagined rollouts, keep those predicted to succeed, and
     imitate them.
     """
-    watch: Natural = 200
+    real_eval_episodes: Natural = 200
     """Number of real episodes per evaluation, 0 for none; they are not used for training."""
-    keep: Literal["real", "imagined"] = "real"
+    select_by: Literal["real", "imagined"] = "real"
     """Success rate that selects the best policy and is compared with finetune.target_success: real (lower bound of its
-    interval; imagined if imagine.watch is 0), or imagined, which ignores the real evaluations.
+    interval; imagined if imagine.real_eval_episodes is 0), or imagined, which ignores the real evaluations.
     """
     patience: Natural = 4
     """Consecutive evaluations without a significant gain in real success over the best and over the previous one after
     which the run ends, 0 for never.
     """
-    gap: NonNegative | None = 0.2
+    divergence_threshold: NonNegative | None = 0.2
     """Divergence threshold: imagined success exceeds real success by this much, with disjoint intervals. The policy is
     then pulled closer to its base, and the run ends if real success falls or patience runs out. null for never.
     """
-    near_base: NonNegative = 0.0
+    bc_weight: NonNegative = 0.0
     """Initial weight of the loss toward the base policy (bc; DiWA: 0.05); 0 for none until imagined and real success
     diverge.
     """
-    tighten: NonNegative = 2.0
+    bc_growth: NonNegative = 2.0
     """Factor on that weight at every evaluation with divergence that has not narrowed (from 0 it becomes 0.05), 1 for
     none.
     """
@@ -111,7 +127,7 @@ class ImagineSection:
     """
     rounds: Count = 5
     """sft: number of rounds of generation and imitation."""
-    synthetic: Natural = 512
+    rollouts_per_round: Natural = 512
     """sft: number of imagined rollouts per round."""
     imitate_steps: Count = 500
     """sft: number of training steps per round."""
@@ -121,17 +137,20 @@ class ImagineSection:
     """sft: learning rate."""
 
     def __post_init__(self):
-        if self.near_base < 0 or self.tighten < 1 or self.patience < 0:
+        if self.bc_weight < 0 or self.bc_growth < 1 or self.patience < 0:
             raise ConfigError(
-                f"imagine.near_base={self.near_base} and imagine.patience={self.patience} must be at least 0, and "
-                f"imagine.tighten={self.tighten} at least 1."
+                f"imagine.bc_weight={self.bc_weight} and imagine.patience={self.patience} must be at least 0, and "
+                f"imagine.bc_growth={self.bc_growth} at least 1."
             )
-        if self.gap is not None and self.gap <= 0:
+        if self.divergence_threshold is not None and self.divergence_threshold <= 0:
             raise ConfigError(
-                f"imagine.gap={self.gap} must be a fraction of episodes such as 0.2, or null to disable it."
+                f"imagine.divergence_threshold={self.divergence_threshold} must be a fraction of episodes such as 0.2, "
+                "or null to disable it."
             )
-        if min(self.watch, self.refresh_every) < 0 or min(self.refresh_episodes, self.rounds, self.synthetic) < 1:
-            raise ConfigError("imagine: watch and refresh_every must be at least 0, counts at least 1.")
+        if min(self.real_eval_episodes, self.refresh_every) < 0:
+            raise ConfigError("imagine: real_eval_episodes and refresh_every must be at least 0.")
+        if min(self.refresh_episodes, self.rounds, self.rollouts_per_round) < 1:
+            raise ConfigError("imagine: refresh_episodes, rounds and rollouts_per_round must be at least 1.")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Settings of learning from recorded data; this module imports no heavy dependencies."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -261,14 +262,15 @@ class ImaginedPpoConfig:
     """Whether it learns through the scored denoising steps, as in `ChainPpoConfig`."""
     imagines: ClassVar[bool] = True
     """Whether it learns in a world model instead of from a critic of the data."""
+    RENAMED: ClassVar[Mapping[str, str]] = {"near_base": "bc_weight"}
     iterations: Count = 20
     """Number of fine-tuning iterations per round; the critic is retrained in each round."""
-    near_base: NonNegative = 0.05
+    bc_weight: NonNegative = 0.05
     """Weight of the loss toward the incumbent (bc, as in DiWA), 0 for none."""
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.near_base < 0:
-            raise ConfigError("iterations must be at least 1, near_base at least 0.")
+        if self.iterations < 1 or self.bc_weight < 0:
+            raise ConfigError("iterations must be at least 1, bc_weight at least 0.")
 
 
 @dataclass(frozen=True)

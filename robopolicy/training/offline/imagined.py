@@ -43,8 +43,8 @@ class ImaginedPpo:
             evaluate_every=0,
             target_success=None,
         )
-        if config.near_base:
-            settings = held_near_base(settings, config.near_base)
+        if config.bc_weight:
+            settings = held_near_base(settings, config.bc_weight)
         inside = require_trainable(imagination.as_inside(policy))
         result = finetune(inside, imagination.new_critic(seed), imagination.world, settings, seed=seed)
         return {"imagined_steps": float(result.env_steps)}

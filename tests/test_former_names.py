@@ -1,0 +1,119 @@
+"""Former names of settings work for one release with a note; saved runs and checkpoints are read under either name."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from robopolicy.configuration import Config, compose
+from robopolicy.configuration.composition import _tagged_sections
+from robopolicy.core.errors import ConfigError, RobopolicyNote
+from robopolicy.core.structured import from_plain, renamed, to_plain
+from robopolicy.runs import open_fresh_run, open_run
+from worldmodels.configuration import VideoConfig
+
+PAIRS = {
+    "imagine.watch=3": "imagine.real_eval_episodes=3",
+    "gate.judges=[fqe]": "gate.evaluators=[fqe]",
+    "world.imagination.penalty=0.3": "world.imagination.uncertainty_penalty=0.3",
+    "policy.kind=joint policy.joint.width=8": "policy.kind=joint policy.width=8",
+    "worldmodel.kind=rssm worldmodel.rssm.burn_in=3": "worldmodel.kind=rssm worldmodel.config.burn_in=3",
+}
+"""Settings under a former name, and the same under the current one."""
+
+
+def setting(text: str) -> tuple[str, str]:
+    key, _, value = text.split()[-1].partition("=")
+    return key, value
+
+
+@pytest.mark.parametrize("old", PAIRS)
+def test_a_former_name_works_with_one_note(old: str):
+    new = PAIRS[old]
+    with pytest.warns(RobopolicyNote) as notes:
+        assert compose(old.split()) == compose(new.split())
+    assert [str(note.message) for note in notes] == [f"{setting(old)[0]} is now {setting(new)[0]}."]
+
+
+@pytest.mark.parametrize("old", PAIRS)
+def test_two_names_with_different_values_are_refused(old: str):
+    key, value = setting(old)
+    first = f"{key}={value}"
+    other = f"{setting(PAIRS[old])[0]}={'[model]' if value[0] == '[' else '2'}"
+    kinds = old.split()[:-1]
+    with pytest.raises(ConfigError, match=r"same setting, given as .* keep one"):
+        compose([*kinds, other, first])
+    with pytest.warns(RobopolicyNote):
+        assert compose([*kinds, first, PAIRS[old].split()[-1]]) == compose(PAIRS[old].split())
+
+
+def test_a_recipe_may_use_former_names_and_the_command_line_takes_precedence(tmp_path: Path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "gate: {judges: [fqe], by: return}\nworldmodel: {kind: video, video: {motion_weight: 3.0}, without: [1]}\n"
+        "world: {name: push_t, imagination: {starts: data}}\n"
+    )
+    with pytest.warns(RobopolicyNote) as notes:
+        config = compose([f"recipe={recipe}", "gate.evaluators=[critic]", "worldmodel.config.motion_weight=4.0"])
+    assert (config.gate.evaluators, config.gate.metric) == (("critic",), "return")
+    assert config.worldmodel.config == VideoConfig(motion_weight=4.0) and config.worldmodel.exclude_episodes == (1,)
+    assert config.world.imagination.initial_states == "data"
+    assert {str(note.message) for note in notes} == {
+        *("gate.judges is now gate.evaluators.", "gate.by is now gate.metric."),
+        *("worldmodel.video is now worldmodel.config.", "worldmodel.without is now worldmodel.exclude_episodes."),
+        "world.imagination.starts is now world.imagination.initial_states.",
+    }
+    recipe.write_text("gate: {judges: [fqe], evaluators: [model]}\n")
+    with pytest.raises(ConfigError, match=r"'gate\.judges' is now 'gate\.evaluators', and both are given"):
+        compose([f"recipe={recipe}"])
+
+
+def former(tree: object, kind: object) -> object:
+    """Return plain settings under the first of their former names, as an earlier version saved them."""
+    if not isinstance(tree, dict) or not hasattr(kind, "__dataclass_fields__"):
+        return tree
+    names = {new: old for old, new in reversed(renamed(kind if isinstance(kind, type) else type(kind)).items())}
+    return {names.get(key, key): former(value, getattr(kind, key, None)) for key, value in tree.items()}
+
+
+def saved(path: Path, config: Config) -> dict[str, object]:
+    written = yaml.safe_load(path.read_text())
+    return {name: former(section, getattr(config, name)) for name, section in written.items()}
+
+
+@pytest.mark.parametrize("again", [open_run, open_fresh_run])
+def test_a_run_of_an_earlier_version_resumes_as_the_same_run(tmp_path: Path, again):
+    config = compose([f"run.root={tmp_path}", "run.name=x", "recipe=push_t"])
+    sections = ("run", "world", "finetune", "imagine", "gate")
+    folder = open_run(config, "imagine", sections).path
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "result.json").write_text("{}")
+    earlier = saved(folder / "config.yaml", config)
+    assert "watch" in earlier["imagine"] and "judges" in earlier["gate"] and "starts" in earlier["world"]["imagination"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(earlier))
+    assert again(config, "imagine", sections).path == folder
+    assert (folder / "result.json").exists()
+    with pytest.raises(ConfigError, match=r"imagine\.real_eval_episodes"):
+        open_run(
+            compose([f"run.root={tmp_path}", "run.name=x", "recipe=push_t", "imagine.watch=7"]), "imagine", sections
+        )
+
+
+def test_every_class_reads_what_an_earlier_version_saved():
+    config = Config()
+    for kinds in [section.kinds for _, section in _tagged_sections()]:
+        for name in kinds.ours:
+            own = kinds.configuration(name)()
+            assert from_plain(type(own), former(to_plain(own), own)) == own, name
+    for name in Config.__dataclass_fields__:
+        section = getattr(config, name)
+        if section is not None and name not in ("policy", "worldmodel", "offline", "online"):
+            assert from_plain(type(section), former(to_plain(section), section)) == section, name
+
+
+def test_no_former_name_is_in_use_again():
+    kinds = [kinds.configuration(name) for kinds in (s.kinds for _, s in _tagged_sections()) for name in kinds.ours]
+    for kind in [*kinds, *(type(getattr(Config(), name)) for name in Config.__dataclass_fields__ if name != "json")]:
+        fields = set(kind.__dataclass_fields__)
+        assert not fields & renamed(kind).keys(), kind
+        assert set(renamed(kind).values()) <= fields, kind
