@@ -53,6 +53,14 @@ MANY = 40
 NAMING = ("collect.quality",)
 """Settings that change the default input location of any verb, whichever sections it reads."""
 
+JOBS = {
+    "Train in simulation": "robopolicy demo demo.recipe=pick_place",
+    "Fine-tune what you have": "robopolicy improve CHECKPOINT world=push_t",
+    "Evaluate in a world model": "robopolicy evaluate CHECKPOINT world=worldmodel world.model=MODEL",
+    "Serve to a robot": "robopolicy serve CHECKPOINT",
+}
+"""The most common jobs, each with its command."""
+
 SHARED = ("run", "world", "plan", "lerobot")
 """Sections that many verbs read: a verb's help lists only their setting names."""
 
@@ -172,7 +180,9 @@ def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
     for argument in arguments:
         is_path = bool(targets) and _exists(argument)
         if "=" in argument and not is_path:
-            result.append(argument)
+            key, _, value = argument.partition("=")
+            written = _quoted(value) if key in verb.short and _exists(value) else value
+            result.append(f"{verb.short.get(key, key)}={written}")
         elif argument.startswith("-"):
             raise ConfigError(
                 f"'{argument}' is not an option: write settings as key=value. See: robopolicy {name} --help"
@@ -200,13 +210,19 @@ def _quoted(path: str) -> str:
 
 
 def print_overview(output: Console) -> None:
-    """Print every verb with its one-line summary."""
+    """Print the most common jobs, then every verb with its one-line summary."""
     output.print("[bold]robopolicy[/]: fine-tune robot policies in simulators and learned world models.\n")
-    table = Table(box=None, show_header=False, padding=(0, 2))
+    jobs, verbs = (Table(box=None, show_header=False, padding=(0, 2)) for _ in range(2))
+    for job, command in JOBS.items():
+        jobs.add_row(job, f"[bold cyan]{command}[/]")
     for name in VERBS.names():
-        table.add_row(f"[bold cyan]{name}[/]", declaration(name).summary)
-    output.print(table)
-    output.print("\n[dim]robopolicy VERB --help explains one verb; start with:[/] robopolicy demo")
+        verbs.add_row(f"[bold cyan]{name}[/]", declaration(name).summary)
+    for title, table in (("What do you want to do?", jobs), ("\nAll verbs", verbs)):
+        output.print(f"[bold]{title}[/]")
+        output.print(table)
+    output.print(
+        "\n[dim]robopolicy VERB --help explains one verb; the complete example in ten minutes:[/] robopolicy demo"
+    )
 
 
 def print_help(name: str, verb: Verb, config: "Config", output: Console, sections: Sequence[str] = ()) -> None:

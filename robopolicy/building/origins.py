@@ -26,7 +26,7 @@ from robopolicy.policies.loading import saved_origin, untrusted_kind
 from robopolicy.runs import output, run_path
 from sims.registry import require_trusted, trusted_options
 
-SERVER, UNASSUMED = "server", "unassumed"
+SERVER, UNASSUMED, ALONE = "server", "unassumed", "alone"
 
 
 def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
@@ -34,12 +34,15 @@ def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
 
     sources: setting of checkpoints or datasets -> default location "verb/part", as a verb declares in `world_from`. ""
     means no default, "server" the policy behind drive.port. "unassumed" means no default either, and a world named ""
-    if no trusted world is recorded. If none of them records its world, the episodes of a dataset are used as the world;
-    without a dataset, a warning names the assumed world. Raises CheckpointError or DataError when one is damaged or
-    names a world that the user must name, ConfigError when several come from different worlds.
+    if no trusted world is recorded; "alone": where this one is given, a world named "". If none of them records its
+    world, the episodes of a dataset are used as the world; without a dataset, a warning names the assumed world. Raises
+    CheckpointError or DataError when one is damaged or names a world that the user must name, ConfigError when several
+    come from different worlds.
     """
     if SERVER in sources.values():
         return _as_served(config)
+    if any(default == ALONE and _places(config, key, "") for key, default in sources.items()):
+        return config.replaced(world=dataclasses.replace(config.world, name=""))
     places = [path for key, default in sources.items() for path in _places(config, key, default)]
     paths = [path for path in places if path.exists() or recover_folder(path).exists()]
     origin_of_path = {path: _origin(path) for path in paths}

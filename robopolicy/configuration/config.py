@@ -28,6 +28,7 @@ from robopolicy.configuration.sections.tools import (
     BenchSection,
     CheckSection,
     DemoSection,
+    ImprovementSection,
     PipelineSection,
     ReportSection,
     WatchSection,
@@ -71,6 +72,7 @@ class Config:
     watch: WatchSection = field(default_factory=WatchSection)
     pipeline: PipelineSection = field(default_factory=PipelineSection)
     demo: DemoSection = field(default_factory=DemoSection)
+    improve: ImprovementSection = field(default_factory=ImprovementSection)
     check: CheckSection = field(default_factory=CheckSection)
     json: Path | None = None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from robopolicy.core.errors import DataError
+from robopolicy.core.machine import in_bytes
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object, read_text, reading, write_atomic, write_json
 from robopolicy.evaluation import plots
@@ -24,6 +25,9 @@ JUDGED = ("base", "teacher", UNPLANNED, "policy", "tuned", "student")
 """Names of policies in a result."""
 IMAGINED = "imagined"
 """Name of the video of imagined and recorded images."""
+
+TIMES = ("estimated_seconds", "seconds", "cpu_seconds")
+"""Entries of a stage of `improve` with its estimated, wall and CPU time."""
 
 TEMPLATE = "report.html.jinja"
 DAMAGED = "Its files are damaged, or not those of one run: repeat the run"
@@ -154,6 +158,8 @@ def _add_run(report: Report, folder: RunFolder, result: Mapping[str, Any], addre
     if "deployed" in result:
         _add_deployment(report, result["deployed"])
     report.sections += film(folder.path, address)
+    if "improve" in result:
+        _add_improvement(report, result["improve"], address)
 
 
 def _add_conditions(report: Report, result: Mapping[str, Any]) -> None:
@@ -300,6 +306,35 @@ def _add_pipeline(report: Report, result: Mapping[str, Any]) -> None:
     )
     report.sections.append(Section("Stages", caption, header=STAGES, rows=stage_rows(stages)))
     report.details["folders"] = "\n".join(f"{name}: {place}" for name, place in result["folders"].items())
+
+
+def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Callable[[Path], str]) -> None:
+    """Add the policy that `improve` chose, the costs of its stages, and what its measurements cannot show."""
+    which = "the improved policy" if improvement["improved"] else "the base policy"
+    rows = [["checkpoint", improvement["policy"]], ["command that serves it", improvement["serve"]]]
+    choice = Section(f"Chosen: {which}", improvement["reason"], header=("", ""), rows=rows)
+    report.sections.insert(0, choice)
+    for stage in improvement["stages"]:
+        path = Path(stage["folder"])
+        if stage["verb"] == "finetune" and path.is_dir():
+            _add_curves(report, RunFolder(path).metrics(), _base_rate(improvement))
+        elif stage["name"] == "result":
+            report.sections += film(path, address)
+    rows = [
+        [stage["name"], stage["verb"], *(f"{stage.get(key, 0.0):.0f}" for key in TIMES), f"{stage['env_steps']:,}"]
+        for stage in improvement["stages"]
+    ]
+    rows.append(["total", "", *(f"{sum(stage.get(key, 0.0) for stage in improvement['stages']):.0f}" for key in TIMES)])
+    rows[-1].append(f"{sum(stage['env_steps'] for stage in improvement['stages']):,}")
+    caption = f"The estimate is {improvement['estimate']}. Peak memory: {in_bytes(round(improvement['memory']))}."
+    header = ("stage", "verb", "estimated seconds", "seconds", "CPU seconds", "environment steps")
+    report.sections.append(Section("Costs", caption, header=header, rows=rows))
+    limits = [[each] for each in improvement["limits"]]
+    report.sections.append(Section("What this could not tell", header=("not measured",), rows=limits))
+    report.next_steps = list(improvement["next_steps"])
+    commands = "\n\n".join(stage["command"] for stage in improvement["stages"])
+    found = "\n".join(f"{what}: {text}" for what, text in improvement["found"].items())
+    report.details["plan"] = "\n\n".join((found, "\n".join(improvement["plan"]), commands))
 
 
 def _add_curves(report: Report, records: Sequence[Mapping[str, Any]], base: Rate | None) -> None:

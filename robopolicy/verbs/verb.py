@@ -16,6 +16,7 @@ from robopolicy.core.registry import Registry
 
 NAMES = (
     "demo",
+    "improve",
     "collect",
     "convert",
     "train",
@@ -50,9 +51,10 @@ VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:ru
 class Verb:
     """One job: its summary line, the configuration sections that it reads, an example, and the settings that positional
     words fill, in order. lists: those of them that are lists, of which the word is one element. text: the docstring of
-    its module. world_from: settings whose checkpoint or dataset determines the world when none is named -> its default
-    location "verb/part" ("" for none, "server" for the policy server, "unassumed": no world is assumed). resumes:
-    whether the same command resumes an interrupted run.
+    its module. short: other spellings of settings, name -> setting. world_from: settings whose checkpoint or dataset
+    determines the world when none is named -> its default location "verb/part" ("" for none, "server" for the policy
+    server, "unassumed": no world is assumed, "alone": where it is given, there is no world). resumes: whether the same
+    command resumes an interrupted run.
     """
 
     summary: str
@@ -61,6 +63,7 @@ class Verb:
     targets: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     text: str = ""
+    short: Mapping[str, str] = field(default_factory=dict[str, str])
     world_from: Mapping[str, str] = field(default_factory=dict[str, str])
     resumes: bool = False
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from robopolicy.core.errors import ConfigError, did_you_mean
-from robopolicy.core.ranges import Count, Filled, Natural, Range, Seed
+from robopolicy.core.ranges import Count, Filled, Natural, NonNegative, Range, Seed
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,32 @@ class DemoSection:
     """Name of the recipe."""
     episodes: Count = 200
     """Number of episodes of each evaluation."""
+
+
+@dataclass(frozen=True)
+class ImprovementSection:
+    """What to improve, and how much time it may take."""
+
+    policy: Path | None = None
+    """Checkpoint of the policy to improve, robopolicy's or LeRobot's."""
+    data: Path | None = None
+    """LeRobotDataset with rewards or success; without a world, the policy is improved from it alone. data=LOG is
+    short for it.
+    """
+    episodes: Count = 200
+    """Number of episodes of each evaluation in the simulator."""
+    minutes: NonNegative = 0.0
+    """Time budget in minutes; it limits the iterations (or gated rounds) by their measured speed. 0 for no limit."""
+    iterations: Natural = 0
+    """Number of fine-tuning iterations (or gated rounds); 0 for the recipe's."""
+    recipe: str = ""
+    """Recipe of the stages; empty for the recipe with the name of the world, if there is one; none for none."""
+    overrides: tuple[str, ...] = ()
+    """Additional settings of the stages, quoted: improve.overrides=['finetune.learning_rate=1e-4']. Each stage gets
+    those of the sections that it reads.
+    """
+    plan_only: bool = False
+    """Print the plan and run nothing but the short measurement."""
 
 
 @dataclass(frozen=True)
