@@ -239,6 +239,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(root: Path, capsys, ar
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::robopolicy.core.errors.RobopolicyWarning")
 def test_a_lerobot_checkpoint_is_fine_tuned_in_its_world(root: Path, tmp_path: Path, capsys):
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.policies.diffusion.configuration_diffusion import DiffusionConfig
