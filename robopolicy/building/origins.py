@@ -26,7 +26,8 @@ from robopolicy.policies.loading import saved_origin, untrusted_kind
 from robopolicy.runs import output, run_path
 from sims.registry import require_trusted, trusted_options
 
-SERVER, UNASSUMED, ALONE = "server", "unassumed", "alone"
+SERVER, UNASSUMED = "server", "unassumed"
+ALONE = "alone"
 
 
 def with_origin(config: Config, sources: Mapping[str, str]) -> Config:
