@@ -82,7 +82,7 @@ def test_data_that_a_policy_cannot_go_on_with_is_refused_or_noted(root, capsys):
     going_on = f"train.policy={root}/train/base/0/checkpoint"
     for data, text in (
         ("feet", f"'{STATE}' is in 'ft' in {root}/feet, in 'm' for the policy"),
-        ("fast", "has 20 steps per second and the policy acts at 10"),
+        ("fast", "has 20 steps per second, but the policy acts at 10"),
     ):
         assert train(root, root / data, f"on_{data}", going_on) == 2
         assert text in " ".join(capsys.readouterr().err.split())

@@ -185,4 +185,4 @@ def test_errors_name_what_is_missing(tmp_path, capsys):
     assert "requires an expert with at least 95% success" in said
     assert "own_things-Line-expert" in {each.parent.name for each in (tmp_path / "collect").glob("*/0")}
     silent = ["world.name=gymnasium:Pendulum-v1", "collect.controller=own_things:Towards", *here]
-    assert "does not say which episodes succeed" in complaint(capsys, *silent, "collect.quality=medium")
+    assert "does not report which episodes succeed" in complaint(capsys, *silent, "collect.quality=medium")

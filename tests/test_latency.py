@@ -115,7 +115,7 @@ def test_a_policy_of_data_without_a_delay_takes_its_delay_with_it(recorded, tmp_
     assert "standard deviations from the reference" in " ".join(capsys.readouterr().out.split())
     # Its delay is its world's, and another one would add to it.
     assert main(["evaluate", str(policy), *alone, *judged, "evaluate.latency_steps=3", "run.name=twice"]) == 2
-    assert "this policy decides ahead, for a delay of 3 steps" in " ".join(capsys.readouterr().err.split())
+    assert "this policy was trained with a latency of 3 steps" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

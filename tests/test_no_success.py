@@ -105,7 +105,7 @@ def test_returns_stand_for_success(home, capsys):
 
 def test_what_needs_success_is_refused_before_any_work(home, capsys):
     assert run("collect", "collect.successes_only=true", home=home) == 2
-    assert "does not say which episodes succeed" in " ".join(capsys.readouterr().err.split())
+    assert "does not report success, so successes_only" in " ".join(capsys.readouterr().err.split())
     assert run("collect", home=home) == 0
     assert run("train", home=home) == 0
     assert run("finetune", "finetune.target_success=0.9", home=home) == 2
@@ -130,7 +130,7 @@ def test_nobody_is_judged_by_a_success_that_is_not_said(home, capsys):
     refused = " ".join(capsys.readouterr().err.split())
     assert "define success with world.options.success" in refused and "target_success" not in refused
     config = compose([f"world.name={POINT}", "world.options.reward=environment", f"run.root={home}/runs"])
-    with pytest.raises(ConfigError, match="does not say which episodes succeed"):
+    with pytest.raises(ConfigError, match="does not report which episodes succeed"):
         score(config, config.world, {"first": load_policy(policies[0])}, "simulator")
 
 

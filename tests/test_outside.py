@@ -145,7 +145,7 @@ def test_a_checkpoint_of_another_library_is_opened_by_every_verb(another_library
 
 def test_a_checkpoint_of_another_library_that_cannot_learn_says_so(another_librarys, tmp_path, capsys):
     assert robopolicy("finetune", str(another_librarys), root=tmp_path) == 2
-    assert "LinearPolicy acts but cannot be trained" in " ".join(capsys.readouterr().err.split())
+    assert "LinearPolicy can act but cannot be trained" in " ".join(capsys.readouterr().err.split())
     assert robopolicy("collect", "world=reach_planar", "collect.episodes=4", root=tmp_path) == 0
     assert robopolicy("train", "world=reach_planar", f"train.policy={another_librarys}", root=tmp_path) == 2
     assert "is linear-control's: fine-tune it instead" in " ".join(capsys.readouterr().err.split())

@@ -221,7 +221,7 @@ ROWS = {
         ["contains episode 9", "has episodes 0 to 5"],
     ),
     "frame rate against timestamps": (slower, [], 2, ["episode 0 has frame 1", "fps 5", "correct fps"]),
-    "another frame rate": (slow_throughout, [], 2, ["has 5 steps per second and the policy acts at 10", "resample"]),
+    "another frame rate": (slow_throughout, [], 2, ["has 5 steps per second, but the policy acts at 10", "resample"]),
     "columns of float64": (double, [], 0, ["Action chunks for the critic: "]),
     "actions in another order": (
         swap,
@@ -245,7 +245,7 @@ ROWS = {
         lambda f: f.put("action", [each[0] for each in f.column("action")], pa.float32()),
         [],
         2,
-        ["has 'action' as [1] and the policy [2]"],
+        ["has 'action' with shape [1], but the policy reads shape [2]"],
     ),
 }
 
@@ -267,7 +267,7 @@ def offline(root, kind, data, tmp_path, *settings) -> int:
 def test_a_policy_that_says_no_rate_is_told_where_to_write_it(tmp_path):
     """The data is not at fault: meta/info.json is not to be changed."""
     spec = PolicySpec(FIELDS, ACTION, history=1, chunk=1, prediction=1, scored_steps=0, fps=0.0)
-    with pytest.raises(DataError, match=r'"fps": N.*into robopolicy\.json') as refused:
+    with pytest.raises(DataError, match=r'"fps": N.*to robopolicy\.json') as refused:
         require_fit_of(tmp_path, episodes(), spec)
     assert "info.json" not in str(refused.value)
     require_fit_of(tmp_path, episodes(), replace(spec, fps=10.0))
@@ -301,7 +301,9 @@ def test_images_of_another_size_are_refused_with_both_sizes(made, tmp_path, caps
     )
     write_dataset(small, tmp_path / "data", images="png")
     assert offline(made, "seeing", tmp_path / "data", tmp_path) == 2
-    assert f"has '{CAMERA}' as [8, 8, 3] and the policy [16, 16, 3]" in " ".join(capsys.readouterr().err.split())
+    assert f"has '{CAMERA}' with shape [8, 8, 3], but the policy reads shape [16, 16, 3]" in " ".join(
+        capsys.readouterr().err.split()
+    )
     assert offline(made, "seeing", made / "seeing/data", tmp_path) == 0
 
 

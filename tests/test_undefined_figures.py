@@ -107,4 +107,4 @@ def test_a_policy_is_not_said_to_imitate_where_all_actions_are_the_same():
     )
     policy = SimpleNamespace(spec=SimpleNamespace(observation={STATE: Field((2,))}, history=1, prediction=1))
     (found,) = check_policy_on_data(policy, episodes, torch.Generator(), 12, None)  # type: ignore[arg-type]
-    assert found.health is Health.UNKNOWN and "all recorded actions are the same" in found.measured
+    assert found.health is Health.UNKNOWN and "all recorded actions are equal" in found.measured

@@ -323,7 +323,7 @@ def test_serve_says_at_once_that_a_policy_without_a_rate_drives_no_robot(fps, mo
     notes = [str(note.message) for note in recwarn if note.category is RobopolicyWarning]
     assert len(served) == 1
     assert len(notes) == (fps == 0)
-    assert all('write "fps": N into robopolicy.json beside config.json' in note for note in notes)
+    assert all('add "fps": N (its training rate) to robopolicy.json next to its config.json' in note for note in notes)
 
 
 @pytest.mark.parametrize(("certificate", "address"), [("null", "ws://robot:80"), ("file.pem", "wss://robot:80")])

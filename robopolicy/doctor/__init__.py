@@ -63,8 +63,8 @@ def examine_data(episodes: Episodes, world: World | None, reads_text: bool | Non
     findings = [*check_finite_values(episodes), *(check_fields(episodes, world.spec) if world else ()), *images]
     findings += [*check_duplicates(episodes), *check_constant_elements(episodes)]
     if world is None:
-        text = "not named: units, signs, order and timing of what was recorded are not tried by a replay"
-        findings.append(Finding("world", Health.UNKNOWN, text, "Name it: world=NAME."))
+        text = "not named: a replay needs the world to check units, signs, order and timing of the recording"
+        findings.append(Finding("world", Health.UNKNOWN, text, "Set it: world=NAME."))
         if not _fails(findings, "finite values"):
             findings += [*check_constant_actions(episodes.actions, episodes.action_field), *check_spikes(episodes)]
         return findings

@@ -24,7 +24,7 @@ from robopolicy.doctor.findings import Finding, Health
 
 def check_finite_values(episodes: Episodes) -> list[Finding]:
     """Check actions, observations and rewards for NaN and infinity; report the first occurrences."""
-    remedy = "Leave these episodes out, and look at the sensor or driver that wrote them."
+    remedy = "Exclude these episodes, and check the sensor or driver that wrote them."
     findings = [Finding("finite values", Health.BAD, text, remedy) for text in nonfinite_columns(episodes)]
     return findings or [Finding("finite values", Health.GOOD, "every number is finite")]
 
@@ -35,13 +35,15 @@ def check_fields(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
     for key, field in spec.observation.items():
         data_field = episodes.observation_fields.get(key)
         if data_field is None:
-            findings.append(_missing(key, episodes.observation_fields, "the world shows"))
+            findings.append(_missing(key, episodes.observation_fields, "the world outputs"))
         else:
             findings.append(_compare(key, data_field, field, "world"))
     findings.append(_compare("action", episodes.action_field, spec.action, "world"))
     for camera in sorted(set(episodes.cameras) - set(spec.cameras)):
-        text = "recorded, but the world was not asked to show it"
-        findings.append(Finding(f"camera '{camera}'", Health.UNKNOWN, text, f"Compare it: world.cameras=[{camera}]."))
+        text = "recorded, but not enabled in the world"
+        findings.append(
+            Finding(f"camera '{camera}'", Health.UNKNOWN, text, f"To compare it: world.cameras=[{camera}].")
+        )
     findings.append(check_rate(episodes.fps, spec.fps, "world"))
     return findings
 
@@ -49,8 +51,8 @@ def check_fields(episodes: Episodes, spec: WorldSpec) -> list[Finding]:
 def check_rate(recorded: float, wanted: float, whose: str) -> Finding:
     """Compare the control rates declared by the data and by a world or policy, in steps per second."""
     if not wanted:
-        text = f"dataset {recorded:g} steps/s, the {whose} does not say its own"
-        return Finding("control rate", Health.UNKNOWN, text, 'Write "fps": N into robopolicy.json beside config.json.')
+        text = f"dataset {recorded:g} steps/s, but the {whose}'s rate is unknown"
+        return Finding("control rate", Health.UNKNOWN, text, 'Add "fps": N to robopolicy.json next to config.json.')
     text = f"dataset {recorded:g} steps/s, {whose} {wanted:g}"
     if same_rate(recorded, wanted):
         return Finding("control rate", Health.GOOD, text)
@@ -78,7 +80,7 @@ def check_policy_fields(fields: Mapping[str, Field], action: Field, fps: float, 
     unclear = [*unnamed, *(finding for finding in findings if finding.health is Health.UNKNOWN)]
     problems = [finding for finding in findings if finding.problem]
     compared = ["keys", "shapes", *(() if unnamed else ("names",)), *(("rate",) if fps else ())]
-    text = f"{', '.join(compared[:-1])} and {compared[-1]} are those of the data"
+    text = f"{', '.join(compared[:-1])} and {compared[-1]} match the data"
     return [*(problems or [Finding("policy fields", Health.GOOD, text)]), *unclear]
 
 
@@ -92,12 +94,15 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
     outside = ((actions < low - 1e-4) | (actions > high + 1e-4)).float().mean(0)
     worst = int(outside.argmax())
     health = Health.BAD if outside[worst] > 0.05 else Health.WARNING if outside[worst] > 0.001 else Health.GOOD
-    remedy = "" if health is Health.GOOD else "The world clips these: check scale and units of the action."
+    remedy = "" if health is Health.GOOD else "The world clips these: check the scale and units of the actions."
     if not spec.clips_actions and health is not Health.GOOD:
         # Bounds may be a formality, but who goes several times as far most likely means another unit.
         far = (actions.abs().amax(0) > 3 * torch.maximum(low.abs(), high.abs())).any()
         health = Health.WARNING if far else Health.UNKNOWN
-        remedy = "The world executes them as they are: if its bounds are no formality, check scale and units."
+        remedy = (
+            "The world executes them unclipped: unless its bounds are only nominal, check the scale and units of "
+            "the actions."
+        )
     outside_counts = OutsideBounds(spec)
     outside_counts.add(actions.numpy(), np.ones(len(actions), dtype=bool))
     text = outside_counts.text.partition(";")[0] if outside[worst] else "within bounds"
@@ -106,7 +111,9 @@ def check_action_range(actions: Tensor, spec: WorldSpec) -> list[Finding]:
     spread, span = actions.std(0, correction=0), (high - low).clamp(min=1e-9)
     narrow = [i for i in range(len(spread)) if torch.isfinite(span[i]) and 1e-6 < spread[i] < 0.01 * span[i]]
     if narrow:
-        remedy = "Units differ (metres for millimetres, radians for degrees?), or the data hardly moves."
+        remedy = (
+            "The units differ (metres instead of millimetres, radians instead of degrees?), or the data hardly moves."
+        )
         text = f"uses < 1 % of the range: {listed([names[index] for index in narrow])}"
         findings.append(Finding("action scale", Health.WARNING, text, remedy))
     return findings
@@ -117,19 +124,21 @@ def check_constant_actions(actions: Tensor, field: Field) -> list[Finding]:
     names, spread = element_names(field, "action"), actions.cpu().std(0, correction=0)
     still = [names[index] for index in range(len(spread)) if spread[index] < 1e-6]
     if len(still) == len(names):
-        remedy = "Nothing was commanded: the recorder missed the actions."
+        remedy = "The recorder did not record the actions."
         return [Finding("constant actions", Health.BAD, "no action ever changes", remedy)]
-    text = f"never moves in the data: {listed(still)}"
+    text = f"constant in the data: {listed(still)}"
     return [Finding("constant actions", Health.UNKNOWN, text)] if still else []
 
 
 def _missing(key: str, recorded: Mapping[str, Field], who: str) -> Finding:
     if not key.startswith(IMAGE_PREFIX):
-        return Finding(key, Health.BAD, f"{who} it, the dataset lacks it", "Record again, or rename the dataset's key.")
+        return Finding(
+            key, Health.BAD, f"{who} it, but the dataset lacks it", "Record again, or rename the dataset's key."
+        )
     camera, present = key.removeprefix(IMAGE_PREFIX), [name for name in recorded if name.startswith(IMAGE_PREFIX)]
     have = listed([name.removeprefix(IMAGE_PREFIX) for name in present]) or "none"
-    text = f"{who} camera '{camera}', the dataset lacks it (it has: {have})"
-    remedy = "Rename the dataset's camera if it is the same view, else record again with this camera."
+    text = f"{who} camera '{camera}', but the dataset lacks it (it has: {have})"
+    remedy = "Rename the dataset's camera if it shows the same view; otherwise record again with this camera."
     return Finding("missing camera", Health.BAD, text, remedy)
 
 
@@ -141,9 +150,9 @@ def _unnamed(fields: Mapping[str, Field], recorded: Mapping[str, Field]) -> list
         "the policy": [key for key, field in vectors.items() if not field.names],
         "the data": [key for key, field in vectors.items() if field.names and not recorded[key].names],
     }
-    remedy = "See yourself that the elements are in the order that the policy was trained on."
+    remedy = "Check that the elements are in the order that the policy was trained on."
     return [
-        Finding("element names", Health.UNKNOWN, f"not compared: {owner} does not say those of {listed(keys)}", remedy)
+        Finding("element names", Health.UNKNOWN, f"not compared: {owner} has no names for {listed(keys)}", remedy)
         for owner, keys in silent.items()
         if keys
     ]
@@ -153,7 +162,9 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
     """Compare one field of the data with the world's or the policy's."""
     if recorded.shape != wanted.shape:
         text = f"dataset {recorded.shape}, {whose} {wanted.shape}"
-        remedy = f"Data and {whose} come from other worlds, versions or image sizes: record again, or open the other."
+        remedy = (
+            f"Data and {whose} come from different worlds, versions or image sizes: record again, or use the other one."
+        )
         return Finding(key, Health.BAD, text, remedy)
     if misnamed(recorded.names, wanted.names) is not None:
         pairs = zip(recorded.names, wanted.names, strict=False)
@@ -172,22 +183,26 @@ def _compare(key: str, recorded: Field, wanted: Field, whose: str) -> Finding:
     if recorded.names and wanted.names and recorded.names != wanted.names:
         first_name, other = next((a, b) for a, b in zip(recorded.names, wanted.names, strict=False) if a != b)
         text = (
-            f"compared by their number alone: '{first_name}' where the {whose} has '{other}' says nothing but its place"
+            f"matched by index: '{first_name}' where the {whose} has '{other}'; numbered names do not identify "
+            "an element"
         )
         return Finding("element names", Health.UNKNOWN, f"{key}: {text}", ORDER)
     return Finding(key, Health.GOOD, f"shape {wanted.shape} on both sides")
 
 
 RENAME_ELEMENTS = (
-    "Rename the elements if they mean the same: doctor.rename={DATASET'S NAME: NAME}, train.rename likewise."
+    "Rename the elements if they mean the same: doctor.rename={DATASET'S NAME: NAME}, and train.rename for training."
 )
-ORDER = "See yourself that the elements are in the same order on both sides."
+ORDER = "Check that the elements are in the same order on both sides."
 
 
 COMPARED = ("mean", "std", "min", "max")
 TOLERANCE = 0.02
 """Tolerance of a statistic as a fraction of the element's range; float32 sums and subsampling stay far below it."""
-REMEDY = "Compute them again before training with LeRobot, which normalises with them; 'train' here uses its own."
+REMEDY = (
+    "Recompute them before training with LeRobot, which uses them for normalisation; 'robopolicy train' computes "
+    "its own."
+)
 
 
 def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
@@ -215,9 +230,9 @@ def check_statistics(episodes: Episodes, folder: Path) -> list[Finding]:
             continue
         off = _disagreeing(stored_statistics, values.reshape(len(values), -1), element_names(fields[key], key))
         if off:
-            text = f"meta/stats.json disagrees with the data of '{key}': {listed(off)}"
+            text = f"meta/stats.json differs from the data of '{key}': {listed(off)}"
             findings.append(Finding("statistics", Health.BAD, text, REMEDY))
-    return findings or [Finding("statistics", Health.GOOD, "meta/stats.json agrees with the data")]
+    return findings or [Finding("statistics", Health.GOOD, "meta/stats.json matches the data")]
 
 
 def check_columns(folder: Path) -> list[Finding]:
@@ -229,8 +244,8 @@ def check_columns(folder: Path) -> list[Finding]:
         for name, feature in features.items()
         if is_picture(feature) and name not in read_columns
     ]
-    remedy = "Colours are read under observation.NAME, depth is not."
-    return [Finding("columns left out", Health.UNKNOWN, f"not read: {listed(unread)}", remedy)] if unread else []
+    remedy = "Colour images are read as observation.NAME; depth images are not read."
+    return [Finding("ignored columns", Health.UNKNOWN, f"not read: {listed(unread)}", remedy)] if unread else []
 
 
 def _disagreeing(stored: dict[str, object], values: np.ndarray, names: tuple[str, ...]) -> list[str]:

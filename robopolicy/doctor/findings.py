@@ -33,10 +33,13 @@ class Finding:
 
 
 FACTORS: dict[float, tuple[str, str]] = {
-    180 / 3.141592653589793: ("degrees for radians", "radians for degrees"),
-    1000.0: ("millimetres for metres", "metres for millimetres"),
-    100.0: ("per cent for a share, or centimetres for metres", "a share for per cent, or metres for centimetres"),
-    127.5: ("bytes for numbers from -1 to 1", "numbers from -1 to 1 for bytes"),
+    180 / 3.141592653589793: ("degrees instead of radians", "radians instead of degrees"),
+    1000.0: ("millimetres instead of metres", "metres instead of millimetres"),
+    100.0: (
+        "per cent instead of a fraction, or centimetres instead of metres",
+        "a fraction instead of per cent, or metres instead of centimetres",
+    ),
+    127.5: ("bytes instead of numbers from -1 to 1", "numbers from -1 to 1 instead of bytes"),
     10.0: ("another unit or gain", "another unit or gain"),
     2.0: ("a doubled gain or range", "a halved gain or range"),
 }

@@ -23,7 +23,7 @@ FLAT = 3.0
 """Maximum spread of a flat image."""
 FROZEN = 6
 """Maximum change of a pixel in a frozen episode (codecs)."""
-STANDS_STILL = "the image stands still while the robot moves"
+STANDS_STILL = "the image is frozen while the robot moves"
 STILL = 4
 """Number of consecutive equal images that indicates a frozen camera stream, if the robot moves."""
 TWIN = 0.5
@@ -34,10 +34,10 @@ CLOSE = 4.0
 """Mean difference within which images count as equal: codec loss, rounding of another renderer."""
 
 IMAGES_DIR: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "blue and red are swapped (BGR for RGB)": lambda images: images[..., ::-1],
+    "blue and red are swapped (BGR instead of RGB)": lambda images: images[..., ::-1],
     "the image is upside down": lambda images: images[..., ::-1, :, :],
-    "the image is mirrored left to right": lambda images: images[..., ::-1, :],
-    "the image is turned by 180 degrees": lambda images: images[..., ::-1, ::-1, :],
+    "the image is mirrored horizontally": lambda images: images[..., ::-1, :],
+    "the image is rotated by 180 degrees": lambda images: images[..., ::-1, ::-1, :],
     "blue and red are swapped and the image is upside down": lambda images: images[..., ::-1, :, ::-1],
 }
 """Possible errors of images [..., height, width, 3], and the function that undoes each."""
@@ -81,7 +81,7 @@ def check_images(episodes: Episodes, world: World) -> list[Finding]:
 def standing_still(camera: str, episodes: list[str]) -> list[Finding]:
     """Return the finding that a camera was frozen in `episodes`; none if the list is empty."""
     text = f"{STANDS_STILL} (episodes {listed(episodes)})"
-    remedy = "The camera's stream hung, or one image was written again and again: record these episodes again."
+    remedy = "The camera stream froze, or one image was written repeatedly: record these episodes again."
     return [Finding(f"camera '{camera}'", Health.BAD, text, remedy)] if episodes else []
 
 
@@ -95,22 +95,25 @@ def _check_twins(episodes: Episodes) -> list[Finding]:
         if some[first].shape == some[second].shape
         and _difference(some[first].astype(np.float32), some[second].astype(np.float32)) < TWIN
     ]
-    remedy = "One camera was recorded twice, or both names lead to one device: record again with both."
+    remedy = "One camera was recorded twice, or both names refer to one device: record again with both cameras."
     return [Finding("camera order", Health.BAD, f"{pair} show the same images", remedy) for pair in twins]
 
 
 def _check_range(camera: str, images: Tensor) -> list[Finding]:
     """Check for images [n, height, width, 3] that are not bytes from 0 to 255 but normalised network inputs."""
     low, high = float(images.min()), float(images.max())
-    remedy = "Store bytes from 0 to 255: multiply by 255 (or undo the normalisation) before the conversion to uint8."
+    remedy = "Store bytes from 0 to 255: multiply by 255 (or undo the normalisation) before converting to uint8."
     if images.dtype != torch.uint8 and high <= 1.0 and low >= -1.0:
-        text = f"'{camera}' holds numbers from {'-1' if low < 0 else '0'} to 1, not bytes from 0 to 255"
+        text = f"'{camera}' contains numbers from {'-1' if low < 0 else '0'} to 1 instead of bytes from 0 to 255"
         return [Finding("image range", Health.BAD, text, remedy)]
     if images.dtype != torch.uint8 and low < -1e-3:
-        text = f"'{camera}' holds numbers from {low:.3g} to {high:.3g} (normalised by mean and deviation?), not bytes"
+        text = (
+            f"'{camera}' contains numbers from {low:.3g} to {high:.3g} (normalised by mean and deviation?) instead "
+            "of bytes"
+        )
         return [Finding("image range", Health.BAD, text, remedy)]
     if high == 1.0:
-        text = f"'{camera}' holds only 0 and 1: images from 0 to 1 were converted to bytes without the factor 255"
+        text = f"'{camera}' contains only 0 and 1: images from 0 to 1 were converted to bytes without the factor 255"
         return [Finding("image range", Health.BAD, text, remedy)]
     return []
 
@@ -135,12 +138,13 @@ def _check_camera(episodes: Episodes, camera: str) -> list[Finding]:
             episodes_text = listed([str(index) for index in owner[bad].unique().tolist()])
             text = f"{int(bad.sum())} of {int(final.sum())} images are {description} (episodes {episodes_text})"
             remedy = (
-                "The camera was covered, unplugged or not exposed (or written as 0 to 1): leave these episodes out."
+                "The camera was covered, unplugged or not exposed (or images were written as 0 to 1): exclude "
+                "these episodes."
             )
             findings.append(Finding(check, Health.BAD, text, remedy))
     frozen = [str(index) for index in _frozen(episodes, images) if not (black | white | flat)[owner == index].any()]
     findings += standing_still(camera, frozen)
-    return findings or [Finding(check, Health.GOOD, "images change and show something")]
+    return findings or [Finding(check, Health.GOOD, "images change and are not blank")]
 
 
 def _spread(images: Tensor) -> Tensor:
@@ -190,21 +194,21 @@ def still_runs(images: Tensor) -> list[tuple[int, int]]:
 def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray], seeded: bool) -> Finding:
     """Compare images [n, height, width, 3] of one camera with the images of the world's cameras."""
     check, error = f"images of '{camera}'", _difference(recorded, shown[camera])
-    basis = "the same starts" if seeded else "average images"
+    basis = "same initial states" if seeded else "average images"
     errors = {text: _difference(mend(recorded), shown[camera]) for text, mend in IMAGES_DIR.items()}
     errors |= {
-        f"it shows what the world's camera '{other}' shows": _difference(recorded, images)
+        f"it shows the view of the world's camera '{other}'": _difference(recorded, images)
         for other, images in shown.items()
         if other != camera and images.shape == recorded.shape
     }
     best = min(errors, key=lambda text: errors[text])
     if errors[best] < 0.5 * error and error > (0.1 if seeded else CLOSE):
         candidates = [text for text in errors if errors[text] < 1.3 * errors[best] + (0.2 if seeded else 1.0)]
-        either = "" if len(candidates) == 1 else "this data cannot tell which: "
-        exact = "" if errors[best] < CLOSE else "most likely, not exactly: "
-        amount = f"(difference {error:.1f} of 255, mended {errors[best]:.1f})"
+        either = "" if len(candidates) == 1 else "not distinguishable with this data: "
+        exact = "" if errors[best] < CLOSE else "most likely, but not exactly: "
+        amount = f"(difference {error:.1f} of 255, after the fix {errors[best]:.1f})"
         mixed = best.startswith("it shows")
-        remedy = "Rename the cameras." if mixed else "Convert the images, or the camera's driver."
+        remedy = "Rename the cameras." if mixed else "Convert the images, or fix the camera's driver."
         name = "camera order" if mixed else image_check(best)
         return Finding(name, Health.BAD, f"'{camera}': {either}{exact}{' or '.join(candidates)} {amount}", remedy)
     text = f"differ from the world's by {error:.1f} of 255 ({basis})"
@@ -212,16 +216,14 @@ def _compare(camera: str, recorded: np.ndarray, shown: Mapping[str, np.ndarray],
         return Finding(check, Health.GOOD, text)
     slope, offset, residual = _line(shown[camera], recorded)
     if residual < max(CLOSE, 0.1 * error) and abs(slope + 1) < NEGATIVE:
-        text = (
-            f"'{camera}' is a negative (255 less the world's values): bytes were made 255 times larger and overflowed"
-        )
-        remedy = "Multiply only images from 0 to 1 by 255; leave bytes as they are."
+        text = f"'{camera}' is a negative (255 minus the world's values): bytes were multiplied by 255 and overflowed"
+        remedy = "Multiply only images from 0 to 1 by 255; leave bytes unchanged."
         return Finding("image range", Health.BAD, text, remedy)
     if residual < 0.25 * error and slope > 0:
-        text = f"{text}: brightness and contrast, {slope:.2g} times the world's values {offset:+.0f}"
+        text = f"{text}: brightness and contrast differ: {slope:.2g} times the world's values {offset:+.0f}"
     if not seeded:
-        return Finding(check, Health.UNKNOWN, f"{text}; without seeds they cannot be compared one by one")
-    remedy = "Camera pose, light, cropping or the version of the scene differ: compare the images by eye."
+        return Finding(check, Health.UNKNOWN, f"{text}; without seeds they cannot be compared image by image")
+    remedy = "Camera pose, light, cropping or the version of the scene differ: compare the images visually."
     return Finding(check, Health.WARNING, text, remedy)
 
 
@@ -315,7 +317,7 @@ def _compare_delays(camera: str, recorded: np.ndarray, shown: np.ndarray, known:
     moving = (np.ptp(shown, axis=1).max(-1) > MOVING)[:, None, ..., None] & known[:, :, None, None, None]
     moving = np.broadcast_to(moving, shown.shape)
     if shown.shape[1] < 4 or not moving.any():
-        return [Finding("image timing", Health.UNKNOWN, f"'{camera}' sees nothing that moves")]
+        return [Finding("image timing", Health.UNKNOWN, f"'{camera}' shows no motion")]
     time = np.arange(shown.shape[1])
     error: dict[int, tuple[float, float]] = {}
     for delay in range(-LATEST, LATEST + 1):
@@ -328,11 +330,11 @@ def _compare_delays(camera: str, recorded: np.ndarray, shown: np.ndarray, known:
             error[delay] = shifted_error, plain
     best = min(error, key=lambda delay: error[delay][0], default=0)
     if best == 0 or error[best][1] < OFF or error[best][0] > EXPLAINED * error[best][1]:
-        return [Finding("image timing", Health.GOOD, f"'{camera}' shows what moves when it moves")]
+        return [Finding("image timing", Health.GOOD, f"the images of '{camera}' are synchronous with the state")]
     count, way = abs(best), "late" if best > 0 else "early"
     text = (
-        f"'{camera}' is {count} {'frame' if count == 1 else 'frames'} {way} against the state (difference where "
-        f"something moves {error[best][1]:.1f} of 255, mended {error[best][0]:.1f})"
+        f"'{camera}' is {count} {'frame' if count == 1 else 'frames'} {way} relative to the state (difference in "
+        f"moving areas {error[best][1]:.1f} of 255, after the fix {error[best][0]:.1f})"
     )
-    remedy = "Match images and states by the time they were taken at, or delay the states on the robot alike."
+    remedy = "Match images and states by capture time, or delay the states on the robot by the same amount."
     return [Finding("image timing", Health.BAD, text, remedy)]

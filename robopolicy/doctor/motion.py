@@ -64,7 +64,7 @@ def action_hypotheses(field: Field, largest: np.ndarray) -> list[Hypothesis]:
         )
     for order in _cycles(len(names)) if len(names) <= 7 else ():
         moves = [(names[i], names[j]) for i, j in enumerate(order) if i != j]
-        text = ", ".join(f"'{place}' holds '{source}'" for place, source in moves)
+        text = ", ".join(f"'{place}' contains '{source}'" for place, source in moves)
         hypotheses.append(Hypothesis("action order", text, "Reorder these columns of the actions.", _reorder(order)))
     factors = [factor for known_factor in FACTORS for factor in (known_factor, 1 / known_factor)]
     share = largest / np.maximum(np.abs(low), np.abs(high))  # 0 where there are no bounds
@@ -78,13 +78,13 @@ def action_hypotheses(field: Field, largest: np.ndarray) -> list[Hypothesis]:
         for first, last in ((-1.0, 1.0), (0.0, 1.0)):
             if np.allclose(low, first) and np.allclose(high, last):
                 continue
-            text = f"the actions are stored on a range from {first:g} to {last:g}, not the world's"
+            text = f"the actions are stored in the range {first:g} to {last:g} instead of the world's range"
             remedy = "Map them back to the world's bounds before writing the dataset."
             hypotheses.append(Hypothesis("action scale", text, remedy, _from_range(first, last, low, high)))
     return hypotheses
 
 
-ALIGN = "Align them: an action belongs to the frame it was decided on."
+ALIGN = "Align them: an action belongs to the frame at which it was chosen."
 
 
 LATEST = 8
@@ -152,7 +152,7 @@ def _fits(share: float) -> bool:
 
 
 def _scale_hypothesis(factor: float, dimension: int | None, what: str) -> Hypothesis:
-    remedy = "Divide by this factor in the data, or state the right unit where it is recorded."
+    remedy = "Divide by this factor in the data, or set the correct unit in the recorder."
     return Hypothesis("action scale", f"{what} is {name_factor(factor)}", remedy, scaled_actions(factor, dimension))
 
 
@@ -359,7 +359,7 @@ def report(explanations: Sequence[Explanation], exactly: str, nearly: str) -> li
         exact, several = explanation.score.exact, len(explanations) > 1
         text = " and ".join(item.text for item in explanation.breaks)
         likely = "" if exact else "most likely: " if explanation.score.error < 0.5 else "perhaps: "
-        either = f"one of {len(explanations)} explanations that this data cannot tell apart: " if several else ""
+        either = f"one of {len(explanations)} explanations that fit this data equally: " if several else ""
         outcome = "mended, " + (exactly if exact else nearly.format(error=explanation.score.error))
         remedies = " ".join(dict.fromkeys(item.remedy for item in explanation.breaks))
         for check in dict.fromkeys(item.check for item in explanation.breaks):

@@ -140,11 +140,11 @@ def single_actions(needed: Needed, names: tuple[str, ...], episodes: np.ndarray)
     """Report single wrong actions in an otherwise correct motion; episodes: [E], their indices in the data."""
     differs = _wrong(needed)
     texts = [
-        f"'{names[i]}' of episode {episodes[row]} at step {step} is {needed.recorded[row, step, i]:.3g}, the motion "
-        f"needs {needed.actions[row, step, i]:.3g}"
+        f"'{names[i]}' of episode {episodes[row]} at step {step} is {needed.recorded[row, step, i]:.3g}, but the "
+        f"motion needs {needed.actions[row, step, i]:.3g}"
         for row, step, i in zip(*differs.nonzero(), strict=True)
     ]
-    remedy = "These actions were not what the robot did: leave the episodes out, or mend them."
+    remedy = "The robot did not execute these actions: exclude the episodes, or repair them."
     return [Finding("action spikes", Health.BAD, listed(texts), remedy)] if texts else []
 
 
@@ -158,8 +158,12 @@ def only_some(needed: Needed, names: tuple[str, ...]) -> list[Finding]:
     for i in np.flatnonzero(odd):
         size = float(np.abs(needed.executed - needed.actions)[..., i][differs[..., i]].mean())
         texts.append(f"'{names[i]}' by {size:.2g} on average")
-    text = f"of the actions only these differ from what the motion needs: {listed(texts)}"
-    return [Finding("unlike action", Health.BAD, text, "Look at what records these elements; the others are sound.")]
+    text = f"only these action elements differ from what the motion needs: {listed(texts)}"
+    return [
+        Finding(
+            "inconsistent action", Health.BAD, text, "Check the recorder of these elements; the others are correct."
+        )
+    ]
 
 
 def _wrong(needed: Needed) -> np.ndarray:
@@ -180,7 +184,7 @@ def _relation(
     span = f"{needed_values[needed.solved].min():.3g} to {needed_values[needed.solved].max():.3g}"
     if high - low < 1e-6:
         text = f"never changes in the data (always {low:.4g}), though the motion needs {span}"
-        return "dead action", text, "The recorder missed this element of the actions."
+        return "dead action", text, "The recorder did not record this element of the actions."
     slack = 1e-3 * (high - low)
     below = (recorded_values <= low + slack) & (needed_values < low)
     above = (recorded_values >= high - slack) & (needed_values > high)
@@ -190,14 +194,18 @@ def _relation(
     late = _late_by(needed, recorded_values, needed_values)
     if late:
         text = f"is stored {late} {'step' if late == 1 else 'steps'} too late"
-        return "time shift", text, "Align it: an action belongs to the frame it was decided on."
+        return "time shift", text, "Align it: an action belongs to the frame at which it was chosen."
     steps = needed.solved[:, 1:] & needed.solved[:, :-1]
     if _same(recorded_values[:, 1:], np.diff(needed_values, axis=1), steps):
-        text = "holds differences from the action before (deltas for absolute values)"
-        return "action kind", text, "Add the differences up, or record what the robot was told."
+        text = "contains differences from the previous action (deltas instead of absolute values)"
+        return "action kind", text, "Integrate the differences, or record the command that the robot received."
     if _fit(np.diff(recorded_values, axis=1)[steps], needed_values[:, 1:][steps][:, None]) is not None:
-        text = "holds a running sum (absolute values for deltas)"
-        return "action kind", text, "Store the difference from one step to the next, or record what the robot was told."
+        text = "contains a running sum (absolute values instead of deltas)"
+        return (
+            "action kind",
+            text,
+            ("Store the difference from one step to the next, or record the command that the robot received."),
+        )
     return _state_in(needed, recorded_values, needed_values, elements)
 
 
@@ -205,24 +213,24 @@ def _state_in(
     needed: Needed, recorded: np.ndarray, wanted: np.ndarray, elements: tuple[str, ...]
 ) -> tuple[str, str, str] | None:
     """Return check, text and remedy if recorded actions [E, T] contain a state element, alone or added."""
-    remedy = "Record what the robot was told, or open the world with the same kind of action."
+    remedy = "Record the command that the robot received, or open the world with the same kind of action."
     rows = needed.solved
     if rows.sum() < ENOUGH:
         return None
-    for frames, when in ((slice(1, None), "the frame that follows"), (slice(None, -1), "its own frame")):
+    for frames, when in ((slice(1, None), "the next frame"), (slice(None, -1), "the same frame")):
         for k, element in enumerate(elements):
             state = needed.frames[:, frames, k][rows]
             fit = _fit(recorded[rows], state[:, None])
             if fit is not None and abs(fit[0] - 1) < EXACT:
-                text = f"holds '{element}' of {when} (a position reached instead of a command)"
+                text = f"contains '{element}' of {when} (a reached position instead of a command)"
                 return "action kind", text, remedy
     for k, element in enumerate(elements):
         state = needed.frames[:, :-1, k][rows]
         fit = _fit(recorded[rows], np.stack([state, wanted[rows]], -1))
         if fit is None or abs(fit[0]) * state.std() < NOTABLE * recorded[rows].std():
             continue
-        kind = "absolute values for deltas" if fit[0] > 0 else "deltas for absolute values"
-        return "action kind", f"has '{element}' {'added to' if fit[0] > 0 else 'taken from'} it ({kind})", remedy
+        kind = "absolute values instead of deltas" if fit[0] > 0 else "deltas instead of absolute values"
+        return "action kind", f"has '{element}' {'added to' if fit[0] > 0 else 'subtracted from'} it ({kind})", remedy
     return None
 
 

@@ -53,7 +53,7 @@ GROWN = 2.0
 def check_normalizers(policy: Policy, episodes: Episodes) -> list[Finding]:
     """Compare a policy's normalisers with the data, element by element."""
     if not isinstance(policy, ShowsNormalizers):
-        return [Finding("normaliser", Health.UNKNOWN, f"{type(policy).__name__} does not show its normalisers")]
+        return [Finding("normaliser", Health.UNKNOWN, f"{type(policy).__name__} does not expose its normalisers")]
     data_values, fields = {**episodes.observation, ACTION: episodes.actions}, policy.spec.observation
     findings: list[Finding] = []
     for key, normalizer in policy.normalizers().items():
@@ -90,7 +90,7 @@ def check_policy_on_data(
     spread = data_actions.std(0, correction=0)
     moving = spread > 1e-6
     if not moving.any():
-        text = "all recorded actions are the same: nothing tells whether a policy imitates them or reads its input"
+        text = "all recorded actions are equal, so imitation and the use of the input cannot be tested"
         return [Finding("imitation", Health.UNKNOWN, text)]
     policy_actions = decide(observation)
 
@@ -110,7 +110,7 @@ def check_policy_on_data(
     variance = policy_actions.var(0, correction=0).sum().clamp(min=1e-12)
     change = float((decide(shuffled) - policy_actions).pow(2).mean(0).sum() / (2 * variance))
     health = Health.GOOD if change > 0.1 else Health.BAD
-    text = f"decisions change by {change:.2f} when observations are shuffled (1: entirely, 0: not at all)"
+    text = f"actions change by {change:.2f} when observations are shuffled (1: completely, 0: not at all)"
     remedy = "" if health is Health.GOOD else "The policy ignores its input: check the normaliser and the keys."
     return [*findings, Finding("policy reads its input", health, text, remedy)]
 
@@ -120,7 +120,9 @@ def _imitation(error: float, success: float | None) -> Finding:
     text = f"normalised squared error {error:.2f} (1 is no better than the mean action)"
     health = Health.GOOD if error < 0.5 else Health.WARNING if error < 1.0 else Health.BAD
     if health is Health.GOOD or success is None or success < SUCCEEDS:
-        return Finding("imitation", health, text, "" if health is Health.GOOD else "Train longer, or see below.")
+        return Finding(
+            "imitation", health, text, "" if health is Health.GOOD else ("Train longer, or see the findings below.")
+        )
     return Finding("imitation", Health.GOOD, f"{text}, but it succeeded in {success:.0%} of its episodes")
 
 
@@ -153,10 +155,12 @@ def _check_normalizer(key: str, normalizer: Normalizer, values: Tensor, names: t
     swapped = _swapped(offset, scale, refit, off, labels)
     cause = "fitted on other data"
     if bool((offset == 0).all() and (scale == 1).all()):
-        cause = "fitted on values from -1 to 1, or never (offset 0, scale 1)"
+        cause = "fitted on values from -1 to 1, or never fitted (offset 0, scale 1)"
     elif swapped:
-        cause = f"fits if {listed(swapped, 2)} change places"
-    remedy = "Train on this data (which fits it anew), or give the policy data in the units it was trained with."
+        cause = f"fits if {listed(swapped, 2)} are exchanged"
+    remedy = (
+        "Train on this data (which fits them again), or convert the data to the units that the policy was trained with."
+    )
     health = Health.WARNING if len(off) == 1 and len(labels) > 2 and not swapped else Health.BAD
     return [Finding("normaliser", health, f"{key}: {cause}: {details}", remedy)]
 
@@ -215,8 +219,8 @@ def _compare_actions(decided: Tensor, wanted: Tensor, names: tuple[str, ...], fi
             "" if undertrained.all() else f"{listed([f"'{names[i]}'" for i in np.flatnonzero(undertrained)])} "
         )
         times = f"{ratio[undertrained].min():.3g} times"
-        text = f"trained too little to tell: the policy moves {elements_text}at least {times} less than the data"
-        remedy = "Train longer and ask again before you change data or driver."
+        text = f"not trained enough to tell: the policy moves {elements_text}at least {times} less than the data"
+        remedy = "Train longer and test again before changing data or driver."
         findings.append(Finding("order, sign and scale", Health.UNKNOWN, text, remedy))
     if permuted.any():
         texts = [
@@ -261,9 +265,12 @@ def _explain_images(
         }
         best = min(image_errors, key=lambda text: image_errors[text])
         if plain > NOTABLE and image_errors[best] < min(CLEARLY * plain, 0.7):
-            camera, errors = key.removeprefix(IMAGE_PREFIX), f"error {plain:.2f}, mended {image_errors[best]:.2f}"
-            text = f"'{camera}': {best}, to the policy ({errors})"
-            remedy = "Convert the images of this data as those that the policy was trained on."
+            camera, errors = (
+                key.removeprefix(IMAGE_PREFIX),
+                (f"error {plain:.2f}, after the fix {image_errors[best]:.2f}"),
+            )
+            text = f"'{camera}': {best}, compared with the policy's training data ({errors})"
+            remedy = "Convert the images of this data to match those that the policy was trained on."
             findings.append(Finding(image_check(best), Health.BAD, text, remedy))
     return findings
 
@@ -277,9 +284,9 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     plan = load_plan(folder)
     if plan is None:
         return []
-    again = f"robopolicy optimize {folder} makes it anew, and without inference.json the policy decides as trained."
+    again = f"Create it again with robopolicy optimize {folder}; without inference.json the policy acts as trained."
     if plan.refusal(folder):
-        return [Finding(ENGINE_CHECK, Health.WARNING, "inference.json was made for other weights", again)]
+        return [Finding(ENGINE_CHECK, Health.WARNING, "inference.json was created for other weights", again)]
     episodes = recorded_for(policy, episodes)
     frames = torch.linspace(0, episodes.step_count - 1, min(ENGINE_FRAMES, episodes.step_count)).long()
     frames = frames + episodes.episode_of_step.cpu()[frames]
@@ -292,7 +299,8 @@ def check_plan(folder: Path, policy: Policy, episodes: Episodes) -> list[Finding
     exact = plan.config.exact and plan.cache is None
     allowed = EXACT if exact else GROWN * float(plan.measured.get("error", 0.0)) + EXACT
     text = (
-        f"{plan.config.engine}: actions {difference:.2g} standard deviations from the reference, {allowed:.2g} allowed"
+        f"{plan.config.engine}: actions differ by {difference:.2g} standard deviations from the reference, "
+        f"{allowed:.2g} allowed"
     )
     return [
         Finding(ENGINE_CHECK, Health.GOOD, text)

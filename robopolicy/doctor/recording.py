@@ -30,10 +30,10 @@ def check_duplicates(episodes: Episodes) -> list[Finding]:
         episodes_of_content.setdefault(content, []).append(index)
     groups = [" = ".join(map(str, same)) for same in episodes_of_content.values() if len(same) > 1]
     if not groups:
-        return [Finding("duplicate episodes", Health.GOOD, "no episode stands twice")]
+        return [Finding("duplicate episodes", Health.GOOD, "no episode is duplicated")]
     surplus = len(episodes) - len(episodes_of_content)
     text = f"{surplus} of {len(episodes)} episodes repeat another one exactly (episodes {listed(groups)})"
-    remedy = "Leave the repetitions out: they weigh double in training, and held-out episodes are not held out."
+    remedy = "Exclude the duplicates: they count double in training, and held-out episodes are not held out."
     return [Finding("duplicate episodes", _health(surplus, len(episodes)), text, remedy)]
 
 
@@ -50,7 +50,7 @@ def check_constant_elements(episodes: Episodes) -> list[Finding]:
         )
         if span == 0
     ]
-    text = f"never changes in the data: {listed(still, 8)}"
+    text = f"constant in the data: {listed(still, 8)}"
     return [Finding("constant observations", Health.UNKNOWN, text)] if still else []
 
 
@@ -73,8 +73,8 @@ def check_spikes(episodes: Episodes) -> list[Finding]:
     """Check for single-frame values far from all others, when no replay is possible."""
     spike_episodes = spikes(episodes)
     texts = [f"'{name}' (episodes {listed(list(map(str, indices)))})" for name, indices in spike_episodes.items()]
-    text = f"single frames lie far outside of all others: {listed(texts)}"
-    remedy = "A sensor or driver wrote wrong numbers there: leave these frames' episodes out, or mend them."
+    text = f"single frames are outliers: {listed(texts)}"
+    remedy = "A sensor or driver wrote invalid numbers there: exclude or repair these episodes."
     return [Finding("spikes", Health.WARNING, text, remedy)] if spike_episodes else []
 
 
@@ -99,10 +99,10 @@ def truncated(which: np.ndarray, lengths: np.ndarray, count: int, horizon: int) 
     stops = sorted({int(length) for length in lengths[which]})
     steps_text = f"step {stops[0]}" if len(stops) == 1 else f"steps {stops[0]} to {stops[-1]}"
     text = (
-        f"{len(which)} of {count} episodes are cut short (episodes {listed(list(map(str, which)))}): they stop at "
-        f"{steps_text} without success, and the world's time limit is {horizon}"
+        f"{len(which)} of {count} episodes are truncated (episodes {listed(list(map(str, which)))}): they stop at "
+        f"{steps_text} without success, but the world's time limit is {horizon}"
     )
-    remedy = "Record whole episodes, or leave these out; if the recorder's limit is another, set it in the world."
+    remedy = "Record complete episodes, or exclude these; if the recorder has another time limit, set it in the world."
     return Finding("ends of episodes", _health(len(which), count), text, remedy)
 
 
@@ -122,7 +122,7 @@ def check_instructions(episodes: Episodes, world: World, reads_text: bool | None
         single = len(set(episodes.tasks)) == 1 and len(world.spec.goals) == 1
         if reads_text is False or (single and not reads_text):
             data_text, its = example if single else "others", f"'{world.spec.goals[0]}'"
-            text = f"{data_text} in the data, {its} in the world: no difference to a policy that reads no instructions"
+            text = f"{data_text} in the data, {its} in the world: no effect on a policy that reads no instructions"
             return [Finding("instructions", Health.UNKNOWN, text)]
         text = f"{len(indices)} of {len(episodes)} episodes (episodes {listed(indices)}) have an instruction that the "
         return [Finding("instructions", Health.BAD, f"{text}world does not know: {example}", remedy)]
@@ -135,11 +135,11 @@ def check_instructions(episodes: Episodes, world: World, reads_text: bool | None
         if text_in_data != text_in_world
     ]
     if not differing:
-        return [Finding("instructions", Health.GOOD, "as the world gives them at the same seeds")]
+        return [Finding("instructions", Health.GOOD, "as in the world at the same seeds")]
     text = (
-        f"{len(differing)} of {len(episodes)} episodes carry another instruction than the world gives at their seeds "
-        f"(episodes {listed(list(map(str, differing)))}; episode {differing[0]}: '{episodes.tasks[differing[0]]}', not "
-        f"'{world_texts[differing[0]]}')"
+        f"{len(differing)} of {len(episodes)} episodes have another instruction than the world at their seeds "
+        f"(episodes {listed(list(map(str, differing)))}; episode {differing[0]}: '{episodes.tasks[differing[0]]}', "
+        f"not '{world_texts[differing[0]]}')"
     )
     return [Finding("instructions", _health(len(differing), len(episodes)), text, remedy)]
 
@@ -185,21 +185,19 @@ def _health(wrong: int, count: int) -> Health:
 def check_success(episodes: Episodes, spec: WorldSpec | None) -> list[Finding]:
     """Report whether the world, if known, reports success, and the number of recorded successes."""
     if spec is not None and not spec.reports_success:
-        text = f"'{spec.name}' never says which episodes succeed: every rate of success is 0"
+        text = f"'{spec.name}' never reports success: every success rate is 0"
         remedy = (
-            "Say it: world.options.success=package.module:function, \"world.options.success='return >= NUMBER'\", "
-            "world.options.success=terminated, or world.options.success_key=NAME."
+            "Define success: world.options.success=package.module:function, \"world.options.success='return >= "
+            "NUMBER'\", world.options.success=terminated, or world.options.success_key=NAME."
         )
         return [Finding("success", Health.BAD, text, remedy)]
     if episodes.success is None:
-        text = "the dataset does not say which episodes succeeded"
-        return [Finding("success", Health.UNKNOWN, text, "Success-weighted losses and world models need it.")]
+        text = "the dataset does not record which episodes succeeded"
+        return [
+            Finding("success", Health.UNKNOWN, text, "Success-weighted losses and world models need success labels.")
+        ]
     won = float(episodes.success.float().mean())
     text = f"{won:.0%} of {len(episodes)} recorded episodes succeeded"
     if won == 0:
-        return [
-            Finding(
-                "success", Health.WARNING, text, "A policy imitates what it is shown: record episodes that succeed."
-            )
-        ]
+        return [Finding("success", Health.WARNING, text, "A policy imitates its data: record episodes that succeed.")]
     return [Finding("success", Health.GOOD, text)]

@@ -40,8 +40,8 @@ from robopolicy.doctor.needed import explain_needed, needed_actions, only_some, 
 from robopolicy.doctor.recording import spikes, stopped_short, truncated
 from robopolicy.doctor.sensors import Recorded, explain_columns, faulty_sensors, mend_spikes, unlike_the_rest
 
-REMEDY = "Same starts, other motion: control rate, substeps, action units or order differ from the recording."
-LABELS = "Correct next.success, or open the world with the criterion of success that the recording used."
+REMEDY = "Same initial states, other motion: control rate, substeps, action units or order differ from the recording."
+LABELS = "Correct next.success, or open the world with the success criterion of the recording."
 TOLERANCE = 0.01
 """Tolerance in standard deviations of the data within which a replay follows the recording."""
 FOLLOWING = 0.8
@@ -55,8 +55,8 @@ ENOUGH = 12
 SHORT = 6
 """Number of steps on which approximate explanations are evaluated, before small errors have grown."""
 SEEDLESS = (
-    "The world ignores its seed (it draws from a global generator?): make reset(seed=) decide everything. Until then "
-    "nothing can be replayed, and paired comparisons are not paired."
+    "The world ignores its seed (does it use a global random generator?): make reset(seed=) determine the initial "
+    "state. Until then episodes cannot be replayed, and paired comparisons are invalid."
 )
 
 
@@ -100,10 +100,10 @@ def check_ends(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: np.n
     if early.any():
         first = int(np.flatnonzero(early)[0])
         text = (
-            f"the world ends {early.sum()} of {len(chosen)} episodes before the recording does (episode "
+            f"the world ends {early.sum()} of {len(chosen)} episodes earlier than the recording (episode "
             f"{chosen[first]}: {ends.ran[first]} of {lengths[chosen[first]]} steps)"
         )
-        remedy = "It stops at success or has another time limit: set world.options as they were in the recording."
+        remedy = "The world stops at success or has another time limit: set world.options as in the recording."
         findings.append(Finding("ends of episodes", Health.WARNING, text, remedy))
     return findings
 
@@ -120,7 +120,7 @@ def _check_success(episodes: Episodes, chosen: np.ndarray, ends: Ends, follows: 
         failed, won = _numbers(chosen[labels & ~data_success]), _numbers(chosen[labels & data_success])
         parts = [f"labelled as failed, but they succeed: episodes {failed}"] if failed else []
         parts += [f"labelled as success, but they fail: episodes {won}"] if won else []
-        text = f"{text}; their motion is the recorded one, so the labels of success are wrong ({'; '.join(parts)})"
+        text = f"{text}; their motion matches the recording, so the success labels are wrong ({'; '.join(parts)})"
         return [Finding("success labels", Health.BAD, text, LABELS)]
     good = agree > 0.95 or (len(chosen) < 20 and agree >= 1 - 1 / len(chosen))
     return [
@@ -228,7 +228,7 @@ class Replayer:
 def check_replay(episodes: Episodes, world: World) -> list[Finding]:
     """Play recorded actions open-loop from the recorded seeds; where the world diverges, search for the cause."""
     if episodes.seeds is None:
-        text = "the dataset has no seeds, so its starts cannot be repeated"
+        text = "the dataset has no seeds, so its initial states cannot be reproduced"
         return [Finding("replay", Health.UNKNOWN, text, "Replay needs data recorded by 'robopolicy collect'.")]
     indices = _chosen(episodes, world.batch_size)
     replayer = Replayer(world, episodes, indices)
@@ -309,7 +309,7 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
         return [_agreement("start of episodes", start)], motion
     if not replayer.repeats():
         finding = _agreement("start of episodes", start, SEEDLESS)
-        text = f"{finding.measured}, and the world begins otherwise each time with the same seeds"
+        text = f"{finding.measured}, and the world starts differently each time with the same seeds"
         return [replace(finding, measured=text)], None
     at_start = np.zeros_like(window.known)
     at_start[:, 0] = True
@@ -326,7 +326,8 @@ def _check_columns(replayer: Replayer, motion: Motion, errors: np.ndarray) -> tu
         replayer.ignore(faulty_columns)
         return findings, motion
     remedy = (
-        "Seeds or task version differ from the recording, or observations have other units: nothing can be replayed."
+        "Seeds or task version differ from the recording, or observations have other units: episodes cannot be "
+        "replayed."
     )
     return [_agreement("start of episodes", start, remedy)], None
 
@@ -349,10 +350,13 @@ def _check_motion(
     if explanations:
         return [finding, *explanations]
     if not early.any():
-        text = f"follows the data for {median_step} steps, then parts from it"
-        remedy = "Chaotic contact does this, and so do small differences in version or physics: the data cannot tell."
+        text = f"follows the data for {median_step} steps, then diverges"
+        remedy = (
+            "Chaotic contact can cause this, and so can small differences in version or physics: the data cannot "
+            "tell which."
+        )
         return [Finding("replayed motion", Health.WARNING, text, remedy)]
-    reason = "no single break of sign, order, scale, time or rate explains it"
+    reason = "no single error of sign, order, scale, timing or rate explains it"
     return [replace(finding, measured=f"{finding.measured}; {reason}")]
 
 
@@ -367,12 +371,12 @@ def _check_few(
         requirement = needed_actions(motion, replayer.frames, replayer.scale, bounds, rounds=4)
         single_findings = single_actions(requirement, element_names(replayer.spec.action, "action"), chosen)
     if early.any():
-        text = f"{early.sum()} of {early.size} episodes go elsewhere: {listed([str(i) for i in chosen[early]])}"
-        remedy = "Most of the data is sound: examine these episodes alone, or leave them out."
+        text = f"{early.sum()} of {early.size} episodes diverge early: {listed([str(i) for i in chosen[early]])}"
+        remedy = "Most of the data is correct: check only these episodes, or exclude them."
         health = Health.WARNING if early.mean() < 1 - FOLLOWING else Health.BAD
         return [Finding("replayed motion", health, text, remedy), *single_findings]
     late = (
-        f"; {leaves.sum()} of {leaves.size} part ways late, as contact does"
+        f"; {leaves.sum()} of {leaves.size} diverge late, as contact causes"
         if leaves.any() and not single_findings
         else ""
     )
@@ -388,7 +392,7 @@ def _explain(replayer: Replayer, motion: Motion, steps: int, all_actions: np.nda
     largest = np.abs(motion.actions).max((0, 1))
     hypotheses = [*action_hypotheses(field, largest), *short_shifts(), *rate_hypotheses(replayer.spec.fps)]
     names = element_names(field, "action")
-    with progress("trying explanations", 2 * len(hypotheses)) as advance:
+    with progress("testing explanations", 2 * len(hypotheses)) as advance:
 
         def judge(changed: Motion) -> Score:
             advance()
@@ -420,7 +424,7 @@ def _other_scale(replayer: Replayer, window: Motion) -> list[Explanation]:
     result = minimize_scalar(error, bounds=(near - step, near + step), method="bounded", options=options)
     factor = float(np.exp(result.x))
     corrected = scaled_actions(factor)(window)
-    remedy = "Divide by this factor in the data, or state the right unit where it is recorded."
+    remedy = "Divide by this factor in the data, or set the correct unit in the recorder."
     hypothesis = Hypothesis("action scale", f"every action is {name_factor(factor)}", remedy, scaled_actions(factor))
     score = replayer.judge(corrected)
     return [Explanation((hypothesis,), corrected, score)] if score.exact else []

@@ -19,7 +19,7 @@ RARE = 0.1
 """Maximum fraction of frames that count as spikes; more have another cause."""
 LATEST = 8
 """Maximum lag of a sensor, in frames."""
-REMEDY = "This element was not measured at the time of its frame: look at the sensor, its driver and its queue."
+REMEDY = "This element was not measured at the time of its frame: check the sensor, its driver and its queue."
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def mend_spikes(recorded: Recorded) -> tuple[list[Finding], np.ndarray]:
         frames[..., column] = np.where(brief, recorded.shown[..., column], frames[..., column])
     if not texts:
         return [], recorded.frames
-    text = f"leaves the motion for single frames and comes back: {listed(texts)} standard deviations"
-    remedy = "A sensor or driver wrote wrong numbers there: leave these frames' episodes out, or mend them."
+    text = f"jumps away for single frames and returns: {listed(texts)} standard deviations"
+    remedy = "A sensor or driver wrote invalid numbers there: exclude or repair these episodes."
     return [Finding("spikes", Health.BAD, text, remedy)], frames
 
 
@@ -98,9 +98,9 @@ def faulty_sensors(recorded: Recorded) -> tuple[list[Finding], list[int]]:
             continue
         columns.append(int(column))
     texts = {
-        "dead": ("dead sensor", "never changes in the data, though it does in the world: "),
-        "late": ("late sensor", "shows what was so earlier: "),
-        "stuck": ("stuck sensor", "keeps its last value while the world's goes on: "),
+        "dead": ("dead sensor", "constant in the data, but not in the world: "),
+        "late": ("late sensor", "lags behind: "),
+        "stuck": ("stuck sensor", "repeats its last value while the world's value changes: "),
     }
     findings = [
         Finding(texts[kind][0], Health.BAD, texts[kind][1] + listed(items), REMEDY)
@@ -120,9 +120,9 @@ def unlike_the_rest(recorded: Recorded) -> tuple[list[Finding], list[int]]:
     for column in odd:
         error = recorded.error[..., column][recorded.known]
         texts.append(f"'{recorded.names[column]}' by {np.median(error):.2g} standard deviations")
-    text = f"differs from the world in no way that is known, while all other elements agree: {listed(texts)}"
-    remedy = "Noise, another zero point in each episode, or another quantity: compare it with the world's by eye."
-    return [Finding("unlike sensor", Health.BAD, text, remedy)], odd.tolist()
+    text = f"differs from the world in no known way, while all other elements agree: {listed(texts)}"
+    remedy = "Noise, another zero point in each episode, or another quantity: compare it with the world visually."
+    return [Finding("inconsistent sensor", Health.BAD, text, remedy)], odd.tolist()
 
 
 def _agreement(recorded: Recorded) -> np.ndarray:
@@ -223,7 +223,9 @@ def explain_columns(
             return None
         source[column], factor[column], offset[column], other_sources = explanation
         if other_sources:
-            notes.append(f"'{names[column]}' may also hold {listed([repr(names[other]) for other in other_sources])}")
+            notes.append(
+                f"'{names[column]}' may also contain {listed([repr(names[other]) for other in other_sources])}"
+            )
     target = np.empty_like(source)  # where the recorded element belongs in the world's order
     if len(set(source.tolist())) != len(source):
         return None
@@ -293,7 +295,7 @@ def _findings(
             for column in pairs
             if column < source[column]
         ]
-        text += [f"'{names[column]}' holds '{names[source[column]]}'" for column in reordered if column not in pairs]
+        text += [f"'{names[column]}' contains '{names[source[column]]}'" for column in reordered if column not in pairs]
         description = "; ".join([listed(text), *notes[:2]])
         remedy = "Reorder these elements in the data, or in the robot's driver."
         findings.append(Finding("observation order", Health.BAD, description, remedy))

@@ -72,11 +72,15 @@ class CachePlan:
 
     def __post_init__(self) -> None:
         if not self.updates or len(self.updates) != len(self.blocks):
-            raise ConfigError(f"updates has {len(self.updates)} rows for {len(self.blocks)} blocks: one for each.")
+            raise ConfigError(
+                f"updates must have one row per block: it has {len(self.updates)} rows for {len(self.blocks)} blocks."
+            )
         if len({len(row) for row in self.updates}) != 1 or not all(row and row[0] for row in self.updates):
-            raise ConfigError("updates: all blocks take the same number of steps, and each is computed in the first.")
+            raise ConfigError(
+                "updates: all blocks must have the same number of steps, and each must be computed in the first step."
+            )
         if self.order < 0:
-            raise ConfigError(f"order is {self.order}: 0 holds what was computed last, 1 and 2 extrapolate.")
+            raise ConfigError(f"order={self.order} must be 0 (reuse the last output), 1 or 2 (extrapolate).")
 
     @staticmethod
     def of(
@@ -105,11 +109,11 @@ class CachePlan:
         """Raise ConfigError unless the plan was made for these blocks and this number of steps."""
         if blocks != self.blocks:
             raise ConfigError(
-                f"The cache plan is for another network: its blocks are {', '.join(self.blocks)}; this one's are "
-                f"{', '.join(blocks) or 'none'}. Make a plan for this one."
+                f"The cache plan is for another network: its blocks are {', '.join(self.blocks)}, this network's are "
+                f"{', '.join(blocks) or 'none'}. Create a plan for this network."
             )
         if steps != self.steps:
-            raise ConfigError(f"The cache plan is for chains of {self.steps} steps, and this one takes {steps}.")
+            raise ConfigError(f"The cache plan is for chains of {self.steps} steps, but this chain has {steps}.")
 
     def begin(self) -> Memory:
         """Return an empty cache for a new chain."""
@@ -127,7 +131,7 @@ class CachePlan:
         try:
             steps, rows = range(int(data["steps"])), [frozenset(map(int, row)) for row in data["updates"]]
             if not all(row <= frozenset(steps) for row in rows):
-                raise ConfigError(f"updates names steps that a chain of {len(steps)} does not have.")
+                raise ConfigError(f"updates contains steps that a chain of {len(steps)} does not have.")
             updates = tuple(tuple(step in row for step in steps) for row in rows)
             blocks = tuple(map(str, data["blocks"]))
             return CachePlan(blocks, updates, str(data["scheduler"]), int(data["budget"]), int(data["order"]))
@@ -208,12 +212,12 @@ class FirstBlockCaching:
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
-            raise ConfigError(f"threshold is {self.threshold}; it is a relative change, 0 or more.")
+            raise ConfigError(f"threshold={self.threshold} must be at least 0: it is a relative change.")
 
     def check(self, blocks: tuple[str, ...], steps: int) -> None:
         """Raise ConfigError for a network without blocks."""
         if not blocks:
-            raise ConfigError("The network has no blocks to remember.")
+            raise ConfigError("The network has no blocks to cache.")
 
     def begin(self) -> "FirstBlockMemory":
         """Return an empty cache for a new chain."""

@@ -91,12 +91,15 @@ def calibrate(
     """
     count = len(next(iter(observation.values()))) if observation else 0
     if count < 1 or rows < 1:
-        raise ConfigError(f"There are {count} observations, {rows} at a time: a calibration needs at least 1.")
+        raise ConfigError(
+            f"A calibration needs at least 1 observation and batch size 1, but got {count} observations, {rows} "
+            "at a time."
+        )
     denoising_policy = (
         None if policy.own_schedule is None else require_denoising(policy, f"{type(policy).__name__} has no blocks.")
     )
     if denoising_policy is not None and not _network(denoising_policy.network).denoiser.block_names:
-        raise ConfigError("The network has no blocks to remember: an mlp of depth 1 has none.")
+        raise ConfigError("The network has no blocks to cache: an MLP of depth 1 has no hidden blocks.")
     blocks: tuple[str, ...] = ()
     sums: list[tuple[Tensor, Tensor]] = []
     for begin in range(0, count, rows):
@@ -120,9 +123,11 @@ def calibrate_model(model: Cacheable, episodes: Episodes, begin: Tensor, steps: 
     is no initial state, when `steps` is not one chain, or for a model that does not predict several steps jointly.
     """
     if not isinstance(model, ChunkModel):
-        raise ConfigError(f"{type(model).__name__} does not predict several steps together (`ChunkModel`).")
+        raise ConfigError(f"{type(model).__name__} does not predict chunks of several steps (`ChunkModel`).")
     if not len(begin) or min(steps, rows) < 1:
-        raise ConfigError(f"There are {len(begin)} starts of {steps} steps: a calibration needs at least 1 of each.")
+        raise ConfigError(
+            f"A calibration needs at least 1 recorded state and 1 step, but got {len(begin)} states and {steps} steps."
+        )
     sums: list[tuple[Tensor, Tensor]] = []
     for part in begin.split(rows):
         recorder = Recorder()
@@ -132,7 +137,7 @@ def calibrate_model(model: Cacheable, episodes: Episodes, begin: Tensor, steps: 
         step_indices = torch.minimum(part[:, None] + torch.arange(steps), last[:, None])
         recording_model.generate(latent, episodes.actions[step_indices].to(next(iter(latent.values())).device))
         if any(len(each) != model.calls for each in recorder.features):
-            raise ConfigError(f"{steps} steps are more than one chain of this model: calibrate on fewer.")
+            raise ConfigError(f"{steps} steps exceed one chain of this model: calibrate on fewer.")
         sums.append(_measured(recorder, len(part)))
     return _calibration(model.block_names, sums, len(begin))
 
@@ -208,7 +213,7 @@ def _steps(network: DenoisingNetwork, times: Tensor, condition: Tensor, recorder
 def _network(network: DenoisingNetwork) -> ChunkNetwork:
     """Return the built-in network; raises ConfigError for any other."""
     if not isinstance(network, ChunkNetwork):
-        raise ConfigError(f"Cache plans are made for our own networks, and this is a {type(network).__name__}.")
+        raise ConfigError(f"Cache plans support only built-in networks, and this is a {type(network).__name__}.")
     return network
 
 

@@ -132,12 +132,12 @@ def plans_of(policy: Policy, kind: str, options: Mapping[str, Any] | None = None
     wrapped_policy = with_chunking(policy, kind, Delay(), options)
     if not isinstance(wrapped_policy, OverlappingPolicy):
         raise ConfigError(
-            f"The chunking '{kind}' makes a {type(wrapped_policy).__name__}, which remembers its robots: it cannot be "
-            f"served."
+            f"The chunking '{kind}' returns a {type(wrapped_policy).__name__}, which keeps state per robot and "
+            "cannot be served."
         )
     if policy.spec.prediction == policy.spec.chunk:
         raise ConfigError(
-            f"chunking={kind} goes on with what is left of the last plan, and this policy predicts no more than the "
+            f"chunking={kind} executes the remaining actions of the last plan, but this policy predicts only the "
             f"{policy.spec.chunk} steps that it executes (chunk): {REACH}."
         )
     return wrapped_policy.plans
@@ -255,20 +255,20 @@ class OverlappingPolicy:
         spec, steps = policy.spec, delay.steps
         if steps > spec.chunk:
             raise ConfigError(
-                f"latency_steps is {steps}, and the policy is asked every {spec.chunk} steps (chunk): it must answer "
-                "before it is asked again. Wait for it (synchronous), or execute longer chunks."
+                f"latency_steps={steps} exceeds the chunk of {spec.chunk} steps: the policy would be called again "
+                "before it answers. Use chunking=synchronous, or a longer chunk."
             )
         if spec.prediction < spec.chunk + steps:
             raise ConfigError(
                 f"The policy predicts {spec.prediction} steps (prediction_steps) and executes {spec.chunk} (chunk). "
-                f"With latency_steps={steps} its plans must reach that far (prediction_steps={spec.chunk + steps}): "
-                f"{REACH}, or wait for it (synchronous)."
+                f"With latency_steps={steps} it must predict prediction_steps={spec.chunk + steps}: {REACH}, or use "
+                "chunking=synchronous."
             )
         if not isinstance(policy, PredictsAhead):
             raise ConfigError(
-                f"{type(policy).__name__} returns the chunks that are executed and nothing beyond them: it cannot go "
-                "on while it thinks. Wait for it (synchronous), compute it as it was trained if an engine does "
-                "(engine=reference), or give it predict() (see robopolicy.inference.chunking)."
+                f"{type(policy).__name__} has no predict() and returns only the executed steps, so nothing is left "
+                "to execute during inference. Use chunking=synchronous, engine=reference if an engine computes it, "
+                "or implement predict() (see robopolicy.inference.chunking)."
             )
         self.policy = policy
         self.delay = delay
@@ -319,7 +319,10 @@ class OverlappingPolicy:
             self._rest = torch.zeros(shape, device=device)
             self._decisions = torch.zeros(rows, dtype=torch.int64, device=device)
         if len(self._rest) != rows:
-            raise SpecError(f"{rows} rows act where {len(self._rest)} did: reset the policy before other rows act.")
+            raise SpecError(
+                f"{rows} rows act, but {len(self._rest)} rows acted before: reset the policy before the number "
+                "of rows changes."
+            )
         return Underway(self._rest, self._decisions, self.delay.steps, spec.chunk)
 
 
@@ -328,10 +331,9 @@ def _refuse_lookahead(policy: Policy, kind: str, steps: int) -> None:
     delay_steps = steps_ahead(policy.spec.observation, policy.spec.action)
     if delay_steps:
         raise ConfigError(
-            f"chunking={kind}, latency_steps={steps}: this policy decides ahead, for a delay of {delay_steps} steps "
-            f"that it was trained for ({QUEUE}), and its robot need not go on with an old plan: leave "
-            f"chunking=synchronous and latency_steps=0. Its delay is its world's ({LATENCY} among its options), and "
-            f"any other adds to it."
+            f"chunking={kind}, latency_steps={steps}: this policy was trained with a latency of {delay_steps} steps "
+            f"and reads the action queue ({QUEUE}). Use chunking=synchronous and latency_steps=0, and set its "
+            f"latency in the world's options ({LATENCY}); any other latency would be added."
         )
 
 
@@ -354,7 +356,7 @@ def bidirectional(policy: Policy, delay: Delay, samples: int = 16, decay: float 
     Raises ConfigError for fewer than one sample, or a decay outside (0, 1].
     """
     if samples < 1 or not 0 < decay <= 1:
-        raise ConfigError(f"samples is {samples} and decay {decay}: draw 1 plan or more, and decay is in (0, 1].")
+        raise ConfigError(f"samples={samples} must be at least 1, and decay={decay} in (0, 1].")
     return OverlappingPolicy(policy, delay, Coherent(samples, decay))
 
 
@@ -431,7 +433,7 @@ def _require_option(make: Chunking, kind: str, name: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     fits = {int: type(value) is int, float: number, str: isinstance(value, str), bool: isinstance(value, bool)}
     if not fits.get(annotation, True):
-        words = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+        words = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
         raise ConfigError(f"The chunking '{kind}' takes {words[annotation]} as {name}, not {value!r}.")
 
 

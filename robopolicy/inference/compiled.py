@@ -33,7 +33,7 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return `policy` computed by compiled code; see `robopolicy.inference.engine.Engine`."""
     denoising = require_denoising(
-        policy, f"engine=compiled computes denoising policies, and this is a {type(policy).__name__}."
+        policy, f"engine=compiled supports denoising policies only, and this is a {type(policy).__name__}."
     )
     device = denoising.action_low.device.type
     if device == "cpu" and not any(map(shutil.which, COMPILERS)):
@@ -43,15 +43,15 @@ def compiled(policy: Policy, config: InferenceConfig, caching: Caching | None = 
         )
     if not isinstance(caching, CachePlan | None):
         raise ConfigError(
-            f"engine=compiled knows beforehand which blocks a step computes, and {type(caching).__name__} decides that "
-            "as it goes: use engine=lean, or a cache plan."
+            f"engine=compiled requires a fixed cache plan, but {type(caching).__name__} selects blocks at run time: "
+            "use engine=lean, or a cache plan."
         )
     engine = CompiledDenoising(denoising, config, caching)
     steps = len(engine.samplers[True].steps)
     if caching is not None and steps > UNROLLED:
         raise ConfigError(
-            f"engine=compiled remembers blocks in chains of at most {UNROLLED} steps, which it unrolls; this one has "
-            f"{steps}: use engine=lean."
+            f"engine=compiled caches blocks only in chains of at most {UNROLLED} steps, which it unrolls, but this "
+            f"chain has {steps}: use engine=lean."
         )
     return engine
 

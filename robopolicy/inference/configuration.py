@@ -47,11 +47,11 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps is {self.steps}; a decision takes at least 1.")
+            raise ConfigError(f"steps={self.steps} must be at least 1.")
         if self.steps is not None and not self.sampler:
-            raise ConfigError("steps belongs to a sampler: name one (ddim, dpm++, unipc, euler, heun).")
+            raise ConfigError("steps needs a sampler: ddim, dpm++, unipc, euler or heun.")
         if self.engine == "reference" and (self.sampler or self.precision != "fp32"):
-            raise ConfigError("The reference engine computes as training does: choose engine=lean for another sampler.")
+            raise ConfigError("The reference engine uses the sampler of training: set engine=lean for another sampler.")
 
     @property
     def exact(self) -> bool:

@@ -44,7 +44,7 @@ class CompilesForRows(Policy, Protocol):
 def reference(policy: Policy, config: InferenceConfig, caching: Caching | None = None) -> Policy:
     """Return the policy unchanged; raises ConfigError with caching."""
     if caching is not None:
-        raise ConfigError("The reference engine remembers nothing: block caching needs engine=lean.")
+        raise ConfigError("The reference engine does not support block caching: use engine=lean.")
     return policy
 
 

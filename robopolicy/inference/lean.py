@@ -58,7 +58,7 @@ def lean(policy: Policy, config: InferenceConfig, caching: Caching | None = None
 def _lean(policy: Policy, config: InferenceConfig, caching: Caching | None) -> Policy:
     """Build the engine for one class of policies; register a function to support another class."""
     del config, caching
-    raise ConfigError(f"engine=lean computes denoising policies, and this is a {type(policy).__name__}.")
+    raise ConfigError(f"engine=lean supports denoising policies only, and this is a {type(policy).__name__}.")
 
 
 @_lean.register
@@ -71,8 +71,8 @@ def _lean_tokens(policy: TokenPolicy, config: InferenceConfig, caching: Caching 
     _require_exact(policy, config.exact and caching is None)
     if policy.processor is not None:
         raise ConfigError(
-            "engine=lean keeps what was read of an instruction, and this policy reads images before it, "
-            "so every prompt is new, and read once a decision already. Use engine=reference."
+            "engine=lean caches the encoded instruction, but in this policy's prompt images come before it, so the "
+            "prompt changes with every policy call. Use engine=reference."
         )
     return LeanTokens(policy)
 
@@ -86,7 +86,8 @@ def _lean_lerobot(policy: LeRobotPolicy, config: InferenceConfig, caching: Cachi
 def _require_exact(policy: Policy, exact: bool) -> None:
     if not exact:
         raise ConfigError(
-            f"Other samplers, bf16 and block caching are for denoising policies, not for a {type(policy).__name__}."
+            "Other samplers, bf16 and block caching are supported only for denoising policies, not for a "
+            f"{type(policy).__name__}."
         )
 
 
@@ -295,7 +296,7 @@ class Vectors:
                 # cat has made a copy, which may be written to
                 return {CONDITION: raw.sub_(self.offset).div_(self.scale).clamp_(-self.bound, self.bound)}
         validate_observation(observation, self.fields, history=self.history)  # which says what is wrong
-        raise SpecError(f"The observation's fields differ in their rows: {', '.join(self.keys)}.")
+        raise SpecError(f"The observation's fields have different numbers of rows: {', '.join(self.keys)}.")
 
 
 Prepared = Callable[[Condition], Predicts]
@@ -311,7 +312,9 @@ def prepared(
     """
     if not isinstance(network, ChunkNetwork):
         if precision != "fp32" or caching is not None:
-            raise ConfigError(f"bf16 and block caching are for our own networks; this is a {type(network).__name__}.")
+            raise ConfigError(
+                f"bf16 and block caching support only built-in networks; this is a {type(network).__name__}."
+            )
         return lambda condition: steps_of(network, times, condition).one
     denoiser, table = denoiser_in(precision, network, times)
     begin = at_work(denoiser, table, caching)

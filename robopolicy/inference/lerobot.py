@@ -350,16 +350,18 @@ def why_not_lean(policy: LeRobotPolicy) -> str:
     config: Any = policy.policy.config
     if config.type not in ("diffusion", "multi_task_dit"):
         return (
-            f"LeRobot's '{config.type}' has no lean path: diffusion and multi_task_dit have one. Use engine=reference."
+            f"engine=lean does not support LeRobot's '{config.type}', only diffusion and multi_task_dit. Use "
+            "engine=reference."
         )
     if policy.settings.base is not None:
         return (
-            "This policy's first denoising steps are those of a frozen base, which has no lean path: engine=reference."
+            "This policy's first denoising steps use a frozen base, which engine=lean does not support: use "
+            "engine=reference."
         )
     if getattr(config, "compile_model", False):
-        return "LeRobot compiles this policy itself (compile_model): set that to false in config.json first."
+        return "LeRobot compiles this policy itself (compile_model): set compile_model=false in config.json first."
     if _diffuses(config) and config.prediction_type not in ("epsilon", "sample"):
-        return f"prediction_type={config.prediction_type} is none that LeRobot trains: epsilon and sample are."
+        return f"prediction_type={config.prediction_type} is not one that LeRobot trains (epsilon, sample)."
     return ""
 
 
@@ -412,7 +414,10 @@ def _transformer_parts(inner: Any, device: torch.device, caching: Caching | None
         denoise = _diffusion(network, weights, _limit(config))
     else:
         if caching is not None and config.integration_method == "rk4":
-            raise ConfigError("Blocks are remembered along a chain, and integration_method=rk4 comes back to times.")
+            raise ConfigError(
+                "Block caching needs monotonic times, but integration_method=rk4 revisits times: set "
+                "integration_method=euler, or disable caching."
+            )
         doubled = 2 if config.integration_method == "rk4" else 1
         times = torch.linspace(0, 1, doubled * config.num_integration_steps + 1, device=device)
         network = Remembered(lean_transformer(inner.noise_predictor, times), config.num_integration_steps, caching)

@@ -65,15 +65,15 @@ class InferencePlan:
         """Return the reason why the plan does not apply to the checkpoint in `folder`, "" if it does."""
         if weights_hash(folder) == self.weights:
             return ""
-        return self.useless(folder, "it was made for other weights than those beside it")
+        return self.useless(folder, "it was created for other weights than those next to it")
 
     def useless(self, folder: Path, why: object) -> str:
         """Return a message that the plan of the checkpoint in `folder` is not used, with reason and remedy."""
         of_model = self.cache is not None and self.config.engine == "reference"
-        model, policy = "the world model remembers no blocks", "the policy decides as it was trained"
+        model, policy = "the world model uses no block cache", "the policy acts as it was trained"
         return (
-            f"{folder / FILE} is not used: {str(why).rstrip('.')}. robopolicy optimize {folder} makes it anew; until "
-            f"then {model if of_model else f'{policy} (inference.engine=reference)'}."
+            f"{folder / FILE} is not used: {str(why).rstrip('.')}. Create it again with robopolicy optimize "
+            f"{folder}; until then {model if of_model else f'{policy} (inference.engine=reference)'}."
         )
 
     def unfit(self, folder: Path, chunking: str) -> str:
@@ -85,9 +85,9 @@ class InferencePlan:
         if chunking == SYNCHRONOUS or self.config.engine == "reference":
             return ""
         return (
-            f"{folder / FILE} is not used with chunking={chunking}, which asks for whole plans and may look into the "
-            "network: the policy decides as it was trained (inference.engine=reference). Name an engine to try it all "
-            "the same: inference.engine=lean predicts for prefetch, ensembling and bidirectional."
+            f"{folder / FILE} is not used with chunking={chunking}, which needs full predictions and may "
+            "differentiate the network: inference.engine=reference is used. To use an engine anyway, set it "
+            "explicitly: inference.engine=lean supports prefetch, ensembling and bidirectional."
         )
 
     def elsewhere(self, folder: Path, device: torch.device) -> str:
@@ -103,14 +103,18 @@ class InferencePlan:
             for name in plan_setup
             if plan_setup[name] != current_setup[name]
         )
-        return f"The plan was measured with {differs}. robopolicy optimize {folder} chooses anew." if differs else ""
+        return (
+            (f"The plan was measured with {differs}. Measure again with robopolicy optimize {folder}.")
+            if differs
+            else ""
+        )
 
 
 def weights_hash(folder: Path) -> str:
     """Return the hash of a checkpoint's weights file; raises CheckpointError if there is none."""
     path = Checkpoint.open(folder).folder / WEIGHTS
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist: this is no checkpoint that a plan can be kept beside.")
+        raise CheckpointError(f"{path} does not exist: there is no checkpoint folder to save the plan in.")
     return file_hash(path)
 
 
@@ -138,13 +142,13 @@ def load_plan(folder: Path) -> InferencePlan | None:
     try:
         content = read_object(path)
         if content["format"] != FORMAT:
-            raise ValueError(f"it is of format {content['format']!r:.20}, and {FORMAT} is read")
+            raise ValueError(f"it has format {content['format']!r:.20}, but this version reads format {FORMAT}")
         config = from_plain(InferenceConfig, content["config"], "config")
         ENGINES.path(config.engine)
         cache = None if content["cache"] is None else CachePlan.from_json(content["cache"])
         names = ("weights", "version", "device")
         if not all(isinstance(content[name], str) for name in names) or not isinstance(content["batch"], int):
-            raise TypeError("weights, version and device are texts, batch is a number")
+            raise TypeError("weights, version and device must be texts, and batch a number")
         plan = InferencePlan(
             config,
             content["weights"],
@@ -156,8 +160,8 @@ def load_plan(folder: Path) -> InferencePlan | None:
         )
     except Exception as error:  # whatever is done with values that nobody has checked
         raise CheckpointError(
-            f"{path} is no plan that this robopolicy can read ({error}): remove it, or make it anew with robopolicy "
-            f"optimize {folder}."
+            f"{path} is not a plan that this version of robopolicy can read ({error}): remove it, or create it again "
+            f"with robopolicy optimize {folder}."
         ) from error
     ENGINES.require_saved(config.engine, path)
     if config.sampler:

@@ -34,7 +34,7 @@ from robopolicy.policies.denoising import DenoisingPolicy, OpensDenoising, requi
 from robopolicy.policies.latents import OwnLatents
 from robopolicy.policies.network import PrefixedSteps, Steps
 
-OF_AN_ENGINE = "Of a policy that an engine computes choose engine=reference."
+OF_AN_ENGINE = "For a policy with an inference engine set engine=reference."
 """Remedy for a policy whose network is not accessible, because an engine computes it."""
 
 
@@ -78,8 +78,9 @@ def trained_rtc(policy: Policy, delay: Delay) -> Policy:
     prefix_steps = _continuing(policy).config.prefix_steps
     if prefix_steps < max(delay.steps, 1):
         raise ConfigError(
-            f"This policy has learned to continue {prefix_steps} given steps: train it with prefix_steps="
-            f"{max(delay.steps, 1)} or more, or choose rtc, which guides policies that were trained without."
+            f"This policy was trained to continue {prefix_steps} given steps: train it with "
+            f"prefix_steps={max(delay.steps, 1)} or more, or use rtc, which guides policies that were trained "
+            "without."
         )
     return OverlappingPolicy(policy, delay, continued)
 
@@ -111,7 +112,7 @@ def continued(
 def _continuing(policy: object) -> DenoisingPolicy:
     return require_denoising(
         policy,
-        f"trained_rtc gives steps to a diffusion or flow policy that was trained with prefix_steps, and this is a "
+        "trained_rtc needs a diffusion or flow policy that was trained with prefix_steps, and this is a "
         f"{type(policy).__name__}: choose another chunking. {OF_AN_ENGINE}",
     )
 
@@ -120,17 +121,17 @@ def _guided(policy: Policy, delay: Delay, strongest: float, mask: str, *, jacobi
     inner = policy.opened() if isinstance(policy, OpensDenoising) else None
     denoising_policy = require_denoising(
         policy if inner is None else inner,
-        f"Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
-        f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional where it predicts "
-        f"more than it executes. {OF_AN_ENGINE}",
+        "Real-time chunking guides the denoising of a diffusion or flow policy, and this is a "
+        f"{type(policy).__name__}: choose synchronous, or prefetch, ensembling or bidirectional if it predicts more "
+        f"steps than it executes. {OF_AN_ENGINE}",
     )
     if isinstance(denoising_policy.network, OwnLatents) and not denoising_policy.network.denoises_actions:
         raise ConfigError(
-            "Real-time chunking guides normalised actions, and this policy's network denoises what actions are made of "
-            "(such as a gripper's logits): choose prefetch, ensembling, bidirectional or synchronous."
+            "Real-time chunking guides normalised actions, but the latents of this policy's network are not actions "
+            "(e.g. gripper logits): choose prefetch, ensembling, bidirectional or synchronous."
         )
     if strongest <= 0:
-        raise ConfigError(f"max_guidance_weight is {strongest}; it is positive.")
+        raise ConfigError(f"max_guidance_weight={strongest} must be positive.")
     kinds = [each.value for each in Mask]
     if mask not in kinds:
         raise ConfigError(f"There is no mask '{mask}': choose {', '.join(kinds)}.")

@@ -89,8 +89,8 @@ def own_sampler(schedule: NoiseSchedule, *, deterministic: bool) -> Sampler:
     """
     if schedule.signals is not None and schedule.clip is not None:
         raise ConfigError(
-            "This policy bounds its clean estimates and leaves the noise as it was (as diffusers' DDIM does): only "
-            "engine=reference takes such steps."
+            "This policy clips its clean estimate without re-deriving the noise (as diffusers' DDIM does by "
+            "default), which only engine=reference supports."
         )
     table = schedule.deterministic_table if deterministic else schedule.table
     steps = list[SamplerStep]()
@@ -138,7 +138,7 @@ def heun(schedule: NoiseSchedule, steps: int) -> Sampler:
     """
     flow = _flow(schedule, "heun")
     if steps < 2:
-        raise ConfigError(f"heun needs 2 calls of the network or more, not {steps}: one step is euler's.")
+        raise ConfigError(f"heun needs at least 2 network calls, not {steps}: with one step use euler.")
     pairs = (steps - 1) // 2  # two calls each; what is left over, one or two calls, ends with Euler's step to 0
     grid = torch.linspace(1.0, 0.0, pairs + 1 + (steps - 2 * pairs), dtype=torch.float64).tolist()
     sampler_steps: list[SamplerStep] = []
@@ -183,7 +183,7 @@ def _probed(kind: type[Any], schedule: NoiseSchedule, steps: int, name: str, **s
     """
     diffusion = _diffusion(schedule, name)
     if not 2 <= steps <= diffusion.training_steps:
-        raise ConfigError(f"{name} takes 2 to {diffusion.training_steps} steps of this policy, not {steps}.")
+        raise ConfigError(f"{name} needs 2 to {diffusion.training_steps} steps for this policy, not {steps}.")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, about diffusers' use of it
         scheduler = kind(
@@ -221,13 +221,15 @@ def _to_clean(prediction: Prediction, alpha: float) -> tuple[float, float]:
 
 def _diffusion(schedule: NoiseSchedule, name: str) -> DiffusionSchedule:
     if not isinstance(schedule, DiffusionSchedule):
-        raise ConfigError(f"{name} samples diffusions, and this policy is a flow: use euler or heun.")
+        raise ConfigError(f"{name} is a sampler for diffusion policies, and this is a flow policy: use euler or heun.")
     return schedule
 
 
 def _flow(schedule: NoiseSchedule, name: str) -> FlowSchedule:
     if not isinstance(schedule, FlowSchedule):
-        raise ConfigError(f"{name} samples flows, and this policy is a diffusion: use ddim, dpm++ or unipc.")
+        raise ConfigError(
+            f"{name} is a sampler for flow policies, and this is a diffusion policy: use ddim, dpm++ or unipc."
+        )
     return schedule
 
 

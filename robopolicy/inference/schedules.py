@@ -50,10 +50,10 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if min(self.top_blocks, self.last_steps, self.order) < 0:
-            raise ConfigError("top_blocks, last_steps and order cannot be negative.")
+            raise ConfigError("top_blocks, last_steps and order must not be negative.")
         if self.budget <= self.last_steps:
             raise ConfigError(
-                f"budget is {self.budget}: the first step and the last {self.last_steps} need at least "
+                f"budget={self.budget} is too small: the first step and the last {self.last_steps} need at least "
                 f"{self.last_steps + 1} updates."
             )
 
@@ -67,14 +67,14 @@ all of them.
 def make_plan(calibration: Calibration, config: CacheConfig) -> CachePlan:
     """Return the plan set by config; raises ConfigError if there is none."""
     if config.budget > calibration.steps:
-        raise ConfigError(f"budget is {config.budget}, and the chain takes {calibration.steps} steps at most.")
+        raise ConfigError(f"budget={config.budget} exceeds the chain's {calibration.steps} steps.")
     scheduler: CacheScheduler = CACHE_SCHEDULERS.load(config.scheduler)
     updates = scheduler(calibration, config)
     expected = (len(calibration.blocks), calibration.steps)
     if tuple(updates.shape) != expected or updates.dtype != torch.bool:
         raise ConfigError(
-            f"The cache scheduler '{config.scheduler}' returns {updates.dtype} {list(updates.shape)}: [B, K] here are "
-            f"torch.bool {list(expected)}."
+            f"The cache scheduler '{config.scheduler}' returned {updates.dtype} {list(updates.shape)} instead of [B, "
+            f"K], here torch.bool {list(expected)}."
         )
     return CachePlan.of(calibration.blocks, updates, config.scheduler, config.budget, config.order)
 

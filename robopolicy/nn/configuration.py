@@ -110,7 +110,7 @@ class EdmConfig:
 
     def __post_init__(self):
         if self.steps > 10_000:
-            raise ConfigError(f"EDM's steps are {self.steps}: choose at most 10000.")
+            raise ConfigError(f"EDM's steps={self.steps} must be at most 10000.")
         if self.steps < 1 or self.order not in (1, 2):
             raise ConfigError(f"EDM needs steps >= 1 and order 1 or 2, got {self.steps} and {self.order}.")
         if not 0 < self.sigma_min < self.sigma_max:

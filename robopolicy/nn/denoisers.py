@@ -135,7 +135,7 @@ class TransformerDenoiser(nn.Module):
     ):
         super().__init__()
         if width % heads:
-            raise ConfigError(f"width {width} is not a multiple of heads {heads}: choose one that is.")
+            raise ConfigError(f"width={width} must be a multiple of heads={heads}.")
         self.width, self.depth = width, depth
         modulation = (_PARTS * depth + 2) * width
         self.time = nn.Sequential(TimeEmbedding(width), nn.SiLU(), nn.Linear(width, modulation))

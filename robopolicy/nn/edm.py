@@ -102,7 +102,7 @@ def sample(
     config.churn is not 0 and there is no generator.
     """
     if config.churn and generator is None:
-        raise ConfigError("A sampler with churn draws noise: pass it a generator.")
+        raise ConfigError("A sampler with churn samples noise: pass it a generator.")
     sigmas = levels(config)
     x = noise * (config.sigma_max if scaled else 1.0)
     gain = min(config.churn / config.steps, 2**0.5 - 1)

@@ -30,7 +30,7 @@ class ImageEncoder(nn.Module):
         layers: list[nn.Module] = []
         for index, (size_in, size_out) in enumerate(itertools.pairwise(sizes)):
             if size_out % 8:
-                raise ConfigError(f"image.channels has {size_out}; group norm needs multiples of 8.")
+                raise ConfigError(f"image.channels={size_out} must be a multiple of 8, because of group norm.")
             stride = 2 if index < 2 else 1
             layers += [nn.Conv2d(size_in, size_out, 3, stride, 1), nn.GroupNorm(8, size_out), nn.SiLU()]
         self.layers = nn.Sequential(*layers)
@@ -62,7 +62,7 @@ class FieldReader(nn.Module):
     def __init__(self, fields: Mapping[str, Field], normalization: NormalizationMode, bound: float, random_shift: int):
         super().__init__()
         if not fields:
-            raise ConfigError("The policy reads nothing: name at least one observation key.")
+            raise ConfigError("The policy reads no observations: set at least one observation key.")
         self.keys = tuple(fields)
         note_large_vectors({key: spec for key, spec in fields.items() if not key.startswith(IMAGE_PREFIX)})
         self.bound, self.random_shift = bound, random_shift
@@ -90,7 +90,7 @@ class FieldReader(nn.Module):
         A generator enables random shifts. Raises SpecError unless images are uint8.
         """
         if value.dtype != torch.uint8:
-            raise SpecError(f"'{key}' is {value.dtype}; images are uint8, [B, H, height, width, 3].")
+            raise SpecError(f"'{key}' has dtype {value.dtype}; images must be uint8, [B, H, height, width, 3].")
         frames = rearrange(value, "n t h w c -> (n t) h w c")
         if generator is not None and self.random_shift:
             return shift_images(frames, self.random_shift, generator)

@@ -73,7 +73,9 @@ class WordTokenizer:
         for row, text in zip(rows, texts, strict=True):
             for word in row:
                 if word not in self._index:
-                    raise SpecError(f"The policy was not taught the word '{word}' of '{text}'.{self._known(word)}")
+                    raise SpecError(
+                        f"The policy was not trained with the word '{word}' of '{text}'.{self._known(word)}"
+                    )
         longest = max(map(len, rows))
         padded = [[PADDING] * (longest - len(row)) + row for row in rows]
         tokens = torch.tensor([[self._index[word] for word in row] for row in padded])
@@ -88,7 +90,7 @@ class WordTokenizer:
         return [word for word in words if word in self._index or _bare(word)]
 
     def _known(self, word: str) -> str:
-        return f"{did_you_mean(word, self.words)} It knows {listed(list(self.words), _NAMED) or 'no words'}."
+        return f"{did_you_mean(word, self.words)} Known words: {listed(list(self.words), _NAMED) or 'no words'}."
 
 
 def _bare(word: str) -> str:
@@ -104,14 +106,14 @@ class PretrainedTokenizer:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token
         if tokenizer.pad_token is None:
-            raise ConfigError("The checkpoint's tokenizer has no padding, end or beginning token: give it one of them.")
+            raise ConfigError("The checkpoint's tokenizer has no padding, end or beginning token: add one of them.")
 
     def __call__(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return tokens [U, L] and text mask [U, L]; raises SpecError when a text yields no token."""
         batch: Any = self.tokenizer(list(texts), padding=True, padding_side="left", return_tensors="pt")
         text = batch["attention_mask"].bool()
         if text.shape[1] == 0 or not bool(text[:, -1].all()):
-            raise SpecError(f"The tokenizer makes nothing of one of the instructions {list(texts)}: give it words.")
+            raise SpecError(f"The tokenizer returns no tokens for one of the instructions {list(texts)}: use words.")
         return batch["input_ids"], text
 
     def save(self, folder: Path) -> None:
@@ -239,10 +241,10 @@ class LanguageModel(nn.Module):
         window = _window(reading.cache)
         if window is not None and mask.shape[1] >= window:
             raise ConfigError(
-                f"Attention in both directions has {mask.shape[1]} tokens here, {steps} of them of an action, and a "
-                f"{type(self.decoder).__name__} has layers that see fewer than {window}: show it less (cameras and "
-                "fields in observation_keys, frames in history, a larger token.patch), choose another token.model, or "
-                "decoding=causal."
+                f"Bidirectional attention has {mask.shape[1]} tokens here, {steps} of them of an action, but a "
+                f"{type(self.decoder).__name__} has layers whose attention window is smaller than {window}: reduce "
+                "the input (cameras and fields in observation_keys, frames in history, a larger token.patch), "
+                "choose another token.model, or set decoding=causal."
             )
         # Four axes [N, head, query, key]: transformers takes such a mask as it is and adds nothing causal to it
         bias = torch.zeros_like(mask, dtype=embeddings.dtype)
@@ -334,7 +336,7 @@ def _window(cache: "Cache") -> int | None:
 
 def _causal_by_nature(backbone: "PreTrainedModel", what: str) -> str:
     return (
-        f"{what} needs attention in both directions, which a {type(backbone).__name__} does not offer: choose another "
+        f"{what} needs bidirectional attention, which a {type(backbone).__name__} does not support: choose another "
         "token.model, or decoding=causal."
     )
 
@@ -347,7 +349,7 @@ def small_backbone(vocabulary: int, width: int, depth: int, heads: int, feed_for
     """
     transformers = require_extra("transformers", EXTRA)
     if width % heads:
-        raise ConfigError(f"token.width {width} is not a multiple of token.heads {heads}: choose one that is.")
+        raise ConfigError(f"token.width={width} must be a multiple of token.heads={heads}.")
     return transformers.LlamaModel(
         transformers.LlamaConfig(
             vocab_size=vocabulary,

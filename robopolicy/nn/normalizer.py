@@ -41,7 +41,7 @@ class Normalizer(nn.Module):
         rank = len(self.shape)
         if tuple(values.shape[values.ndim - rank :]) != self.shape or values.ndim <= rank or values.numel() == 0:
             raise DataError(
-                f"A normaliser of elements shaped {list(self.shape)} cannot be fitted on values shaped "
+                f"A normaliser for elements of shape {list(self.shape)} cannot be fitted to values of shape "
                 f"{list(values.shape)}: pass at least one sample, [samples, {', '.join(map(str, self.shape))}]."
             )
         samples = values.reshape(-1, *self.shape).to(self.offset.device, torch.float64)
@@ -79,5 +79,5 @@ def fit_normalizers(normalizers: Mapping[str, Normalizer], values: Mapping[str, 
     """Fit each normaliser on the values [samples, *shape] of its key; raises ConfigError when a key is missing."""
     for key, normalizer in normalizers.items():
         if key not in values:
-            raise ConfigError(f"No data to normalise '{key}' with.{did_you_mean(key, values)}")
+            raise ConfigError(f"There is no data to normalise '{key}'.{did_you_mean(key, values)}")
         normalizer.fit(values[key])

@@ -31,7 +31,9 @@ def restore_optimiser(optimiser: torch.optim.Optimizer, tree: Mapping[str, Mappi
     """
     parameters = _parameters(optimiser)
     if len(parameters) != len(tree):
-        raise CheckpointError(f"The checkpoint's optimiser has {len(tree)} parameters, this one has {len(parameters)}.")
+        raise CheckpointError(
+            f"The checkpoint's optimiser has {len(tree)} parameters, but this one has {len(parameters)}."
+        )
     number = 0
     for group in optimiser.param_groups:
         # Fused and capturable kernels read the count of updates beside the parameter, as float32; the others read it on
@@ -71,16 +73,16 @@ def make_optimiser(
     places = sorted({parameter.device.type for parameter in parameters} - {"cuda"})
     if places:
         raise ConfigError(
-            f"optimiser={kind} keeps its averages in 8 bits on CUDA, and these weights are on {places[0]}: set "
-            "optimiser=adamw."
+            f"optimiser={kind} stores its averages in 8 bits, which needs CUDA, but these weights are on "
+            f"{places[0]}: set optimiser=adamw."
         )
     if not parameters:
         raise ConfigError(NOTHING_TO_TRAIN)
     eight = require_extra("bitsandbytes", "cuda").optim.AdamW8bit
     if any(parameter.dtype is torch.bfloat16 for parameter in parameters):
         warnings.warn(
-            f"optimiser={kind} writes its steps into weights in bfloat16: what is less than 2^-9 of a weight is lost, "
-            "which is most of them at the learning rates of fine-tuning. optimiser=adamw keeps a copy in fp32.",
+            f"optimiser={kind} updates bfloat16 weights in place: updates smaller than 2^-9 of a weight are lost, "
+            "which are most of them at fine-tuning learning rates. optimiser=adamw keeps an fp32 master copy.",
             RobopolicyWarning,
             stacklevel=2,
         )
@@ -202,8 +204,8 @@ def require_finite(name: str, value: Tensor, where: str) -> None:
     """Raise NonFiniteError naming the quantity and the step unless `value` [...] is finite everywhere."""
     if not bool(value.isfinite().all()):
         raise NonFiniteError(
-            f"{name[0].upper()}{name[1:]} is not finite at {where}. Nothing was updated with it; lower the learning "
-            "rate or check the data, then run again: it resumes from the last checkpoint."
+            f"{name[0].upper()}{name[1:]} is not finite at {where}. No update was made with it; lower the learning "
+            "rate or check the data, then run again: the run resumes from the last checkpoint."
         )
 
 

@@ -54,19 +54,21 @@ def require_precision(precision: LearningPrecision, device: torch.device) -> Non
     """Raise ConfigError if `device` lacks the requested bfloat16, and warn if it only emulates it."""
     if precision == "fp32":
         return
-    prefix = f"precision={precision} multiplies in bfloat16"
+    prefix = f"precision={precision} computes matrix products in bfloat16"
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"{prefix}, which is made for CPUs and CUDA, not for {device.type}: set precision=fp32.")
+        raise ConfigError(
+            f"{prefix}, which is supported only on CPUs and CUDA, not on {device.type}: set precision=fp32."
+        )
     if device.type == "cuda":
         has_bf16, fast = torch.cuda.is_bf16_supported(), torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_bf16, fast = torch.ops.mkldnn._is_mkldnn_bf16_supported(), _cpu_multiplies()
     if not has_bf16:
-        raise ConfigError(f"{prefix}, which this {device.type} cannot: set precision=fp32.")
+        raise ConfigError(f"{prefix}, which this {device.type} does not support: set precision=fp32.")
     if not fast:
         warnings.warn(
-            f"{prefix}, which this {device.type} only imitates (a CPU multiplies it with avx512_bf16 or amx_bf16, see "
-            "lscpu): it will be slower than precision=fp32, not faster.",
+            f"{prefix}, which this {device.type} only emulates (CPUs need avx512_bf16 or amx_bf16, see lscpu): it "
+            "will be slower than precision=fp32.",
             RobopolicyWarning,
             stacklevel=2,
         )

@@ -64,8 +64,8 @@ def pretrained_vision_language(
     config = pretrained_config(name)
     if not sees(config):
         raise ConfigError(
-            f"token.model={name} is a {config.model_type} checkpoint, which sees no images: set token.vision=patches, "
-            "or choose a vision-language model (SmolVLM, Qwen2.5-VL, PaliGemma and their like)."
+            f"token.model={name} is a {config.model_type} checkpoint, which reads no images: set "
+            "token.vision=patches, or choose a vision-language model (such as SmolVLM, Qwen2.5-VL or PaliGemma)."
         )
     with _loading(name, "model, tokenizer and image processor"):
         # First, because it is small: what is missing is said before gigabytes are read
@@ -96,7 +96,7 @@ def require_transformers(what: str) -> None:
     if not OLDEST_TRANSFORMERS <= tuple(map(int, installed.split(".")[:2])) < NEWEST_TRANSFORMERS:
         first, last = (".".join(map(str, each)) for each in (OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS))
         raise ConfigError(
-            f"{what} was tried with transformers from {first} to before {last}, and {installed} is installed: pip "
+            f"{what} was tested with transformers from {first} to before {last}, but {installed} is installed: pip "
             f"install 'transformers>={first},<{last}'."
         )
 
@@ -118,7 +118,7 @@ def _loading(name: str, parts: str) -> Iterator[None]:
     """Convert loading errors into a ConfigError that names the remedy, and silence all other output."""
     if Path(name).is_absolute() and not Path(name).is_dir():  # transformers would take it for a name on the hub
         raise ConfigError(
-            f"token.model={name}: there is no such folder. Give one written by save_pretrained ({parts})."
+            f"token.model={name}: this folder does not exist. Use a folder written by save_pretrained ({parts})."
         )
     try:
         with quiet():
@@ -129,8 +129,8 @@ def _loading(name: str, parts: str) -> Iterator[None]:
         )
         gated = " Accept its licence on its page, then hf auth login." if "gated" in str(error).lower() else ""
         raise ConfigError(
-            f"token.model={name} could not be loaded: {message}{gated} Give a folder written by save_pretrained "
-            f"({parts}), or a name on the hub and a network connection. Code that a model brings is not run."
+            f"token.model={name} could not be loaded: {message}{gated} Use a folder written by save_pretrained "
+            f"({parts}), or a name on the hub and a network connection. Code that comes with a model is never run."
         ) from error
 
 
@@ -144,8 +144,8 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
     free = free_memory(torch.device("cpu"))
     if free is not None and byte_count > free:
         raise ConfigError(
-            f"token.model={name} takes {in_bytes(byte_count)} of memory in fp32, and {in_bytes(free)} are free: choose "
-            f"a smaller checkpoint or a larger machine."
+            f"token.model={name} needs {in_bytes(byte_count)} of memory in fp32, but only {in_bytes(free)} are free: "
+            "choose a smaller checkpoint or a larger machine."
         )
     model, loading_info = transformers.AutoModel.from_pretrained(
         name,
@@ -158,14 +158,14 @@ def _load_model(name: str, config: "PreTrainedConfig") -> "PreTrainedModel":
     if mismatches := sorted(loading_info["mismatched_keys"]):
         weight, shape_in_file, expected_shape = mismatches[0]
         raise ConfigError(
-            f"token.model={name} has {len(mismatches)} weights of other shapes than its config.json says: {weight} is "
-            f"{list(shape_in_file)} and should be {list(expected_shape)}. Fetch the whole checkpoint again, both of "
-            f"one version."
+            f"token.model={name} has {len(mismatches)} weights whose shapes differ from its config.json: {weight} is "
+            f"{list(shape_in_file)} and should be {list(expected_shape)}. Download the complete checkpoint again, "
+            "both files of one version."
         )
     if missing_keys := sorted(loading_info["missing_keys"]):
         raise ConfigError(
-            f"token.model={name} lacks {len(missing_keys)} weights of a {type(model).__name__}, {missing_keys[0]} "
-            f"among them: they would be random. Fetch the whole checkpoint."
+            f"token.model={name} lacks {len(missing_keys)} weights of a {type(model).__name__}, such as "
+            f"{missing_keys[0]}: they would be random. Download the complete checkpoint."
         )
     return model
 
@@ -174,8 +174,8 @@ def _require_processor(processor: Any, name: str) -> None:
     """Raise ConfigError unless a processor has an image processor."""
     if not isinstance(processor, require_extra("transformers", EXTRA).ProcessorMixin):
         raise ConfigError(
-            f"token.model={name} has no image processor, only a {type(processor).__name__}: give its folder a "
-            "preprocessor_config.json or processor_config.json (processor.save_pretrained), or set "
+            f"token.model={name} has no image processor, only a {type(processor).__name__}: add a "
+            "preprocessor_config.json or processor_config.json to its folder (processor.save_pretrained), or set "
             "token.vision=patches."
         )
 
@@ -259,7 +259,7 @@ def _require_plain(description: Any, where: str) -> None:
     """Raise CheckpointError if transformers settings name code outside the package."""
     for name, value in _settings(description):
         if name == "auto_map" and value:
-            raise CheckpointError(f"{where} brings code of its own (auto_map), which is never run.")
+            raise CheckpointError(f"{where} contains custom code (auto_map), which is never run.")
         if name.endswith(("_implementation", "_implementation_internal")):
             _require_attention(name, value, where)
 
@@ -269,13 +269,15 @@ def _require_sizes(description: Any, where: str) -> None:
     for name, value in _settings(description):
         limit = MOST_LAYERS if {"layer", "layers"} & set(name.split("_")) else LARGEST
         if isinstance(value, int) and abs(value) > limit:
-            raise CheckpointError(f"{where} has {name}={float(value):g}: that is no size of a language model.")
+            raise CheckpointError(
+                f"{where} has {name}={float(value):g}, which is not a valid size of a language model."
+            )
 
 
 def _require_attention(name: str, value: Any, where: str) -> None:
     implementations = list(value.values()) if is_mapping(value) else [value]
     if any(item not in ATTENTION for item in implementations):
         raise CheckpointError(
-            f"{where} asks for {name}={str(value)[:80]}, which could be code from a hub: "
-            f"choose one of {', '.join(filter(None, ATTENTION))}."
+            f"{where} sets {name}={str(value)[:80]}, which could be code from a hub: choose one of "
+            f"{', '.join(filter(None, ATTENTION))}."
         )

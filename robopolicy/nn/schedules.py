@@ -146,11 +146,9 @@ class DiffusionSchedule(NoiseSchedule):
         rederived: bool = True,
     ):
         if not 1 <= sampling_steps <= training_steps:
-            raise ConfigError(
-                f"{sampling_steps} sampling steps do not fit {training_steps} training steps: choose 1 to that many."
-            )
+            raise ConfigError(f"sampling steps={sampling_steps} must be from 1 to the {training_steps} training steps.")
         if not 0.0 <= eta <= 1.0:
-            raise ConfigError(f"eta is {eta}; it goes from 0 (DDIM) to 1 (DDPM).")
+            raise ConfigError(f"eta={eta} must be from 0 (DDIM) to 1 (DDPM).")
         alphas = cumulative_alphas(training_steps, beta_schedule).double()
         steps = sampled_steps(training_steps, sampling_steps, spacing)
         tables = [_diffusion_table(alphas, steps, prediction, value) for value in (eta, 0.0)]
@@ -256,7 +254,7 @@ class FlowSchedule(NoiseSchedule):
         clip: float | None = 1.0,
     ):
         if sampling_steps < 1:
-            raise ConfigError(f"A flow needs at least one sampling step, got {sampling_steps}.")
+            raise ConfigError(f"A flow needs at least one sampling step, but got {sampling_steps}.")
         time = torch.arange(sampling_steps, 0, -1, dtype=torch.float64) / sampling_steps
         step = 1 / sampling_steps
         ode = _flow_table(time, step, torch.zeros_like(time))
@@ -298,7 +296,7 @@ class EstimateSchedule(NoiseSchedule):
 
     def __init__(self, sampling_steps: int = 10, level: float = 0.0):
         if sampling_steps < 1:
-            raise ConfigError(f"A chain needs at least one sampling step, got {sampling_steps}.")
+            raise ConfigError(f"A chain needs at least one sampling step, but got {sampling_steps}.")
         time = torch.arange(sampling_steps, 0, -1, dtype=torch.float64) / sampling_steps
         none, one = torch.zeros_like(time), torch.ones_like(time)
         std = level / (1 - time + 1 / sampling_steps)

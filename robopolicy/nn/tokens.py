@@ -30,7 +30,7 @@ class BinTokenizer(nn.Module):
     def __init__(self, chunk: int, action_size: int, bins: int):
         super().__init__()
         if bins < 2:
-            raise ConfigError(f"token.bins is {bins}: give at least two.")
+            raise ConfigError(f"token.bins={bins} must be at least 2.")
         self.action_size, self.vocabulary = action_size, bins
         self.length, self.steps_per_action = chunk * action_size, action_size
 
@@ -62,8 +62,8 @@ class FrequencyTokenizer(nn.Module):
         count = frequencies or chunk
         if not 1 <= count <= chunk or resolution <= 0:
             raise ConfigError(
-                f"token.frequencies is {frequencies} and token.resolution {resolution}: a chunk of {chunk} has 1 to "
-                f"{chunk} frequencies (0: all), and the resolution is positive."
+                f"token.frequencies={frequencies} and token.resolution={resolution} are invalid: a chunk of {chunk} "
+                f"steps has 1 to {chunk} frequencies (0: all), and the resolution must be positive."
             )
         self.action_size, self.resolution = action_size, resolution
         # A coefficient of C numbers in [-1, 1] is at most sqrt(C): the transform keeps lengths.
@@ -130,7 +130,7 @@ class ObservationTokens(FieldReader):
                 continue
             height, breadth, _ = spec.shape
             if height % patch or breadth % patch:
-                raise ConfigError(f"token.patch is {patch}, which does not divide '{key}', {height} x {breadth}.")
+                raise ConfigError(f"token.patch={patch} does not divide '{key}', {height} x {breadth}.")
             self.layers[name] = nn.Conv2d(3, width, patch, patch)
             count = history * (height // patch) * (breadth // patch)
             self.positions[name] = nn.Parameter(0.02 * torch.randn(count, width))

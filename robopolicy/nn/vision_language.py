@@ -47,8 +47,8 @@ class VisionLanguageProcessor:
         self.options = {} if split_images else {name: False for name in SPLITTING if name in image_options}
         if not self.processor.chat_template and not isinstance(processor, MarksImages):
             raise ConfigError(
-                f"The checkpoint's {type(processor).__name__} has neither a chat template nor an image token, so no "
-                "prompt with images can be written: set token.vision=patches, or take a checkpoint that has one."
+                f"The checkpoint's {type(processor).__name__} has neither a chat template nor an image token, so a "
+                "prompt with images cannot be written: set token.vision=patches, or use a checkpoint that has one."
             )
 
     def __call__(self, texts: Sequence[str], images: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def describe_prompt(
         model.see(inputs)
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         raise ConfigError(
-            f"A {name} could not read {len(images)} images and an instruction as its processor writes them: "
+            f"A {name} could not read {len(images)} images and an instruction in the format of its processor: "
             f"{' '.join(str(error).split())[:300]} Set token.vision=patches, or choose another token.model."
         ) from error
     length, limit = inputs["input_ids"].shape[1], _positions(model)
@@ -125,16 +125,16 @@ def describe_prompt(
     image_tokens = int((inputs["input_ids"] == marked).sum())
     if limit is not None and length + said > limit:
         raise ConfigError(
-            f"A prompt has {length} tokens, {image_tokens} of them of its {len(images)} images, and {said} follow, but "
-            f"a {name} has {limit} positions: read fewer cameras (observation_keys) or frames (history), set "
+            f"A prompt has {length} tokens, {image_tokens} of them for its {len(images)} images, followed by {said}, "
+            f"but a {name} has only {limit} positions: use fewer cameras (observation_keys) or frames (history), set "
             "token.split_images=false, or a smaller size in the checkpoint's preprocessor_config.json."
         )
     sizes = ", ".join(
         f"{key.removeprefix(IMAGE_PREFIX)} {' x '.join(map(str, f.shape[:2]))}" for key, f in cameras.items()
     )
     return (
-        f"Images ({sizes}) are resized and read as {name}'s own processor does: a prompt has "
-        f"{length} tokens, {image_tokens} of them of images."
+        f"Images ({sizes}) are resized and encoded as in {name}'s own processor: a prompt has {length} tokens, "
+        f"{image_tokens} of them for images."
     )
 
 

@@ -16,7 +16,7 @@ def export(checkpoint: Path, folder: Path) -> None:
     from robopolicy.plugins.processor_robopolicy import make_robopolicy_pre_post_processors
 
     if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} holds something already: name a new folder.")
+        raise ConfigError(f"{folder} is not empty: choose a new folder.")
     config = RobopolicyConfig(checkpoint=checkpoint, device="cpu", push_to_hub=False)
     for part in (RobopolicyPolicy(config), *make_robopolicy_pre_post_processors(config)):
         part.save_pretrained(folder)

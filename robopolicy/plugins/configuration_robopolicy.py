@@ -49,13 +49,13 @@ class RobopolicyConfig(PreTrainedConfig):
         """Raise ConfigError where no checkpoint is named."""
         if self.checkpoint is None:
             raise ConfigError(
-                "No checkpoint: write --policy.checkpoint=runs/finetune/push_t/0/checkpoint, or --policy.path=FOLDER, "
-                "one made by: python -m robopolicy.plugins CHECKPOINT FOLDER"
+                "No checkpoint is given: set --policy.checkpoint=runs/finetune/push_t/0/checkpoint, or "
+                "--policy.path=FOLDER, a folder created by: python -m robopolicy.plugins CHECKPOINT FOLDER"
             )
 
 
 def not_trained_here() -> ConfigError:
     """Return what is said to whoever wants LeRobot to train our policies."""
     return ConfigError(
-        "LeRobot runs policies of type robopolicy and does not train them: use robopolicy train or robopolicy finetune."
+        "LeRobot runs policies of type robopolicy but does not train them: use robopolicy train or robopolicy finetune."
     )

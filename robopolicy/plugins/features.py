@@ -35,4 +35,4 @@ def require_names(fields: Mapping[str, Field], features: Mapping[str, PolicyFeat
         for key, field in fields.items()
         if key in declared and declared[key].shape == field.shape
     }
-    require_alike(pairs, ("to the policy", "in the environment"))
+    require_alike(pairs, ("for the policy", "in the environment"))

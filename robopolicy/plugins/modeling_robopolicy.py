@@ -73,12 +73,12 @@ class RobopolicyPolicy(PreTrainedPolicy):
         folder = Path(pretrained_name_or_path)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
-                f"{folder} is no folder with a config.json. Ours are made by: python -m robopolicy.plugins CHECKPOINT "
-                "FOLDER; one on a hub is fetched first, with hf download."
+                f"{folder} is not a folder with a config.json. Create one with: python -m robopolicy.plugins "
+                "CHECKPOINT FOLDER; download one from a hub first, with hf download."
             )
         config = PreTrainedConfig.from_pretrained(folder) if config is None else config
         if not isinstance(config, RobopolicyConfig):
-            raise CheckpointError(f"{folder} holds a policy of type '{config.type}', not robopolicy.")
+            raise CheckpointError(f"{folder} contains a policy of type '{config.type}', not robopolicy.")
         return cls(replace(config, checkpoint=config.checkpoint or folder / EXPORTED))
 
     def _save_pretrained(self, save_directory: Path, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -121,14 +121,16 @@ class RobopolicyPolicy(PreTrainedPolicy):
         """Add what every row shows now to its history."""
         arrays = {key: _array(key, value) for key, value in batch.items() if _is_shown(key, value)}
         if not arrays:
-            raise SpecError(f"Nothing is shown: the batch holds {', '.join(map(str, batch)) or 'nothing'}.")
+            raise SpecError(f"The batch has no observations: it contains {', '.join(map(str, batch)) or 'nothing'}.")
         rows = len(next(iter(arrays.values())))
         if not self._sessions:
             self._sessions = [Session(self.acting.spec, limits=self._limits) for _ in range(rows)]
             self.actor.begin(self._episodes + np.arange(rows))
             self._episodes += rows
         if len(self._sessions) != rows:
-            raise SpecError(f"The batch has {rows} rows, before it had {len(self._sessions)}: call reset() in between.")
+            raise SpecError(
+                f"The batch has {rows} rows, but before it had {len(self._sessions)}: call reset() in between."
+            )
         texts = _texts(batch.get(TASK), rows)
         self._seen = [
             session.observe({**{key: value[row] for key, value in arrays.items()}, **texts[row]})
@@ -151,7 +153,7 @@ def _array(key: str, value: Tensor) -> np.ndarray:
         low, high = float(value.min()), float(value.max())
         if not (low >= -1e-3 and high <= 1 + 1e-3):
             raise SpecError(
-                f"Images of '{key}' are floats from 0 to 1, or uint8; these reach from {low:g} to {high:g}."
+                f"Images of '{key}' must be floats from 0 to 1, or uint8; these range from {low:g} to {high:g}."
             )
         value = (value.float() * 255).round().clamp(0, 255).to(torch.uint8)
     return value.detach().cpu().numpy()
@@ -161,7 +163,7 @@ def _texts(task: Any, rows: int) -> list[dict[str, str]]:
     """Return every row's instruction, if it has one: LeRobot writes "" where there is none."""
     texts = [task] * rows if task is None or isinstance(task, str) else list(task)
     if len(texts) != rows:
-        raise SpecError(f"'{TASK}' has {len(texts)} texts for {rows} rows.")
+        raise SpecError(f"'{TASK}' has {len(texts)} texts, but there are {rows} rows.")
     return [{TASK: str(text)} if text else {} for text in texts]
 
 
@@ -183,7 +185,7 @@ def _require_features(config: RobopolicyConfig, spec: PolicySpec, limits: Limits
         Session(spec, limits=limits).observe(blank)
     if ACTION in outputs and tuple(outputs[ACTION].shape) != spec.action.shape:
         raise SpecError(
-            f"The policy's actions have shape {list(spec.action.shape)} ({', '.join(spec.action.names)}), those of the "
-            f"environment {list(outputs[ACTION].shape)}. Is this the environment it was trained for?"
+            f"The policy's actions have shape {list(spec.action.shape)} ({', '.join(spec.action.names)}), but those "
+            f"of the environment {list(outputs[ACTION].shape)}. Is this the environment it was trained for?"
         )
     require_names({**spec.observation, ACTION: spec.action}, {**inputs, **outputs})

@@ -62,7 +62,7 @@ class WorldVectorEnvironment(VectorEnv[dict[str, Any], np.ndarray, np.ndarray]):
             seed = range(seed, seed + self.num_envs)
         seeds = [] if seed is None else [each for each in seed if each is not None]
         if len(seeds) not in (0, self.num_envs):
-            raise ConfigError(f"{len(seeds)} seeds for {self.num_envs} rows: give one for each, or none.")
+            raise ConfigError(f"{len(seeds)} seeds for {self.num_envs} rows: pass one seed per row, or none.")
         return self._shown(self.world.reset(seeds=seeds or None, options=reset_options or None)), {}
 
     def step(self, actions: np.ndarray) -> tuple[dict[str, Any], np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:

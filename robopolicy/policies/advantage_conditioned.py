@@ -170,7 +170,8 @@ def condition_on_advantage(policy: DenoisingPolicy) -> AdvantageConditioned:
         return network
     if not isinstance(network, ChunkNetwork):
         raise ConfigError(
-            f"{type(network).__name__} is no ChunkNetwork, and only the features of its condition can be labelled."
+            f"{type(network).__name__} is not a ChunkNetwork, and only the condition features of a ChunkNetwork "
+            "can be labelled."
         )
     made_with = policy.config, policy.fields, policy.action.size, policy.instructions
     if isinstance(policy.base, ChunkNetwork):

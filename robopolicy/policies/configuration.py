@@ -157,43 +157,43 @@ class DenoisingPolicyConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.chunk <= self.prediction_steps:
             raise ConfigError(
-                f"chunk is {self.chunk} and prediction_steps {self.prediction_steps}: a policy executes at least one "
-                "step and no more than it predicts."
+                f"chunk={self.chunk} must be from 1 to prediction_steps={self.prediction_steps}: a policy cannot "
+                "execute more steps than it predicts."
             )
         if not 0 <= self.prefix_steps <= self.prediction_steps - self.chunk:
             raise ConfigError(
-                f"prefix_steps is {self.prefix_steps}: of prediction_steps={self.prediction_steps} the last "
-                f"{self.chunk} (chunk) are always learned, so choose 0 to {self.prediction_steps - self.chunk}."
+                f"prefix_steps={self.prefix_steps} must be from 0 to {self.prediction_steps - self.chunk}: the last "
+                f"{self.chunk} (chunk) of prediction_steps={self.prediction_steps} are always trained."
             )
         if not 0 <= self.prefix_decay < math.inf:
-            raise ConfigError(f"prefix_decay is {self.prefix_decay}: choose 0 or more.")
+            raise ConfigError(f"prefix_decay={self.prefix_decay} must be at least 0.")
         if self.finetuned_steps is not None and not 1 <= self.finetuned_steps <= self.sampling_steps:
             raise ConfigError(
-                f"finetuned_steps is {self.finetuned_steps}: choose 1 to sampling_steps, {self.sampling_steps}."
+                f"finetuned_steps={self.finetuned_steps} must be from 1 to sampling_steps={self.sampling_steps}."
             )
         if self.noisy_steps is not None and not 1 <= self.noisy_steps <= self.sampling_steps:
-            raise ConfigError(f"noisy_steps is {self.noisy_steps}: choose 1 to sampling_steps, {self.sampling_steps}.")
+            raise ConfigError(f"noisy_steps={self.noisy_steps} must be from 1 to sampling_steps={self.sampling_steps}.")
         if self.matching_samples < 1:
-            raise ConfigError(f"matching_samples is {self.matching_samples}; at least 1 noise level scores a decision.")
+            raise ConfigError(f"matching_samples={self.matching_samples} must be at least 1.")
         if self.levels_per_sample < 1:
-            raise ConfigError(f"levels_per_sample is {self.levels_per_sample}: a sample is denoised at least once.")
+            raise ConfigError(f"levels_per_sample={self.levels_per_sample} must be at least 1.")
         for name in ("denoising_steps", "sampling_steps", "matching_samples", "levels_per_sample"):
             if getattr(self, name) > MOST_STEPS:
-                raise ConfigError(f"{name} is {getattr(self, name)}: choose at most {MOST_STEPS}.")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at most {MOST_STEPS}.")
         if not 0 <= self.hidden_words < 1:
-            raise ConfigError(f"hidden_words is {self.hidden_words}: it is a share of words, 0 to below 1.")
+            raise ConfigError(f"hidden_words={self.hidden_words} is a fraction of words and must be in [0, 1).")
         if self.text_features < 1:
-            raise ConfigError(f"text_features is {self.text_features}: an instruction's vector has at least 1 element.")
+            raise ConfigError(f"text_features={self.text_features} must be at least 1.")
         if self.history < 1:
-            raise ConfigError(f"history is {self.history}: a policy reads at least one frame.")
+            raise ConfigError(f"history={self.history} must be at least 1 frame.")
         if min(self.min_sampling_std, self.min_logprob_std) < 0:
-            raise ConfigError("min_sampling_std and min_logprob_std cannot be negative.")
+            raise ConfigError("min_sampling_std and min_logprob_std must not be negative.")
         for name in ("clip", "noise_clip"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise ConfigError(f"{name} is {value}: give a positive bound, or null for none.")
+                raise ConfigError(f"{name}={value} must be positive, or null for no bound.")
         if self.logp_clamp is not None and self.logp_clamp[0] >= self.logp_clamp[1]:
-            raise ConfigError(f"logp_clamp is {self.logp_clamp}: the lower bound comes first.")
+            raise ConfigError(f"logp_clamp={self.logp_clamp}: the lower bound must come first.")
 
 
 @dataclass(frozen=True)
@@ -233,13 +233,13 @@ class JointConfig:
         if min(self.chunk, self.width, self.depth, self.candidates, self.values) < 1:
             raise ConfigError("A joint model needs sizes and counts of at least 1.")
         if max(self.candidates, self.values) > MOST_PLANNED:
-            raise ConfigError(f"candidates and values of a joint model are at most {MOST_PLANNED} each.")
+            raise ConfigError(f"candidates and values of a joint model must be at most {MOST_PLANNED} each.")
         if self.heads < 1 or self.width % self.heads:
             raise ConfigError(f"A joint model's width {self.width} must be a multiple of its heads, {self.heads}.")
         if not 0 < self.policy_share < 1:
-            raise ConfigError(f"policy_share {self.policy_share} must be in (0, 1).")
+            raise ConfigError(f"policy_share={self.policy_share} must be in (0, 1).")
         if self.aggregate not in AGGREGATES:
-            raise ConfigError(f"aggregate={self.aggregate} is not known: {', '.join(AGGREGATES)}.")
+            raise ConfigError(f"aggregate={self.aggregate} is not known: use one of {', '.join(AGGREGATES)}.")
 
 
 @dataclass(frozen=True)

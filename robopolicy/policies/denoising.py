@@ -112,7 +112,9 @@ class DenoisingPolicy(nn.Module):
         if len(action.shape) != 1:
             raise ConfigError(f"A denoising policy needs a vector of actions per control step, not {action.shape}.")
         if config.kind not in (PolicyKind.DIFFUSION, PolicyKind.FLOW):
-            raise ConfigError(f"kind={config.kind.value} is no denoising policy: make a TokenPolicy or a JointModel.")
+            raise ConfigError(
+                f"kind={config.kind.value} is not a denoising policy: create a TokenPolicy or a JointModel."
+            )
         self.config = config
         self.fields = select_fields(config.observation_keys, observation)
         self.action = action
@@ -239,7 +241,9 @@ class DenoisingPolicy(nn.Module):
         errors of `act`.
         """
         if self.scored_by_matching:
-            raise ConfigError("likelihood=matching keeps no chains to go on from: set branch_sampling_step=null.")
+            raise ConfigError(
+                "likelihood=matching stores no denoising chains to continue from: set branch_sampling_step=null."
+            )
         return self._act(observation, generator, False, Kept(latents["chain"], count))
 
     @torch.no_grad()
@@ -274,7 +278,9 @@ class DenoisingPolicy(nn.Module):
         chain = latents["chain"]
         expected = (self.finetuned_steps + 1, *self.noise_shape)
         if tuple(chain.shape[1:]) != expected:
-            raise SpecError(f"The chain has shape {list(chain.shape)}, this policy's are [N, {str(expected)[1:-1]}].")
+            raise SpecError(
+                f"The chain has shape {list(chain.shape)}, but this policy's chains have [N, {str(expected)[1:-1]}]."
+            )
         condition = self._condition(observation, latents)
         return chain_scores(self.config, self.schedule, self.first_step, self.network, condition, latents, self.part)
 
@@ -368,7 +374,7 @@ class DenoisingPolicy(nn.Module):
         Raises ConfigError when a key is missing or fine-tuning has started (the base would get different inputs).
         """
         if self._prepared:
-            raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
+            raise ConfigError("The normalisers are fixed after fine-tuning has started: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
@@ -383,17 +389,17 @@ class DenoisingPolicy(nn.Module):
         if self._prepared:
             if steps not in (None, self.finetuned_steps):
                 raise ConfigError(
-                    f"This policy is being fine-tuned in its last {self.finetuned_steps} steps, not {steps}: load the "
-                    "base policy to start over."
+                    f"This policy is fine-tuned in its last {self.finetuned_steps} steps, not {steps}: load the base "
+                    "policy to start over."
                 )
             freeze(() if train_encoder else self.network.encoder_parameters())  # the base's may be others all the same
             return
         count = steps if steps is not None else self.config.finetuned_steps or (total + 1) // 2
         if not 1 <= count <= total:
-            raise ConfigError(f"{count} fine-tuned steps do not fit a chain of {total}: choose 1 to {total}.")
+            raise ConfigError(f"finetuned_steps={count} exceeds the chain of {total} steps: choose 1 to {total}.")
         if not self.scored_by_matching and not bool(self.schedule.density[total - count :].any()):
             raise ConfigError(
-                f"None of the last {count} steps has noise, so there is nothing to score: "
+                f"None of the last {count} denoising steps has noise, so no log-probability is defined: "
                 f"{'fine-tune more steps, or ' if count < total else ''}{how_to_explore(self.network)}."
             )
         self.base = frozen_base(self.network, count < total)
@@ -427,9 +433,11 @@ class DenoisingPolicy(nn.Module):
         """Freeze the weights and train LoRA adapters of this rank; ConfigError when this is not supported."""
         network = self.network
         if not isinstance(network, TakesAdapters):
-            raise ConfigError(f"lora_rank={rank}: {type(network).__name__} has no adapters. Leave lora_rank=0.")
+            raise ConfigError(
+                f"lora_rank={rank}: {type(network).__name__} does not support LoRA adapters. Set lora_rank=0."
+            )
         if self.base is not None:
-            raise ConfigError("Adapters learn in all denoising steps: leave finetuned_steps=null.")
+            raise ConfigError("Adapters train all denoising steps: set finetuned_steps=null.")
         network.add_lora(rank)
 
     def trainable_parameters(self) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ def select_fields(keys: tuple[str, ...], observation: Mapping[str, Field]) -> di
     for key in keys:
         if key not in fields:
             raise ConfigError(
-                f"observation_keys names '{key}', which is no field of the world.{did_you_mean(key, fields)}"
+                f"observation_keys contains '{key}', which is not a field of the world.{did_you_mean(key, fields)}"
             )
     return {key: fields[key] for key in (keys or fields)}
 
@@ -39,14 +39,15 @@ def given_instructions(observation: TensorObservation, rows: int, known: Sequenc
     instructions = observation.get(TASK)
     texts = [""] * rows if instructions is None else [str(text) for text in instructions]
     if len(texts) != rows:
-        raise SpecError(f"'{TASK}' has {len(texts)} texts for {rows} rows.")
+        raise SpecError(f"'{TASK}' has {len(texts)} texts, but there are {rows} rows.")
     if all(texts):
         return texts
     if len(known) != 1 and "" not in known:
         names = listed([f"'{text}'" for text in known], _NAMED)
         state = f"has no '{TASK}'" if instructions is None else f"has an empty '{TASK}' in row {texts.index('')}"
         raise SpecError(
-            f"The observation {state}, and the policy was trained on {len(known)} instructions: {names}. Say which."
+            f"The observation {state}, but the policy was trained on {len(known)} instructions: {names}. Pass "
+            "one of them."
         )
     return [text or ("" if "" in known else known[0]) for text in texts]
 
@@ -59,8 +60,8 @@ def check_chunks(batch: Mapping[str, Any], steps: int, size: int) -> tuple[Tenso
     actions, valid = batch["actions"], batch["action_valid"]
     if tuple(actions.shape[1:]) != (steps, size) or tuple(valid.shape) != tuple(actions.shape[:2]):
         raise SpecError(
-            f"Actions {list(actions.shape)} with action_valid {list(valid.shape)}: the policy learns chunks "
-            f"[N, {steps}, {size}] with action_valid [N, {steps}]."
+            f"Actions have shape {list(actions.shape)} and action_valid {list(valid.shape)}: the policy is trained "
+            f"on chunks [N, {steps}, {size}] with action_valid [N, {steps}]."
         )
     check_finite("actions", actions)
     return actions, valid

@@ -57,7 +57,7 @@ class JointModel(nn.Module):
         self.state_vector = StateVector.learned(spec)
         if not self.state_vector.size or len(spec.instructions) > 1:
             raise ConfigError(
-                f"A joint model sees vectors and reads no instructions: '{spec.name}' has "
+                f"A joint model reads vectors and no instructions, but '{spec.name}' has "
                 f"{len(self.state_vector.fields)} vector fields and {len(spec.instructions)} instructions."
             )
         states = self.state_vector.size
@@ -90,7 +90,8 @@ class JointModel(nn.Module):
         for name, value in model._frames(episodes, rows).items():
             if value.shape[1] != model.sizes[name]:
                 raise DataError(
-                    f"The data's {name} has {value.shape[1]} elements, world '{spec.name}' {model.sizes[name]}."
+                    f"The data's {name} has {value.shape[1]} elements, but the world '{spec.name}' has "
+                    f"{model.sizes[name]}."
                 )
             getattr(model, f"{name}_mean").copy_(value.mean(0))
             getattr(model, f"{name}_std").copy_(value.std(0, correction=0).clamp_min(1e-4))
@@ -255,7 +256,7 @@ class JointModel(nn.Module):
     def _returns(self, episodes: Episodes) -> Tensor:
         """Return the discounted returns [steps] of recorded steps; raises DataError if there are no rewards."""
         if episodes.reward is None:
-            raise DataError("A joint model learns values: this dataset records no rewards.")
+            raise DataError("A joint model learns values, but this dataset records no rewards.")
         return returns_to_go(episodes.reward, episodes, self.config.discount)
 
     def _frames(self, episodes: Episodes, rows: Tensor) -> dict[str, Tensor]:

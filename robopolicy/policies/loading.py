@@ -46,8 +46,8 @@ def load_policy(folder: Path | str | Checkpoint, device: torch.device | str = "c
     name = SAVED_AS.get(kind, kind)
     if name not in POLICIES and name not in LEFT_BEHIND and ":" not in name:
         raise CheckpointError(
-            f"{folder} holds '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are written by "
-            "'robopolicy train' and 'robopolicy finetune' into runs/<verb>/<name>/<seed>/checkpoint."
+            f"{folder} contains '{kind}', not a policy.{did_you_mean(kind, SAVED_AS)} Policies are saved by "
+            "'robopolicy train' and 'robopolicy finetune' in runs/<verb>/<name>/<seed>/checkpoint."
         )
     policy_class = LEFT_BEHIND.load(name) if name in LEFT_BEHIND else POLICIES.saved(name, folder)
     if hasattr(policy_class, "load"):
@@ -94,8 +94,8 @@ def _said_beside(folder: Path) -> Mapping[str, Any]:
 def no_rate(folder: Path) -> str:
     """Return the setting to add for the policy in `folder`, which does not declare its control rate."""
     return (
-        f"{folder} does not say its control rate, and no robot can be driven without: write "
-        f'"fps": N into {SETTINGS_FILE} beside config.json.'
+        f'The control rate of {folder} is unknown, which driving a robot needs: add "fps": N to {SETTINGS_FILE} '
+        "next to config.json."
     )
 
 
@@ -142,7 +142,7 @@ def build_policy(
         metadata = {"fps": spec.fps, "instructions": spec.instructions, "values": values, "seed": seed}
         policy = policy_class(config, spec.observation, spec.action, **metadata)
     if not isinstance(policy, nn.Module):
-        raise ConfigError(f"The policy '{kind}' is built as {type(policy).__name__}, which is no torch.nn.Module.")
+        raise ConfigError(f"The policy '{kind}' is built as {type(policy).__name__}, which is not a torch.nn.Module.")
     return cast(Trainable, policy.to(device))
 
 

@@ -332,16 +332,18 @@ def check_network(network: DenoisingNetwork, config: DenoisingPolicyConfig) -> N
     """Raise ConfigError unless `network` has the methods required by a denoising policy of `config`."""
     name = type(network).__name__
     if not isinstance(network, nn.Module) or not isinstance(network, DenoisingNetwork):
-        raise ConfigError(f"{name} is no torch.nn.Module with encode, denoise and encoder_parameters.")
+        raise ConfigError(f"{name} is not a torch.nn.Module with encode, denoise and encoder_parameters.")
     if learns_noise(config) and not isinstance(network, LearnsNoise):
         raise ConfigError(f"flow_noise=learned needs a network with noise_std; {name} has none.")
     inner = network.inside() if isinstance(network, Around) else network
     if config.prefix_steps and not isinstance(inner, ChunkNetwork):
-        raise ConfigError(f"prefix_steps is a part of ChunkNetwork, and {name} cannot be given actions: leave it 0.")
+        raise ConfigError(
+            f"prefix_steps is supported by ChunkNetwork only, and {name} cannot be given actions: set prefix_steps=0."
+        )
     if config.text_encoder is not TextEncoder.NONE and not isinstance(inner, ChunkNetwork):
         raise ConfigError(
-            f"text_encoder={config.text_encoder.value} is a part of ChunkNetwork, and {name} reads the instruction "
-            "itself, if at all: leave text_encoder=none."
+            f"text_encoder={config.text_encoder.value} is supported by ChunkNetwork only, and {name} reads the "
+            "instruction itself, if at all: set text_encoder=none."
         )
 
 
@@ -350,8 +352,8 @@ def check_condition(condition: Condition, rows: int) -> Condition:
     for name, value in condition.items():
         if not is_condition(name) or len(value) != rows:
             raise ConfigError(
-                f"The network's condition holds '{name}' with {len(value)} rows for {rows} observations: its tensors "
-                f"are [N, ...], and named '{CONDITION}' or '{CONDITION}.<what>'."
+                f"The network's condition contains '{name}' with {len(value)} rows for {rows} observations: its "
+                f"tensors must be [N, ...], and named '{CONDITION}' or '{CONDITION}.<what>'."
             )
     return condition
 
@@ -366,7 +368,7 @@ def describe_network(network: DenoisingNetwork) -> dict[str, Any] | None:
         return None
     if not isinstance(network, Described):
         raise CheckpointError(
-            f"{type(network).__name__} cannot be saved: give it description() and a class method restore(description)."
+            f"{type(network).__name__} cannot be saved: add description() and a class method restore(description)."
         )
     return {"class": NETWORKS.name_of(type(network)), "settings": dict(network.description())}
 

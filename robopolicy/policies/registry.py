@@ -21,18 +21,18 @@ class PolicyKinds(Kinds):
         target = super().load(name)
         if _is_controller(target):
             raise ConfigError(
-                f"'{name}' is a controller: it acts by act(observation) -> actions [B, A] and cannot learn, and a "
-                f"policy acts by act(observation, generator, deterministic=). {_way_out(name)}"
+                f"'{name}' is a controller: it has act(observation) -> actions [B, A] and cannot be trained, but a "
+                f"policy has act(observation, generator, deterministic=). {_way_out(name)}"
             )
         if inspect.isfunction(target) and not hasattr(target, "configuration"):
             raise ConfigError(
-                f"'{name}' is a function, and a policy is a class. Does it make a controller? {_way_out(name)}"
+                f"'{name}' is a function, but a policy is a class. Does it create a controller? {_way_out(name)}"
             )
         return target
 
 
 def _way_out(name: str) -> str:
-    return f"To imitate it, let `robopolicy collect` record it (controller={name}) and train a policy on that."
+    return f"To imitate it, record it with `robopolicy collect` (controller={name}) and train a policy on that data."
 
 
 def _is_controller(found: Any) -> bool:

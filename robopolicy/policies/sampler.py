@@ -47,7 +47,7 @@ def how_to_explore(network: object) -> str:
     """Return the settings that add noise to noise-free steps, completing the message "fine-tune more steps, or "."""
     if isinstance(network, OwnLatents):
         return network.how_to_explore
-    return "set flow_noise=constant, or raise eta or min_sampling_std"
+    return "set flow_noise=constant, or increase eta or min_sampling_std"
 
 
 @dataclass(frozen=True)

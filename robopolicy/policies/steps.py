@@ -14,7 +14,7 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig, Likelihood
 from robopolicy.policies.latents import Executed
 from robopolicy.policies.network import DenoisingNetwork, learns_noise
 
-STOOD_FOR = "actions that the normalised -0.5 and 0.5 stand for"
+STOOD_FOR = "actions at the normalised values -0.5 and 0.5"
 PROBES = (-0.5, 0.5)
 """Two probe values per element: they identify every normaliser, since each is an elementwise map with two
 parameters.
@@ -44,20 +44,20 @@ def denoising_steps(
     step; part: executed part of a latent; latent_size: L; to_actions: converts latents [2, 1, L] to actions [2, 1, A].
     """
     kind = {DiffusionSchedule: "diffusion", FlowSchedule: "flow"}.get(type(schedule), type(schedule).__name__)
-    description: dict[str, Any] = {"kind": f"{kind}, scored by its {config.likelihood.value}"}
+    description: dict[str, Any] = {"kind": f"{kind}, log-probabilities by {config.likelihood.value}"}
     if config.likelihood is Likelihood.MATCHING:
         description |= {"training noise levels": _training_levels(schedule), "prediction": _predicted(schedule)}
     else:
         scored_steps = slice(first, None)
         description |= {
             "noise levels": _levels(schedule)[scored_steps],
-            "share of the clean estimate in the next latent": schedule.table[scored_steps, 2],
-            "share of a latent in the next one": schedule.table[scored_steps, 3],
+            "weight of the clean estimate in the next latent": schedule.table[scored_steps, 2],
+            "weight of a latent in the next one": schedule.table[scored_steps, 3],
             "standard deviations": None if learns_noise(config) else schedule.table[scored_steps, 4],
             "bounds of learned standard deviations": config.flow_noise_bounds if learns_noise(config) else None,
             "bound on the clean estimate": schedule.clip,
             "noise estimate under that bound": None if schedule.signals is None else schedule.signals[scored_steps],
-            "least standard deviation in log-probabilities": config.min_logprob_std,
+            "minimum standard deviation in log-probabilities": config.min_logprob_std,
             "bounds of log-probabilities": config.logp_clamp,
             "reduction of log-probabilities": config.logp_reduction.value,
         }

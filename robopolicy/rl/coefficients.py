@@ -152,7 +152,8 @@ def mean_shift(scored: Scored) -> tuple[Tensor, Tensor]:
     """
     if "mean" not in scored.rollouts.latents:
         raise ConfigError(
-            "This needs the means of the behaviour's steps, which this policy's likelihood does not keep."
+            "This mechanism needs the mean of every denoising step under the acting policy, which this policy's "
+            "likelihood does not store."
         )
     mean, std = scored.extra("mean"), scored.extra("std")
     old = scored.rollouts.latents["mean"]

@@ -78,7 +78,7 @@ class Resolved:
     def check(self, have: frozenset[Need]) -> None:
         """Raise ConfigError naming the first mechanism whose needs are not met."""
         for need in sorted(self.own_needs - have, key=lambda item: item.name):
-            raise ConfigError(f"algorithm={self.name} needs {need.value}; this combination has none.")
+            raise ConfigError(f"algorithm={self.name} needs {need.value}, which this combination does not have.")
         alone = self.ratio_level is RatioLevel.STEP
         require(list(self.entries), have | {Need.STEP_RATIOS} if alone else have - {Need.STEP_RATIOS})
 
@@ -163,7 +163,7 @@ class AlgorithmConfig:
             if name not in mechanism_names:
                 raise ConfigError(
                     f"options.{name}: '{name}' is not part of this algorithm.{did_you_mean(name, mechanism_names)} "
-                    f"It uses {', '.join(sorted(mechanism_names))}."
+                    f"It uses: {', '.join(sorted(mechanism_names))}."
                 )
         return resolved
 
@@ -173,7 +173,7 @@ def _no_preset(name: str) -> str:
     candidates = declared_at(name) if is_dotted(name) else [entry for entry in mechanisms() if entry.name == name]
     if candidates:
         settings = " or ".join(written(entry.slot, name) for entry in candidates)
-        return f"no preset but a mechanism, which goes into its slot: write {settings} beside the name of a preset."
+        return f"not a preset but a mechanism, which belongs in a slot: write {settings} next to the name of a preset."
     if is_dotted(name):
-        return f"no preset: a function of yours goes into a slot, such as {written(Slot.ADVANTAGE, name)}."
+        return f"not a preset: a custom function belongs in a slot, such as {written(Slot.ADVANTAGE, name)}."
     return f"not known.{did_you_mean(name, PRESETS)} `robopolicy algorithms` lists them."

@@ -189,7 +189,7 @@ def score_extra(scores: Scores, name: str) -> Tensor:
     """Return an extra of a policy's scores, such as mean [N, K, P, A]; raises ConfigError if it is missing."""
     if name not in scores.extras:
         has = ", ".join(scores.extras) or "none"
-        raise ConfigError(f"This mechanism reads '{name}' of the policy's scores, whose extras are: {has}.")
+        raise ConfigError(f"This mechanism reads '{name}' of the policy's log_prob result, whose extras are: {has}.")
     return scores.extras[name]
 
 

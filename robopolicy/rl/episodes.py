@@ -65,10 +65,12 @@ class Branching:
     def __post_init__(self):
         if self.width < 2 or any(step < 0 for step in self.at) or len(set(self.at)) != len(self.at):
             raise ConfigError(
-                f"branch_width is {self.width}, branch_at {list(self.at)}: split in 2 or more, at 0 or later."
+                f"branch_width={self.width} must be at least 2, and branch_at={list(self.at)} at least 0."
             )
         if isinstance(self.step, tuple) and (not self.step or len(set(self.step)) != len(self.step)):
-            raise ConfigError(f"branch_sampling_step is {list(self.step)}: name distinct steps, or null for none.")
+            raise ConfigError(
+                f"branch_sampling_step={list(self.step)} must contain distinct steps, or be null for no branching."
+            )
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -217,19 +219,22 @@ class EpisodePlayer:
         with about(policy):
             require_fit(policy.spec, world.spec)
         if branching is not None and branching.at and not isinstance(world, Snapshots):
-            raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so episodes cannot branch in it.")
+            raise ConfigError(
+                f"The world '{world.spec.name}' does not support snapshots, so episodes cannot branch in it."
+            )
         self.world, self.policy = world, policy
         self.branching, self.stop_still = branching or Branching(), stop_still
         self.images: Keeping = images
         step, steps = self.branching.step, self.branching.steps
         if step is not None and not isinstance(policy, Resumes):
             raise ConfigError(
-                f"{type(policy).__name__} cannot go on inside a decision: set branch_sampling_step to null."
+                f"{type(policy).__name__} cannot resume a denoising chain at an intermediate step: set "
+                "branch_sampling_step=null."
             )
         if step is not None and not 0 <= steps[0] <= steps[-1] < policy.spec.scored_steps:
             raise ConfigError(
-                f"branch_sampling_step is {step}, a decision has {policy.spec.scored_steps} scored steps: choose one "
-                "of them, from 0."
+                f"branch_sampling_step={step} does not exist: the policy has {policy.spec.scored_steps} denoising "
+                "steps with log-probabilities; choose one of them, starting from 0."
             )
         self.clear()
 

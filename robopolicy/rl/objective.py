@@ -49,8 +49,9 @@ def _shared(values: Tensor, mask: Tensor, level: RatioLevel, steps_per_action: i
     if level in (RatioLevel.ACTION_SUM, RatioLevel.ACTION_MEAN):
         if steps_per_action < 1 or shape[-1] % steps_per_action:
             raise ConfigError(
-                f"{level.value} needs steps that belong to single actions; {shape[-1]} steps with {steps_per_action} "
-                "an action do not. Denoising steps belong to the whole chunk: use step or decision_mean."
+                f"{level.value} needs steps that belong to single actions, but {shape[-1]} steps with "
+                f"{steps_per_action} per action do not. Denoising steps belong to the whole chunk: use step or "
+                "decision_mean."
             )
         values, mask = (torch.unflatten(item, -1, (-1, steps_per_action)) for item in (values, mask))
     elif level.whole_episodes:

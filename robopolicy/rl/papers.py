@@ -102,7 +102,7 @@ def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
     """
     name, _, variant = paper.check.partition("/")
     if name not in checks:
-        return "not in bench mechanisms" if paper.status != "absent" else ""
+        return "not part of bench mechanisms" if paper.status != "absent" else ""
     rows = checks[name]
     method = rows[variant or list(rows)[-1]]["last deterministic"]
     baseline = next(iter(rows.values()))["last deterministic"]
@@ -110,7 +110,7 @@ def effect(paper: Paper, checks: Mapping[str, Any]) -> str:
     below, above = (rate["success_rate"] - rate["low"] for rate in (method, baseline))
     up, down = (rate["high"] - rate["success_rate"] for rate in (method, baseline))
     low, high = difference - math.hypot(below, down), difference + math.hypot(up, above)
-    verdict = "shown" if low > 0 else "reversed" if high < 0 else "not shown"
+    verdict = "shown" if low > 0 else "reversed" if high < 0 else "no effect shown"
     return f"{verdict}: {100 * difference:+.1f} points [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 

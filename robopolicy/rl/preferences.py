@@ -55,7 +55,7 @@ class Pairs:
         missing_texts = [text for text in texts if text not in instructions]
         if missing_texts:
             raise DataError(
-                f"Stored pairs follow instructions that the world does not have: {', '.join(missing_texts[:3])}."
+                f"Stored pairs have instructions that the world does not have: {', '.join(missing_texts[:3])}."
             )
         places = [instructions.index(text) if text in instructions else -1 for text in self.instructions]
         task = torch.tensor(places, device=self.rollouts.task.device)[self.rollouts.task]
@@ -71,8 +71,8 @@ def write_pairs(folder: Path, rollouts: Rollouts, instructions: tuple[str, ...])
     _require_verdicts(rollouts, str(folder))
     if rollouts.images is None and any(is_condition(name) for name in rollouts.latents):
         raise DataError(
-            f"{folder}: these episodes hold what an encoder made of images, and no images, which whoever learns from "
-            "them reads: collect them with images."
+            f"{folder}: these episodes contain cached encoder outputs instead of images, but the learner reads "
+            "images: collect them again with images."
         )
     tree = {"instructions": list(instructions), "rollouts": _bare(rollouts).tree()}
     write_folder_atomic(Path(folder), lambda inside: save_tree(inside, _NAME, tree))
@@ -85,7 +85,7 @@ def read_pairs(folder: Path | str, device: torch.device | str = "cpu") -> Pairs:
     """
     tree = load_tree(recover_folder(Path(folder)), _NAME, device)
     if not {"instructions", "rollouts"} <= set(tree):
-        raise DataError(f"{folder} holds no pairs of episodes: it lacks rollouts or instructions.")
+        raise DataError(f"{folder} contains no pairs of episodes: rollouts or instructions are missing.")
     rollouts = Rollouts.of(tree["rollouts"])
     _require_verdicts(rollouts, str(folder))
     return Pairs(rollouts, tuple(tree["instructions"]))
@@ -105,11 +105,11 @@ class Preferences(Buffer):
         super().__init__()
         if refresh < 0 or share < 0 or megabytes <= 0:
             raise ConfigError(
-                f"options.preferences: refresh={refresh} and share={share:g} are at least 0, megabytes={megabytes:g} "
-                "is above."
+                f"options.preferences: refresh={refresh} and share={share:g} must be at least 0, and "
+                f"megabytes={megabytes:g} above 0."
             )
         if folder and not share:
-            raise ConfigError(f"options.preferences.folder={folder} is not learned from with share=0: raise share.")
+            raise ConfigError(f"options.preferences.folder={folder} has no effect with share=0: increase share.")
         self.refresh = refresh
         self.share = share
         self.most = megabytes * 1e6
@@ -253,11 +253,14 @@ def _require_same(part: Rollouts, rollouts: Rollouts) -> None:
             if stored_shape != list(current_shapes[key]):
                 raise DataError(
                     f"Stored pairs do not fit this policy and world: their {name} '{key}' is "
-                    f"{stored_shape or 'missing'}, here it is {list(current_shapes[key])}. Pairs are of one policy's "
-                    f"decisions: store them anew."
+                    f"{stored_shape or 'missing'}, but here it is {list(current_shapes[key])}. Pairs belong to one "
+                    "policy: collect them again with this one."
                 )
     if part.mask.shape[2] != rollouts.mask.shape[2]:
-        raise DataError(f"Stored decisions have {part.mask.shape[2]} scored steps, here {rollouts.mask.shape[2]}.")
+        raise DataError(
+            f"Stored action chunks have {part.mask.shape[2]} steps with log-probabilities, but this policy has "
+            f"{rollouts.mask.shape[2]}."
+        )
 
 
 def _shapes(latents: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -267,11 +270,11 @@ def _shapes(latents: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _require_verdicts(rollouts: Rollouts, where: str) -> None:
     """Raise DataError unless there are groups, each with a preferred and a rejected episode."""
     if "preferred" not in rollouts.extras or not len(rollouts.group):
-        raise DataError(f"{where} holds no pairs: episodes need the extra 'preferred', 1 or -1.")
+        raise DataError(f"{where} contains no pairs: episodes need the extra column 'preferred', 1 or -1.")
     groups, verdict = Segments.of(rollouts.group), rollouts.extras["preferred"][:, 0]
     incomplete = (groups.sum(verdict == 1) == 0) | (groups.sum(verdict == -1) == 0)
     if bool(incomplete.any()):
-        raise DataError(f"{where}: {int(incomplete.sum())} groups have no preferred episode, or none below it.")
+        raise DataError(f"{where}: {int(incomplete.sum())} groups have no preferred episode, or no worse one.")
 
 
 def _bytes(rollouts: Rollouts) -> int:

@@ -102,7 +102,10 @@ def _of_module(tree: ast.Module, module: str) -> Iterator[Declared]:
 def _member(node: ast.expr) -> str:
     """Parse X from the expression `Slot.X`."""
     if not isinstance(node, ast.Attribute):
-        raise TypeError(f"line {node.lineno}: write slots and needs as Slot.NAME and Need.NAME, they are read as text.")
+        raise TypeError(
+            f"line {node.lineno}: write slots and needs as Slot.NAME and Need.NAME, because they are parsed from "
+            "the source."
+        )
     return node.attr
 
 
@@ -171,37 +174,42 @@ CALLED_WITH: dict[Slot, tuple[str, ...]] = {
 class Need(Enum):
     """Requirement of a mechanism."""
 
-    STARTS = "a pool of starts that come again (starts=N)"
-    GROUPS = "several whole episodes from the same start (a group advantage, group_size >= 2)"
-    EPISODES = "rollouts of whole episodes"
-    WHOLE_EPISODES = "minibatches of whole episodes"
-    WHOLE_GROUPS = "minibatches of whole groups (group_size >= 2)"
+    STARTS = "a pool of initial states that repeat (starts=N)"
+    GROUPS = "several complete episodes from the same initial state (a group advantage, group_size >= 2)"
+    EPISODES = "rollouts of complete episodes"
+    WHOLE_EPISODES = "minibatches of complete episodes"
+    WHOLE_GROUPS = "minibatches of complete groups (group_size >= 2)"
     CATEGORICAL = "steps drawn from categorical distributions (a token policy)"
     GAUSSIAN = "steps drawn from Gaussians (a denoising policy)"
-    MEANS = "the means of the behaviour's steps (a denoising policy with likelihood=chain, which then keeps them)"
-    FINISHES = (
-        "a policy that can complete a half-made decision without noise (a denoising policy with likelihood=chain)"
+    MEANS = (
+        "the mean of every denoising step under the acting policy (a denoising policy with likelihood=chain, which "
+        "then stores it)"
     )
-    MATCHING = "decisions scored by denoising their own action (a denoising policy with likelihood=matching)"
+    FINISHES = (
+        "a policy that can complete a partial denoising chain without noise (a denoising policy with likelihood=chain)"
+    )
+    MATCHING = "log-probabilities computed by denoising the action itself (a denoising policy with likelihood=matching)"
     CRITIC = "a critic"
     IMAGES = "camera images in the observation"
     INSTRUCTIONS = "a world with several instructions"
     TEACHER = "a teacher (teacher=CHECKPOINT)"
-    SAME_STEPS = "a teacher of the policy's kind, with the same steps (auxiliaries=[dagger] learns from any teacher)"
-    FINISHED = "a critic that learns from finished episodes alone"
-    PREFERENCE = "a model that prefers the teacher's actions (models=[discriminator])"
-    BASE = "the base policy, frozen"
+    SAME_STEPS = "a teacher of the policy's kind, with the same steps (auxiliaries=[dagger] works with any teacher)"
+    FINISHED = "a critic trained on finished episodes only"
+    PREFERENCE = "a model that distinguishes the teacher's actions (models=[discriminator])"
+    BASE = "the frozen base policy"
     IMPLICIT = "a model that rewards every step (models=[prime] or [oprl])"
     VALUES = "a model of action values (models=[q_ensemble])"
     FLOW_VALUES = "a critic of noisy actions (models=[flow_critic])"
-    ENTROPY = "the entropy of every step under the policy that acted"
-    BLACKOUT_SCORES = "scores of the same steps with patches of the camera images made black (cameras)"
-    CONTRAST_SCORES = "scores of the same steps under another instruction (a world with several instructions)"
-    TEACHER_SCORES = "the teacher's scores of the same steps (a teacher of the policy's kind)"
-    REFERENCE_SCORES = "the scores of the same steps under the base policy, frozen"
+    ENTROPY = "the entropy of every step under the acting policy"
+    BLACKOUT_SCORES = "log-probabilities of the same steps with blacked-out patches in the camera images (cameras)"
+    CONTRAST_SCORES = (
+        "log-probabilities of the same steps under another instruction (a world with several instructions)"
+    )
+    TEACHER_SCORES = "the teacher's log-probabilities of the same steps (a teacher of the policy's kind)"
+    REFERENCE_SCORES = "the frozen base policy's log-probabilities of the same steps"
     EXPERTS = "recorded episodes of experts (experts=[DATASET])"
-    STEP_RATIOS = "a ratio of every step by itself (ratio_level=step)"
-    DEMONSTRATIONS = "demonstrated states to begin from (starts=N and a world with an expert and snapshots)"
+    STEP_RATIOS = "a separate ratio for every step (ratio_level=step)"
+    DEMONSTRATIONS = "demonstrated states as initial states (starts=N and a world with an expert and snapshots)"
 
 
 @dataclass(frozen=True)
@@ -258,7 +266,7 @@ def mechanism[F: Callable[..., Any]](
         entry = _described(slot, name, function, _path_of(function), source, frozenset(needs), frozenset(gives))
         existing = _ours().get((slot, name), _registered.get((slot, name)))
         if existing is not None and existing.path != entry.path:
-            raise ValueError(f"Two mechanisms are called {slot.value} '{name}': {existing.path} and {entry.path}.")
+            raise ValueError(f"Two mechanisms are named {slot.value} '{name}': {existing.path} and {entry.path}.")
         _registered[slot, name], _functions[entry.path] = entry, function
         return function
 
@@ -279,8 +287,8 @@ def find(slot: Slot, name: str) -> Mechanism:
     entries = {entry.name: entry for entry in mechanisms(slot)}
     if name not in entries:
         raise ConfigError(
-            f"{slot.value}: there is no mechanism '{name}'.{did_you_mean(name, entries)} "
-            "'robopolicy algorithms' lists them; your own is named by its dotted path, package.module:name."
+            f"{slot.value}: there is no mechanism '{name}'.{did_you_mean(name, entries)} 'robopolicy algorithms' "
+            "lists them; for a custom one pass its import path, package.module:name."
         )
     return entries[name]
 
@@ -332,7 +340,7 @@ def _ours() -> dict[tuple[Slot, str], Mechanism]:
     for item in declared():
         entry = _entry(item)
         if (entry.slot, entry.name) in entries:
-            raise ValueError(f"Two mechanisms are called {entry.slot.value} '{entry.name}'.")
+            raise ValueError(f"Two mechanisms are named {entry.slot.value} '{entry.name}'.")
         entries[entry.slot, entry.name] = entry
     return entries
 
@@ -353,8 +361,8 @@ def _installed() -> dict[tuple[Slot, str], Mechanism]:
             package = f"package {point.dist.name}" if point.dist else "an installed package"
             reason = error if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
             warnings.warn(
-                f"The mechanisms of {package} are left out (entry point {point.name} = {point.value}): {reason} "
-                "Mend or uninstall it.",
+                f"The mechanisms of {package} are not available (entry point {point.name} = {point.value}): {reason} "
+                "Fix or uninstall the package.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -372,10 +380,10 @@ def _at(slot: Slot, path: str) -> Mechanism:
     """Return the declaration at an import path, or a plain function under its own name."""
     function = load_dotted(path, f"Mechanism for {slot.value}")
     if not callable(function):
-        raise ConfigError(f"{slot.value}: '{path}' is {function!r}, not a function or class.")
+        raise ConfigError(f"{slot.value}: '{path}' is {function!r}, which is not a function or class.")
     decorated = [entry for entry in {**_registered, **_ours()}.values() if entry.path == _path_of(function)]
     if decorated and slot not in {entry.slot for entry in decorated}:
-        raise ConfigError(f"{slot.value}: '{path}' is a mechanism for {decorated[0].slot.value}.")
+        raise ConfigError(f"{slot.value}: '{path}' is a mechanism for the slot {decorated[0].slot.value}.")
     plain = _described(slot, path.rpartition(":")[2].rpartition(".")[2], function, path)
     return next((entry for entry in decorated if entry.slot is slot), plain)
 
@@ -385,7 +393,9 @@ def require(entries: list[Mechanism], have: frozenset[Need]) -> None:
     have = have.union(*(entry.gives for entry in entries))
     for entry in entries:
         for need in sorted(entry.needs - have, key=lambda item: item.name):
-            raise ConfigError(f"{entry.slot.value}={entry.name} needs {need.value}; this combination has none.")
+            raise ConfigError(
+                f"{entry.slot.value}={entry.name} needs {need.value}, which this combination does not have."
+            )
 
 
 def unknown_option(option: str, value: str, known: Iterable[str]) -> ConfigError:
@@ -393,6 +403,4 @@ def unknown_option(option: str, value: str, known: Iterable[str]) -> ConfigError
     `known`.
     """
     names = tuple(known)
-    return ConfigError(
-        f"options.{option}={value} is not known.{did_you_mean(value, names)} There are {', '.join(names)}."
-    )
+    return ConfigError(f"options.{option}={value} is not known.{did_you_mean(value, names)} Known: {', '.join(names)}.")

@@ -108,8 +108,8 @@ def _stage_costs(
         dense = [value for name, value in rollouts.rewards.items() if name not in others]
         if not dense:
             raise ConfigError(
-                "options.gcpg.stages=progress: this world pays for nothing but success. Name stages by a dotted path, "
-                "or set options.gcpg.external=0."
+                "options.gcpg.stages=progress needs a reward other than success, which this world does not have. "
+                "Pass an import path to stages, or set options.gcpg.external=0."
             )
         progress = torch.where(rollouts.valid, torch.stack(dense).sum(0), 0.0).sum((1, 2))
         parts, weight, threshold = way
@@ -117,7 +117,7 @@ def _stage_costs(
     if stages == "task":
         task_stages = context.stages
         if not task_stages:
-            raise ConfigError("options.gcpg.stages=task: this world's task names no stages (Task.stages).")
+            raise ConfigError("options.gcpg.stages=task: this world's task defines no stages (Task.stages).")
     elif is_dotted(stages):
         task_stages = named_stages(stages)
     else:
@@ -135,7 +135,7 @@ def named_stages(path: str) -> tuple[Stage, ...]:
     target = target() if callable(target) else target
     if not is_sequence(target) or not target or not all(isinstance(item, Stage) for item in target):
         raise ConfigError(
-            f"'{path}' is no tuple of stages, nor a function that returns one (robopolicy.core.stages.Stage)."
+            f"'{path}' is neither a tuple of stages nor a function that returns one (robopolicy.core.stages.Stage)."
         )
     return tuple(target)
 
@@ -215,7 +215,7 @@ def undone_costs(gained: Tensor, group: Tensor, parts: int) -> Tensor:
     ConfigError if parts is less than 1.
     """
     if parts < 1:
-        raise ConfigError(f"options.gcpg.parts={parts}: there is at least 1 stage.")
+        raise ConfigError(f"options.gcpg.parts={parts} must be at least 1.")
     groups = Segments.of(group)
     best = groups.maximum(gained)[groups.index]
     width = (best / parts).clamp(min=0)

@@ -97,7 +97,7 @@ class Beliefs:
         self.counts = {int(key): (value[0], value[1]) for key, value in state["counts"].items()}
 
 
-@mechanism(Slot.SAMPLER, "uniform", source="every start alike")
+@mechanism(Slot.SAMPLER, "uniform", source="all initial states alike")
 class UniformSampler(Beliefs):
     """Draw initial states uniformly without replacement, and track their success rates."""
 
@@ -179,7 +179,9 @@ def knapsack(rate: Array, budget: int, low: int, high: int) -> Array:
     """
     count = len(rate)
     if not low * count <= budget <= high * count:
-        raise ValueError(f"{budget} episodes cannot be shared among {count} starts with {low} to {high} each.")
+        raise ValueError(
+            f"{budget} episodes cannot be divided among {count} initial states with {low} to {high} episodes each."
+        )
     sizes = np.arange(low, high + 1)
     value = signal_value(sizes[None], rate[:, None])
     spare = budget - low * count

@@ -190,7 +190,7 @@ class InferenceQueue:
     def trouble(self) -> str | None:
         """Reason why this queue cannot answer, in one sentence; None if it can."""
         if self._task is None or self._task.done():
-            return "The inference has ended: restart the server."
+            return "Inference has stopped: restart the server."
         if self.pass_age > self.stall:
             return f"The policy has been computing for {self.pass_age:.0f} s: restart the server if it does not end."
         return None
@@ -217,7 +217,9 @@ class InferenceQueue:
         if self.trouble is not None:
             raise BusyError(self.trouble)
         if len(self._waiting) >= self.maximum_waiting:
-            busy = BusyError(f"{self.maximum_waiting} requests wait already: ask again later, or less often.")
+            busy = BusyError(
+                f"{self.maximum_waiting} requests are waiting already: try again later, or send requests less often."
+            )
             other = gives_way(self._waiting, asker)
             if other is None:
                 raise busy

@@ -45,7 +45,7 @@ MAXIMUM_ANSWER = 64 * 2**20
 BUSY = 1013
 """Close code of an overloaded server."""
 
-KEYS = "api_key; of robopolicy drive: drive.api_key, or the environment's ROBOPOLICY_API_KEY"
+KEYS = "api_key; for robopolicy drive: drive.api_key, or the environment variable ROBOPOLICY_API_KEY"
 """Sources of a client's API key, for error messages."""
 
 UNASKED = 1000
@@ -80,17 +80,17 @@ def whole_address(host: str, port: int | None, encrypted: bool) -> str:
         parts = urlsplit(url)
         url_port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{host} is no address of a server: {error}.") from error
+        raise ConfigError(f"{host} is not a server address: {error}.") from error
     if any(each.isspace() or not each.isprintable() for each in host):
-        raise ConfigError(f"{host!r} is no address of a server: it holds a space or a line break.")
+        raise ConfigError(f"{host!r} is not a server address: it contains a space or a line break.")
     if parts.scheme not in SCHEMES:
-        raise ConfigError(f"{host} is no address of a policy server: those begin with ws:// or wss://.")
+        raise ConfigError(f"{host} is not a policy server address: addresses start with ws:// or wss://.")
     if encrypted and parts.scheme == "ws":
-        raise ConfigError(f"A certificate is what a wss:// address is checked against, and {host} is none.")
+        raise ConfigError(f"A certificate applies only to a wss:// address, and {host} is not one.")
     if port is not None and not 0 < port < 65536:
-        raise ConfigError(f"port is {port}: a server listens at one of 1 to 65535.")
+        raise ConfigError(f"port={port} must be from 1 to 65535.")
     if url_port is not None and port not in (None, url_port):
-        raise ConfigError(f"{host} says port {url_port}, and port is {port}: say one of them.")
+        raise ConfigError(f"{host} contains port {url_port}, but port={port}: set only one of them.")
     if url_port is not None or (port is None and "://" in host):
         return url
     return parts._replace(netloc=f"{parts.netloc}:{PORT if port is None else port}").geturl()
@@ -137,12 +137,12 @@ class Proxy:
     def __str__(self) -> str:
         """Return its URL without credentials, and the setting that defines it."""
         scheme, _, rest = self.url.partition("://")
-        return f"the proxy {scheme}://{rest.rpartition('@')[2]} of {self.setting}"
+        return f"the proxy {scheme}://{rest.rpartition('@')[2]} from {self.setting}"
 
     @property
     def around(self) -> str:
         """Advice for bypassing the proxy."""
-        return f" no_proxy={self.host} goes around it."
+        return f" no_proxy={self.host} bypasses it."
 
 
 def proxy_for(address: str) -> Proxy | None:
@@ -169,21 +169,21 @@ def unreachable(address: str, proxy: Proxy | None, error: Exception) -> ServingE
         reason = "did not receive a valid HTTP response"
     if proxy is None:
         if isinstance(error, ConnectionRefusedError | ConnectionResetError):
-            return ServingError(f"Nobody listens at {address}. Start the server first: robopolicy serve CHECKPOINT")
+            return ServingError(f"No server listens at {address}. Start it first: robopolicy serve CHECKPOINT")
         return ServingError(f"Cannot connect to {address}: {reason}.{way_out(address, error)}")
     if isinstance(error, ImportError):
-        text = f"{address} is reached through {proxy}, and that takes a package: pip install python-socks."
+        text = f"{address} is reached through {proxy}, which needs a package: pip install python-socks."
         return ServingError(text + proxy.around)
     if isinstance(error, InvalidProxy):
-        text = f"{proxy.setting} names no proxy ({reason}): write {proxy.setting}=http://HOST:PORT."
+        text = f"{proxy.setting} is not a proxy address ({reason}): write {proxy.setting}=http://HOST:PORT."
         return ServingError(f"Cannot connect to {address}: {text}{proxy.around}")
     if isinstance(error, InvalidProxyStatus):
         status = error.response.status_code
-        login = " It wants a login: http://USER:PASSWORD@HOST:PORT." if status == 407 else ""
-        prefix = f"{address} cannot be reached: {proxy} does not let the connection through (HTTP {status})."
+        login = " It requires a login: http://USER:PASSWORD@HOST:PORT." if status == 407 else ""
+        prefix = f"{address} cannot be reached: {proxy} refuses the connection (HTTP {status})."
         return ServingError(prefix + login + proxy.around)
     if isinstance(error, ConnectionRefusedError):
-        return ServingError(f"Cannot connect to {address}: nobody listens at {proxy}.{proxy.around}")
+        return ServingError(f"Cannot connect to {address}: no proxy listens at {proxy}.{proxy.around}")
     return ServingError(f"Cannot connect to {address} through {proxy}: {reason}.{proxy.around}")
 
 
@@ -191,17 +191,20 @@ def way_out(address: str, error: Exception) -> str:
     """Return the remedy for a connection error at `address`, "" if none is known."""
     if isinstance(error, ssl.SSLCertVerificationError):
         if "mismatch" in error.verify_message.lower():
-            return " Connect by a name that its certificate holds, or make one that holds this name (subjectAltName)."
-        return " Name the file of a certificate to trust, such as a self-signed one: certificate (drive.certificate)."
+            return (
+                " Connect with a host name that its certificate contains, or create a certificate with this name "
+                "(subjectAltName)."
+            )
+        return " To trust a certificate, such as a self-signed one, set its file: certificate (drive.certificate)."
     if isinstance(error, ssl.SSLError):
-        return " If it serves without encryption, its address begins with ws://."
+        return " If the server does not use encryption, its address starts with ws://."
     if isinstance(error, InvalidMessage) and address.startswith("ws://"):
         return (
-            " If it serves with a certificate, its address begins with wss://, and one that is self-signed has to be "
-            "trusted: certificate (drive.certificate)."
+            " If the server uses a certificate, its address starts with wss://; to trust a self-signed certificate, "
+            "set: certificate (drive.certificate)."
         )
     if isinstance(error, TimeoutError):
-        return " Something listens there and does not answer: does it hang?"
+        return " A process listens there but does not answer: does it hang?"
     return ""
 
 
@@ -257,8 +260,8 @@ class PolicyClient:
         if proxy is not None and self._tls is None:
             key = " and your API key" if api_key else ""
             warnings.warn(
-                f"{self.address} is reached through {proxy}, which can read everything, what cameras show{key}: a "
-                f"wss:// address is encrypted.{proxy.around}",
+                f"{self.address} is reached through {proxy}, which can read all data, including camera images{key}: "
+                f"a wss:// address is encrypted.{proxy.around}",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -295,7 +298,9 @@ class PolicyClient:
         content = self._decoded(answer)
         if self._sealed and content.pop(REQUEST, None) != fingerprint(data):
             self.close()
-            raise ServingError(f"{self.address} answered another request than the one it was sent; it is not used.")
+            raise ServingError(
+                f"{self.address} answered a different request than the last one; the answer is not used."
+            )
         return content
 
     def _sent(self, message: dict[str, Any]) -> tuple[ClientConnection, bytes]:
@@ -308,8 +313,8 @@ class PolicyClient:
             most = self.metadata.get("message_bytes")
             if self._sealed and isinstance(most, int) and len(data) > most:
                 raise RefusedError(
-                    f"The message has {len(data)} bytes, and {self.address} reads {most} at "
-                    f"most.{_largest(smaller_message)}"
+                    f"The message has {len(data)} bytes, but {self.address} accepts at most "
+                    f"{most}.{_largest(smaller_message)}"
                 )
             try:
                 self._throw_away(connection)
@@ -319,7 +324,7 @@ class PolicyClient:
                 connection_error = error
                 self.close()
         raise ServingError(
-            f"{self.address} closes every connection before it is asked ({connection_error})."
+            f"{self.address} closes every connection before a request is sent ({connection_error})."
         ) from connection_error
 
     def _throw_away(self, connection: ClientConnection) -> None:
@@ -331,7 +336,7 @@ class PolicyClient:
                 connection.recv(timeout=0)
                 self.thrown_away += 1
             self.close()
-            raise ServingError(f"{self.address} sends more than {UNASKED} messages that nobody asked for.")
+            raise ServingError(f"{self.address} sends more than {UNASKED} messages without a request.")
 
     def _not_the_last(self, connection: ClientConnection, answer: bytes) -> bytes:
         """Return an answer that is not a byte-identical duplicate of the last one.
@@ -360,14 +365,15 @@ class PolicyClient:
         except TimeoutError as error:
             self.close()
             raise ServingError(
-                f"{self.address} sent no {what.split()[-1]} within {self.timeout:g} s: is its machine overloaded? "
-                f"Raise the client's timeout if the policy is that slow."
+                f"{self.address} sent no {what.split()[-1]} within {self.timeout:g} s: is the server overloaded? If "
+                "the policy is this slow, increase the client's timeout."
             ) from error
         except ConnectionClosed as error:
             self.close()
             large = error.rcvd is not None and error.rcvd.code == CloseCode.MESSAGE_TOO_BIG
             raise (RefusedError if large else ServingError)(
-                f"{self.address} closed the connection before {what} came ({error}).{_largest(asked) if large else ''}"
+                f"{self.address} closed the connection before {what} arrived "
+                f"({error}).{_largest(asked) if large else ''}"
             ) from error
         if isinstance(message, str):
             raise self._refused(connection, message)
@@ -383,7 +389,7 @@ class PolicyClient:
             return self._read(message)
         except SpecError as error:
             self.close()
-            raise ServingError(f"What {self.address} sent cannot be read: {error}") from error
+            raise ServingError(f"The answer of {self.address} cannot be read: {error}") from error
 
     def _read(self, message: bytes) -> dict[str, Any]:
         """Decode a server message; robopolicy servers add a checksum to all messages, starting with the metadata."""
@@ -391,7 +397,7 @@ class PolicyClient:
             return unsealed(message)
         content = unpack(message)
         if not isinstance(content, dict):
-            raise SpecError("it is no mapping.")
+            raise SpecError("it is not a mapping.")
         if CHECK in content or content.get("server") == "robopolicy":
             content, self._sealed = unsealed(message), True
         return content
@@ -418,8 +424,8 @@ class PolicyClient:
             self.close()
             changes = ", ".join(_change(key, self.metadata.get(key), metadata.get(key)) for key in changed_keys)
             raise RefusedError(
-                f"{self.address} serves another policy since the connection was lost (other {changes}): it is not "
-                "obeyed. Connect anew to be driven by that one."
+                f"{self.address} serves another policy since the connection was lost (different {changes}): its "
+                "actions are not executed. Start a new connection to use that policy."
             )
         self.metadata, self._known = metadata, True
         self._cameras = camera_shapes(metadata) if self._sealed else {}
@@ -456,18 +462,18 @@ class PolicyClient:
         status, headers = error.response.status_code, error.response.headers
         if status == 401:
             wants = "another API key than the one given" if self._headers else "an API key, and none was given"
-            return RefusedError(f"{self.address} wants {wants} ({KEYS}).")
+            return RefusedError(f"{self.address} requires {wants} ({KEYS}).")
         if status == 429:
             seconds = headers.get("Retry-After", "10")
             return ServingError(
-                f"{self.address} wants another API key than the one given, and too many wrong ones came from this "
-                f"machine: it looks at others in {seconds} s, and at the right one at once ({KEYS})."
+                f"{self.address} requires another API key than the one given, and too many wrong keys came from this "
+                f"machine: it accepts another try in {seconds} s, or the right key at once ({KEYS})."
             )
         if proxy is not None:
             return ServingError(
-                f"What answers for {self.address} at {proxy} is no policy server ({error}).{proxy.around}"
+                f"The server that answers for {self.address} at {proxy} is not a policy server ({error}).{proxy.around}"
             )
-        return ServingError(f"{self.address} is no policy server ({error}).")
+        return ServingError(f"{self.address} is not a policy server ({error}).")
 
 
 def _may_be_starting(error: Exception) -> bool:

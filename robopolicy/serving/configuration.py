@@ -17,16 +17,18 @@ LONGEST_KEY = 4096
 def require_key(key: str) -> None:
     """Raise ConfigError, without printing the key, when an API key cannot be sent in a header; "" is allowed."""
     if not key.isprintable():
-        problem = "holds a line break or the like"
+        problem = "contains a line break or control character"
     elif key != key.strip():
-        problem = "begins or ends with a space"
+        problem = "starts or ends with a space"
     elif any(ord(each) > 255 for each in key):
-        problem = "holds characters beyond Latin's"
+        problem = "contains characters outside Latin-1"
     elif len(key) > LONGEST_KEY:
         problem = f"has {len(key)} characters, more than {LONGEST_KEY}"
     else:
         return
-    raise ConfigError(f"The API key {problem}: no header could carry it. Make one with: openssl rand -hex 16")
+    raise ConfigError(
+        f"The API key {problem} and cannot be sent in an HTTP header. Create one with: openssl rand -hex 16"
+    )
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,15 @@ class ServerConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError for invalid server settings."""
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}: choose 1 to 65535, or 0 for any free one.")
+            raise ConfigError(f"port={self.port} must be from 1 to 65535, or 0 for any free port.")
         counts = {"maximum_batch": self.maximum_batch, "maximum_waiting": self.maximum_waiting}
         seconds = {"deadline": self.deadline, "stall": self.stall, "session_expiry": self.session_expiry}
         for name, value in (counts | seconds).items():
             if not value > 0:
-                raise ConfigError(f"{name} is {value}: it is more than 0.")
+                raise ConfigError(f"{name}={value} must be more than 0.")
         if self.certificate_key is not None and self.certificate is None:
             raise ConfigError(
-                f"certificate_key is {self.certificate_key}, and without its certificate nothing is encrypted: set "
+                f"certificate_key={self.certificate_key} has no effect without a certificate: set "
                 "serve.certificate=FILE too."
             )
         require_key(self.api_key)
@@ -149,23 +151,28 @@ class RobotSettings:
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that cannot drive a robot."""
         if self.change is not None and not 0 < self.change < math.inf:
-            raise ConfigError(f"change is {self.change}: an action may differ from the last by more than 0, or null.")
+            raise ConfigError(
+                f"change={self.change} must be more than 0, the largest difference between consecutive actions, "
+                "or null."
+            )
         if not all(math.isfinite(value) for value in self.neutral.values()):
-            raise ConfigError(f"neutral is {self.neutral}: each is a finite number, in the policy's units.")
+            raise ConfigError(f"neutral={self.neutral}: each value must be a finite number, in the policy's units.")
         if not all(0 <= value < math.inf for value in self.turns.values()):
-            raise ConfigError(f"turns is {self.turns}: each is one turn, more than 0, or 0 for none.")
+            raise ConfigError(f"turns={self.turns}: each must be the length of one turn, more than 0, or 0 for none.")
         for name, bound in self.bounds.items():
             if len(bound) != 2 or not all(map(math.isfinite, bound)) or bound[0] > bound[1]:
-                raise ConfigError(f"bounds has {name}: {list(bound)}: it is [LOW, HIGH], finite, and low at most high.")
+                raise ConfigError(
+                    f"bounds has {name}: {list(bound)}, but must be [LOW, HIGH], finite and LOW at most HIGH."
+                )
         if self.max_age is not None and not self.max_age > 0:
-            raise ConfigError(f"max_age is {self.max_age}: more than 0 seconds, or null.")
+            raise ConfigError(f"max_age={self.max_age} must be more than 0 seconds, or null.")
         if min(self.prefetch, self.latency_steps, self.blend) < 0:
             raise ConfigError(
-                f"prefetch is {self.prefetch}, latency_steps {self.latency_steps} and blend {self.blend}: choose 0 "
-                "control steps or more."
+                f"prefetch={self.prefetch}, latency_steps={self.latency_steps} and blend={self.blend} must be at "
+                "least 0 control steps."
             )
         if not 0 < self.patience < math.inf:
-            raise ConfigError(f"patience is {self.patience}: more than 0 seconds, for an answer takes some time.")
+            raise ConfigError(f"patience={self.patience} must be more than 0 seconds.")
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,8 @@ class LimitedConnection(ServerConnection):
         if code == CloseCode.MESSAGE_TOO_BIG and self.protocol.state is State.OPEN:
             most = self._door.limits.message
             self.protocol.send_text(
-                f"A message has at most {most} bytes here ({reason}): are images larger than 1280 x 720, and than the "
-                "policy reads them? Make them smaller before sending.".encode()
+                f"This server accepts messages of at most {most} bytes ({reason}): are images larger than 1280 x "
+                "720, and larger than the policy reads? Reduce them before sending.".encode()
             )
         self._fail(code, reason)
 

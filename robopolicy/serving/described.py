@@ -88,27 +88,27 @@ class DescribedPolicy:
         """
         missing_fields = [key for key in self.fields if key not in shown]
         if missing_fields:
-            raise ServingError(f"The policy reads {', '.join(missing_fields)}, and the robot does not show it.")
+            raise ServingError(f"The policy reads {', '.join(missing_fields)}, which the robot does not provide.")
         return {key: self._frame(key, shown[key], before.get(key)) for key in self.fields}
 
     def _frame(self, key: str, shown: Any, before: np.ndarray | None) -> np.ndarray:
         try:
             frame = np.asarray(shown)
         except ValueError as error:  # lists of different lengths
-            raise SpecError(f"What the robot shows as '{key}' is no array ({error}).") from error
+            raise SpecError(f"The robot's '{key}' is not an array ({error}).") from error
         if frame.dtype.kind not in "biuf":
-            raise SpecError(f"What the robot shows as '{key}' has dtype {frame.dtype}: frames are arrays of numbers.")
+            raise SpecError(f"The robot's '{key}' has dtype {frame.dtype}, but must be a numeric array.")
         expected_shape = None if key.startswith(IMAGE_PREFIX) else self.fields[key]
         if expected_shape is not None and frame.shape != expected_shape:
             raise SpecError(
-                f"The robot shows '{key}' as {list(frame.shape)}, and the policy reads it as {list(expected_shape)}."
+                f"The robot's '{key}' has shape {list(frame.shape)}, but the policy reads shape {list(expected_shape)}."
             )
         if frame.dtype.kind == "f" and not np.isfinite(frame).all():
-            raise NonFiniteError(f"The robot shows NaN or infinity as '{key}': no action was asked for.")
+            raise NonFiniteError(f"The robot's '{key}' contains NaN or infinity: no action was requested.")
         if before is not None and frame.shape != before.shape[2:]:
             raise SpecError(
-                f"The robot shows '{key}' as {list(frame.shape)} now and as {list(before.shape[2:])} before: within an "
-                "episode a field keeps its shape."
+                f"The robot's '{key}' has shape {list(frame.shape)} now but had {list(before.shape[2:])} before: the "
+                "shape must not change within an episode."
             )
         return frame
 
@@ -122,7 +122,8 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     missing_keys = {"observation", "history", "chunk", "action"} - set(metadata)
     if missing_keys:
         raise ServingError(
-            f"The server does not describe its policy ({', '.join(sorted(missing_keys))}): not one of ours?"
+            f"The server does not describe its policy ({', '.join(sorted(missing_keys))} missing): is it a "
+            "robopolicy server?"
         )
     try:
         history = _whole(metadata["history"])
@@ -133,19 +134,19 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
         fields = {key: _field(key, entry)[0] for key, entry in _mapping(metadata["observation"]).items()}
         ranges = {key: _range(key, bounds, fields) for key, bounds in _mapping(metadata.get("known") or {}).items()}
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
+        raise ServingError(f"The server's description of its policy is invalid ({error}).") from error
     queue = math.prod(fields.pop(QUEUE, (0,)))
     sizes = 1 <= history <= LONGEST_HISTORY and 1 <= chunk <= LONGEST_HISTORY and 0 <= overlap <= LONGEST_HISTORY
     if sizes and fps == 0:
-        raise ServingError('The served policy does not say its control rate: write "fps": N into its robopolicy.json.')
+        raise ServingError('The served policy\'s control rate is unknown: add "fps": N to its robopolicy.json.')
     if (
         not (sizes and 1e-3 < fps < 1e4)
         or queue % math.prod(shape)
         or history * sum(map(math.prod, fields.values())) > MOST
     ):
         raise ServingError(
-            f"The server describes no policy: history {history}, chunk {chunk}, {fps} steps a second, "
-            f"{len(fields)} fields, {queue} numbers in its queue."
+            f"The server's description of its policy is invalid: history {history}, chunk {chunk}, {fps} steps per "
+            f"second, {len(fields)} fields, {queue} numbers in the action queue."
         )
     latency, unit = queue // math.prod(shape), metadata["action"].get("unit") or ""
     names, elements = _names(metadata["action"]), {key: _names(entry) for key, entry in metadata["observation"].items()}
@@ -156,20 +157,20 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
 def _whole(value: Any) -> int:
     """Return an integer as it was sent; int() would also accept 2.7, "2" and True. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{value!r:.40} is no whole number")
+        raise ValueError(f"{value!r:.40} is not an integer")
     return int(value)
 
 
 def _rate(value: Any) -> float:
     """Return a number of steps per second. Raises ValueError if it is not a number."""
     if isinstance(value, bool):
-        raise ValueError(f"{value} steps a second")
+        raise ValueError(f"{value} steps per second")
     return float(value)
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
     if not is_mapping(value):
-        raise ValueError(f"{value!r:.40} is no mapping")
+        raise ValueError(f"{value!r:.40} is not a mapping")
     return value
 
 
@@ -184,7 +185,7 @@ def _range(key: Any, said: Any, fields: Mapping[str, tuple[int, ...]]) -> Range:
         or not np.isfinite([low, high]).all()
         or (low > high).any()
     ):
-        raise ValueError(f"what is known of {key!r:.40} is no range of it")
+        raise ValueError(f"the training range of {key!r:.40} is invalid")
     return low, high
 
 
@@ -192,7 +193,7 @@ def _field(key: Any, described: Any) -> tuple[tuple[int, ...], np.ndarray, np.nd
     """Return shape and bounds [*shape] of a field or of the action. Raises ValueError if the description is invalid."""
     described, image = _mapping(described), isinstance(key, str) and key.startswith(IMAGE_PREFIX)
     if not isinstance(key, str) or not isinstance(described["shape"], list | tuple):
-        raise ValueError(f"{key!r:.40} is no field: its shape is {described['shape']!r:.40}")
+        raise ValueError(f"{key!r:.40} is not a field: its shape is {described['shape']!r:.40}")
     shape = tuple(_whole(size) for size in described["shape"][:9])
     if len(shape) > 8 or min(shape, default=1) < 1 or math.prod(shape) > (MOST if image else MOST_NUMBERS):
         raise ValueError(f"{key!r:.40} has shape {described['shape']!r:.80}")
@@ -261,17 +262,19 @@ class ActionLimits:
             arrays = [np.asarray(each, np.float64) for each in (self.low, self.high, self.change) if each is not None]
             np.broadcast_shapes(*(each.shape for each in arrays))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{prefix}: each is a number, or an array of an action's shape.") from error
+            raise ConfigError(f"{prefix}: each must be a number, or an array with the shape of an action.") from error
         if any(np.isnan(each).any() for each in arrays):
             raise ConfigError(f"{prefix}: none may be NaN.")
         if any(isinstance(each, bool) for each in (self.low, self.high, self.change)):
-            raise ConfigError(f"{prefix}: each is a number, not true or false.")
+            raise ConfigError(f"{prefix}: each must be a number, not true or false.")
         if not self.unbounded and any(np.isinf(each).any() for each in arrays):
-            raise ConfigError(f"{prefix}: infinity bounds nothing. Leave it out, or say unbounded=True.")
+            raise ConfigError(f"{prefix}: infinity is not a limit. Remove it, or set unbounded=True.")
         if self.change is not None and np.min(self.change) < 0:
-            raise ConfigError(f"change is {self.change}: an action may differ from the last by 0 or more.")
+            raise ConfigError(
+                f"change={self.change} must be at least 0, the largest difference between consecutive actions."
+            )
         if self.low is not None and self.high is not None and np.greater(self.low, self.high).any():
-            raise ConfigError(f"low is {self.low} and high {self.high}: low is at most high, in every element.")
+            raise ConfigError(f"low={self.low} must not exceed high={self.high} in any element.")
 
     def require_fit(self, policy: DescribedPolicy) -> None:
         """Raise ConfigError when the limits do not fit the policy's actions [A], exclude all actions, or leave elements
@@ -281,14 +284,14 @@ class ActionLimits:
             shape = np.shape(value) if (value := getattr(self, name)) is not None else ()
             if len(shape) > len(policy.shape) or not _broadcasts(shape, policy.shape):
                 raise ConfigError(
-                    f"{name} has shape {list(shape)}, and the policy's actions have {list(policy.shape)}: give a "
+                    f"{name} has shape {list(shape)}, but the policy's actions have {list(policy.shape)}: pass a "
                     "number or an array of that shape."
                 )
         low, high = self._bounds(policy)
         if (low > high).any():
             raise ConfigError(
-                f"No action is within the robot's bounds and the policy's: at least {low.tolist()} and at most "
-                f"{high.tolist()}. Are they in the policy's units?"
+                "No action is within both the robot's bounds and the policy's: it would have to be at least "
+                f"{low.tolist()} and at most {high.tolist()}. Are the bounds in the policy's units?"
             )
         open_ended = ~np.isfinite(low) | ~np.isfinite(high)
         if open_ended.any() and self.change is None and self.workspace is None and not self.unbounded:
@@ -322,7 +325,7 @@ class ActionLimits:
                     f"The workspace returned an action of shape {list(action.shape)}, not {list(policy.shape)}."
                 )
         if not np.isfinite(action).all():  # of what holds the robot still, or of the workspace
-            raise NonFiniteError(f"The robot would be sent {action.tolist()}; no action was executed.")
+            raise NonFiniteError(f"The action {action.tolist()} is not finite; no action was executed.")
         return action
 
     def _bounds(self, policy: DescribedPolicy) -> tuple[np.ndarray, np.ndarray]:
@@ -335,10 +338,10 @@ def nothing_bounds(policy: DescribedPolicy, open_ended: np.ndarray) -> str:
     """Return the error message for the `open_ended` action elements, [A] bool, that neither policy nor robot bounds."""
     example = policy.names[int(np.flatnonzero(open_ended)[0])] if policy.names else "NAME"
     return (
-        f"Nothing bounds {policy.called(open_ended)}: the policy has no bounds of its own, whatever it answers would "
-        "be sent. Say how far an action may differ from the last, ActionLimits(change=0.05) (of robopolicy drive: "
-        f"drive.change=0.05), or how large it may be, ActionLimits(low=-1, high=1) (drive.bounds={{{example}: [-1, 1]}}"
-        "), in the policy's units; or that any action may be sent: ActionLimits(unbounded=True) (drive.unbounded=true)."
+        f"No limit applies to {policy.called(open_ended)}: the policy has no bounds, so any action that it outputs "
+        "would be sent. Limit the difference between consecutive actions, ActionLimits(change=0.05) (for robopolicy "
+        f"drive: drive.change=0.05), or the range, ActionLimits(low=-1, high=1) (drive.bounds={{{example}: [-1, "
+        "1]}), in the policy's units; or allow any action: ActionLimits(unbounded=True) (drive.unbounded=true)."
     )
 
 
@@ -355,11 +358,11 @@ def limits_of(
     for name, (least, most) in settings.bounds.items():
         place = next((list(each).index(name) for each in (names, policy.names) if name in each), None)
         if place is None:
-            hint = did_you_mean(name, names) or " Its elements have no names, so none can be named here."
-            raise ConfigError(f"bounds names '{name}', which is no element of the action.{hint}")
+            hint = did_you_mean(name, names) or " The action's elements have no names, so none can be selected here."
+            raise ConfigError(f"bounds contains '{name}', which is not an element of the action.{hint}")
         if least > high.flat[place] or most < low.flat[place]:
             raise ConfigError(
-                f"bounds of '{name}' are {least:g} to {most:g}, and the policy's {low.flat[place]:g} to "
+                f"The bounds of '{name}' are {least:g} to {most:g}, but the policy's are {low.flat[place]:g} to "
                 f"{high.flat[place]:g}: no action is within both. Are they in the policy's units?"
             )
         low.flat[place], high.flat[place] = max(low.flat[place], least), min(high.flat[place], most)

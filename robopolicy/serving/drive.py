@@ -157,18 +157,19 @@ def _check(world: World, metadata: Mapping[str, Any]) -> None:
     for key, entry in observation.items():
         if key not in world.spec.observation:
             raise SpecError(
-                f"The served policy needs '{key}', which '{world.spec.name}' does not show."
-                f"{did_you_mean(key, world.spec.observation)} Add the camera or field to the world.{_home(metadata)}"
+                f"The served policy needs '{key}', which '{world.spec.name}' does not "
+                f"output.{did_you_mean(key, world.spec.observation)} Add the camera or field to the "
+                f"world.{_home(metadata)}"
             )
         shape = world.spec.observation[key].shape
         if tuple(entry["shape"]) != tuple(shape):
             raise SpecError(
-                f"The served policy needs '{key}' as {list(entry['shape'])}, '{world.spec.name}' shows {list(shape)}: "
-                f"it was trained for another world.{_home(metadata)}"
+                f"The served policy needs '{key}' with shape {list(entry['shape'])}, but '{world.spec.name}' outputs "
+                f"{list(shape)}: it was trained for another world.{_home(metadata)}"
             )
     if policy.shape != tuple(world.spec.action.shape):
         raise SpecError(
-            f"The served policy's actions have shape {list(policy.shape)}, '{world.spec.name}' takes "
+            f"The served policy's actions have shape {list(policy.shape)}, but '{world.spec.name}' takes "
             f"{list(world.spec.action.shape)}: it was trained for another world.{_home(metadata)}"
         )
     fields = {key: _declared(field) for key, field in observation.items()}
@@ -179,8 +180,8 @@ def _home(metadata: Mapping[str, Any]) -> str:
     """Return advice on which world to drive in: the one that the served policy was trained in."""
     world_entry = metadata.get("world")
     if not is_mapping(world_entry) or not world_entry.get("name"):
-        return " Name the one that it was trained for: world=NAME."
-    return f" It comes from '{world_entry['name']}', which is driven where you name no world."
+        return " Set the world that it was trained for: world=NAME."
+    return f" It was trained in '{world_entry['name']}', which is used if no world is set."
 
 
 def _declared(described: Mapping[str, Any]) -> Field:
@@ -191,5 +192,5 @@ def _declared(described: Mapping[str, Any]) -> Field:
         for bound in (field.low, field.high):
             np.broadcast_to(bound, field.shape)
     except (TypeError, ValueError, KeyError) as error:
-        raise ServingError(f"The server describes its policy in a form that makes no sense ({error}).") from error
+        raise ServingError(f"The server's description of its policy is invalid ({error}).") from error
     return field

@@ -79,7 +79,7 @@ class Requests:
         self.latencies.append(time.perf_counter() - start)
         actions = np.asarray(answer.get("actions"))
         if actions.dtype.kind not in "fiu" or actions.ndim < 2 or not len(actions):
-            raise ServingError(f"The server answered no chunk of actions but {str(answer.get('actions'))[:80]!r}.")
+            raise ServingError(f"The server's answer is not an action chunk but {str(answer.get('actions'))[:80]!r}.")
         if not np.isfinite(actions).all():
             raise NonFiniteError("The server answered with NaN or infinity; no action was executed.")
         return actions
@@ -174,33 +174,35 @@ class Driver:
         for name in ("prefetch", "latency_steps", "blend"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise ConfigError(f"{name} is {value!r}: it is a whole number of control steps.")
+                raise ConfigError(f"{name}={value!r} must be an integer number of control steps.")
         for name in ("grace", "max_age", "patience"):
             value = getattr(self, name)
             number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
             if not number or not value >= 0 or (name == "max_age" and not value > 0):
                 raise ConfigError(
-                    f"{name} is {value!r}: seconds, {'more than 0' if name == 'max_age' else '0 or more'}."
+                    f"{name}={value!r} must be a number of seconds, "
+                    f"{'more than 0' if name == 'max_age' else 'at least 0'}."
                 )
         if not 0 <= self.prefetch < policy.chunk:
-            raise ConfigError(f"prefetch is between 0 and {policy.chunk - 1}, chunks have {policy.chunk} steps.")
+            raise ConfigError(f"prefetch must be between 0 and {policy.chunk - 1}: chunks have {policy.chunk} steps.")
         if steps < 0 or self.blend < 0:
-            raise ConfigError(f"latency_steps is {steps} and blend {self.blend}: choose 0 control steps or more.")
+            raise ConfigError(f"latency_steps={steps} and blend={self.blend} must be at least 0 control steps.")
         if policy.ahead > policy.chunk:
             raise ConfigError(
-                f"The policy decides {policy.ahead} steps ahead and its chunks have {policy.chunk}: one answer would "
-                "have to be asked for before the last is there. Train it with a longer chunk."
+                f"The policy was trained with a latency of {policy.ahead} steps, but its chunks have {policy.chunk}: "
+                "a request would be sent before the last answer arrives. Train it with a longer chunk."
             )
         if policy.overlap and steps > min(policy.overlap, policy.chunk):
             raise ConfigError(
-                f"latency_steps is {steps}, and this server is asked every {policy.chunk} steps (chunk) for plans that "
-                f"reach {policy.overlap} further: an answer may take {min(policy.overlap, policy.chunk)} at most. "
-                "Choose fewer, or a server whose chunking is synchronous: its robots hold still meanwhile."
+                f"latency_steps={steps} is too large: this server is called every {policy.chunk} steps (chunk) and "
+                f"predicts {policy.overlap} further steps, so the latency can be at most "
+                f"{min(policy.overlap, policy.chunk)} steps. Reduce it, or use a server with chunking=synchronous, "
+                "whose robots hold still meanwhile."
             )
         if steps and not self.wait and steps / policy.fps >= self.max_age:
             raise ConfigError(
-                f"latency_steps is {steps}: an answer that is held back for {steps / policy.fps:g} s is older than "
-                f"max_age ({self.max_age:g} s) and none would be executed. Choose fewer, or a longer max_age."
+                f"latency_steps={steps}: an answer that is delayed by {steps / policy.fps:g} s is older than max_age "
+                f"({self.max_age:g} s), so none would be executed. Reduce it, or increase max_age."
             )
         self.limits.require_fit(policy)
 
@@ -267,9 +269,8 @@ class Driver:
             self.counts["outside"] += 1
             self._notices.say(
                 "outside",
-                f"{'Before it moves: ' if self._first else ''}the robot is far outside of what its policy was trained "
-                f"on, which only guesses there: {far}. Lead the robot back, or look whether units and calibration are "
-                "those of its data.",
+                f"{'Before the first movement: ' if self._first else ''}the robot's state is far outside of the "
+                f"training data: {far}. Move the robot back, or check that units and calibration match the data.",
             )
         self._take_answer()
         if self._begins + len(self._chunk) - self._step <= self.prefetch:
@@ -288,8 +289,8 @@ class Driver:
             self.counts["held"] += 1
             self._held += not self._foreseen
             if self.away > LONG:
-                reason = str(self.error or self._requests.trouble or "it is silent")
-                self._notices.say("away", f"No answer for {self.away:.1f} s, the robot stands still: {reason}")
+                reason = str(self.error or self._requests.trouble or "it does not answer")
+                self._notices.say("away", f"No answer for {self.away:.1f} s; the robot holds still: {reason}")
             action = self._still(self._last)
         action = self._limited(np.asarray(action, dtype=np.float64), on_hold)
         self._step, self._first = self._step + 1, False
@@ -360,8 +361,8 @@ class Driver:
             trouble = self._requests.trouble
             if (self.error is None or trouble) and self.away > self.patience:
                 reason = trouble or (
-                    "does it hang, or is its machine overloaded, or the network to it cut? Have more patience with a "
-                    "policy that is this slow."
+                    "does it hang, is its machine overloaded, or is the network interrupted? If the policy is this "
+                    "slow, increase patience."
                 )
                 self.error = ServingError(
                     f"The server has not answered for more than {self.patience:g} s (patience): {reason}"
@@ -389,9 +390,9 @@ class Driver:
             self.counts["stale"] += 1
             self._notices.say(
                 "late",
-                f"An answer came {took:.2g} s after what it answers, too late to be executed (max_age is "
-                f"{self.max_age:.2g} s): {self.counts['stale']} so far. The robot stands still meanwhile. Serve a "
-                "quicker policy, ask ahead (drive.prefetch), or let older answers count (drive.max_age).",
+                f"An answer arrived {took:.2g} s after its observation, too late to be executed (max_age is "
+                f"{self.max_age:.2g} s): {self.counts['stale']} so far. The robot holds still meanwhile. Use a "
+                "faster policy, request earlier (drive.prefetch), or allow older answers (drive.max_age).",
             )
             if self._late:  # the one before was too late, too: what is asked at once again only adds to the load
                 self._later()
@@ -401,8 +402,9 @@ class Driver:
         if self._first and not self.wait and took > lasts:
             self._notices.say(
                 "slow",
-                f"Before it moves: the first answer took {took:.2g} s, and a chunk of actions lasts {lasts:.2g} s: the "
-                "robot will stand still for most of the time. Serve a quicker policy, or ask ahead (drive.prefetch).",
+                f"Before the first movement: the first answer took {took:.2g} s, but a chunk of actions lasts "
+                f"{lasts:.2g} s: the robot will hold still most of the time. Use a faster policy, or request earlier "
+                "(drive.prefetch).",
             )
         self._back_off, self._late = BACK_OFF[0], False
         chunk = self._blended(chunk, begins)
@@ -481,7 +483,7 @@ class Driver:
 def _instruction(task: Any) -> str:
     """Return the robot's instruction. Raises SpecError if it is not text."""
     if not isinstance(task, str):
-        raise SpecError(f"The robot's instruction, '{TASK}', is text, not {type(task).__name__}.")
+        raise SpecError(f"The robot's instruction, '{TASK}', must be text, not {type(task).__name__}.")
     return str(task)
 
 

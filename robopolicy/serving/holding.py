@@ -36,9 +36,9 @@ def unsaid(names: Sequence[str]) -> str:
     """
     listing, first = ", ".join(names), names[0]
     return (
-        f"Neither name nor unit says how {listing} {'stands' if len(names) == 1 else 'stand'} still. Say it, once: "
-        f"drive.positions=[{first}] if it stays at its place, drive.neutral={{{first}: 0}} if it stops at 0 (a "
-        "velocity, a force, a difference); or of all of them: drive.hold=last (positions), drive.hold=zero (others)."
+        f"The hold action of {listing} is undefined: neither name nor unit determines it. Set "
+        f"drive.positions=[{first}] to keep its position, or drive.neutral={{{first}: 0}} to stop at 0 (a velocity, "
+        "a force, a difference); for all elements: drive.hold=last (positions) or drive.hold=zero (others)."
     )
 
 
@@ -92,10 +92,10 @@ class Stillness:
             unknown_mask = self._kinds == Kind.UNKNOWN
             if unknown_mask.any():
                 raise ConfigError(
-                    f"Neither name nor unit says how {policy.called(unknown_mask)} stands still: say hold, the action "
-                    f"that keeps the robot still: zeros where actions are velocities or differences, lambda frames, "
-                    f"last: "
-                    'frames["observation.state"] where they are positions.'
+                    f"The hold action of {policy.called(unknown_mask)} is undefined: neither name nor unit "
+                    "determines it. Pass hold, the action that keeps the robot still: zeros if actions are "
+                    'velocities or differences, lambda frames, last: frames["observation.state"] if they are '
+                    "positions."
                 )
             element_names = {name for each in policy.elements.values() for name in each}
             kinds = zip(policy.names, policy.kinds, strict=True) if policy.names else ()
@@ -106,9 +106,9 @@ class Stillness:
             ]
             if hidden:
                 raise ConfigError(
-                    f"No field shows where {', '.join(hidden)} {'is' if len(hidden) == 1 else 'are'}, and before the "
-                    "first action nobody knows how they stay: say hold, a function (frames, last) that returns the "
-                    "action which keeps the robot still."
+                    f"No field contains the position of {', '.join(hidden)}, so the hold action is unknown before "
+                    "the first action: pass hold, a function (frames, last) that returns the action which keeps the "
+                    "robot still."
                 )
             flat = holding(STANDARD, policy.names, len(policy.kinds), policy.unit, policy.elements)
             hold = lambda frames, last: flat(frames, None if last is None else last.reshape(-1)).reshape(policy.shape)  # noqa: E731
@@ -116,13 +116,16 @@ class Stillness:
         if callable(hold):
             return
         if not np.isfinite(self({}, None)).all():
-            raise ConfigError(f"hold is {hold}: what keeps the robot still is a number in every element.")
+            raise ConfigError(
+                f"hold={hold} must be finite in every element: it is the action that keeps the robot still."
+            )
         grippers = np.array([is_gripper(name) for name in policy.names or ("",) * self._kinds.size], dtype=bool)
         places = (self._kinds == Kind.POSITION) & ~grippers.reshape(policy.shape)
         if places.any() and not self._warned:
             self._warn(
-                f"hold sends {policy.called(places)} to a place of its own whenever the robot is held still: by name "
-                'or unit these are positions. Leave hold out, or return where they are: frames["observation.state"].'
+                f"hold moves {policy.called(places)} to a fixed position whenever the robot is held still, because "
+                "by name or unit these are positions. Remove hold, or return their present position: "
+                'frames["observation.state"].'
             )
 
     def __call__(self, frames: Mapping[str, np.ndarray], last: np.ndarray | None) -> np.ndarray:
@@ -134,15 +137,15 @@ class Stillness:
         action = np.asarray(hold(frames, last) if callable(hold) else hold, dtype=np.float64)
         if action.shape != self._policy.shape:
             raise ConfigError(
-                f"hold has shape {list(action.shape)}, and the policy's actions have {list(self._policy.shape)}: it is "
-                "the action that keeps the robot still."
+                f"hold has shape {list(action.shape)}, but the policy's actions have {list(self._policy.shape)}: it "
+                "must be the action that keeps the robot still."
             )
         moving = (self._kinds == Kind.RATE) & (action != 0)
         if moving.any() and not self._warned:
             self._warn(
-                f"hold keeps {self._policy.called(moving)} at {action[moving].tolist()} while the robot is held still: "
-                "by name or unit these are velocities, forces or differences, and the robot moves on. Return 0 for "
-                "them, or leave hold out."
+                f"hold keeps {self._policy.called(moving)} at {action[moving].tolist()} while the robot is held "
+                "still: by name or unit these are velocities, forces or differences, so the robot would keep "
+                "moving. Return 0 for them, or remove hold."
             )
         return action
 

@@ -68,8 +68,9 @@ class Session:
         names = flat(message, self.limits)
         if unknown_keys := [name for name in names if name.startswith("robopolicy/")]:
             raise SpecError(
-                f"'{unknown_keys[0].replace('/', '.')}' is nothing that a request can "
-                f"say.{did_you_mean(unknown_keys[0], OURS)} Such names stand at the top of a message, in one piece."
+                f"'{unknown_keys[0].replace('/', '.')}' is not a key of a "
+                f"request.{did_you_mean(unknown_keys[0], OURS)} Write such keys at the top level of a message, "
+                "without nesting."
             )
         arrays = {key: self._read(key, field, names) for key, field in self.spec.observation.items()}
         observation: Observation = {}
@@ -105,10 +106,10 @@ class Session:
         used_names = {next((name for name in each if name in names), "") for each in self._accepted.values()}
         rest = {name: value for name, value in names.items() if name not in used_names and not isinstance(value, str)}
         unused = [name for name, value in rest.items() if (getattr(value, "ndim", 1) >= 3) == image]
-        text = f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message holds: "
+        text = f"The observation has no {kind}. Send it as one of: {', '.join(accepted)}. The message contains: "
         text += f"{', '.join(sorted(names)) or 'nothing'}."
         if image and len(unused) == 1:
-            return f"{text} If '{unused[0]}' is it: serve.rename={{{unused[0]}: {key}}} for the server."
+            return f"{text} If it is '{unused[0]}': start the server with serve.rename={{{unused[0]}: {key}}}."
         return text + (did_you_mean(accepted[0], unused) if unused else "")
 
     def _shaped(self, key: str, name: str, array: np.ndarray, field: Field) -> np.ndarray:
@@ -118,7 +119,7 @@ class Session:
             raise SpecError(f"'{name}' has dtype {array.dtype}; '{key}' needs {field.dtype}.")
         frames = array[None] if array.ndim == len(field.shape) else array
         if frames.ndim == len(field.shape) + 1 and len(frames) > self.spec.history:
-            raise SpecError(f"'{name}' has {len(frames)} frames; the policy reads the newest {self.spec.history}.")
+            raise SpecError(f"'{name}' has {len(frames)} frames; the policy reads at most {self.spec.history}.")
         if is_image:
             frames = self._images(key, name, frames, field)
         if frames.ndim != len(field.shape) + 1 or frames.shape[1:] != field.shape or not len(frames):
@@ -140,9 +141,7 @@ class Session:
         height, width = images.shape[1:3]
         if images[0].size > self.limits.image:
             most = "1280 x 720" if self.limits.image == IMAGE_BYTES else str(self.limits.image // 3)
-            raise SpecError(
-                f"'{name}' is {width} x {height}; at most {most} pixels are read: make it smaller before sending."
-            )
+            raise SpecError(f"'{name}' is {width} x {height}, more than {most} pixels: reduce it before sending.")
         return np.stack([resized(frame, field.shape[:2]) for frame in images])
 
 
@@ -151,7 +150,7 @@ def _require_same(key: str, found: Sequence[str], names: Mapping[str, Any]) -> N
     first, *other_values = (names[name] for name in found)
     for name, other in zip(found[1:], other_values, strict=True):
         if not np.array_equal(_array(found[0], first), _array(name, other)):
-            raise SpecError(f"'{found[0]}' and '{name}' both stand for '{key}', and they differ: send one of them.")
+            raise SpecError(f"'{found[0]}' and '{name}' both mean '{key}' but differ: send one of them.")
 
 
 def _array(name: str, value: Any) -> np.ndarray:
@@ -159,10 +158,10 @@ def _array(name: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, bytes | str):
-        coded = " A coded picture (JPEG, PNG) is not read: send its pixels." if isinstance(value, bytes) else ""
+        coded = " Encoded images (JPEG, PNG) are not supported: send the pixels." if isinstance(value, bytes) else ""
         raise SpecError(
             f"'{name}' is {len(value)} {'bytes' if isinstance(value, bytes) else 'characters'} without a shape and a "
-            f"dtype: send an array, as openpi_client.msgpack_numpy packs them.{coded}"
+            f"dtype: send an array, as packed by openpi_client.msgpack_numpy.{coded}"
         )
     try:
         array = np.asarray(value)
@@ -171,7 +170,7 @@ def _array(name: str, value: Any) -> np.ndarray:
         )
         return array.astype(np.uint8) if are_pixels else array  # lists say no dtype, and pixels in them are certain
     except (ValueError, OverflowError, TypeError) as error:
-        raise SpecError(f"'{name}' is no array ({str(error)[:100]}).") from error
+        raise SpecError(f"'{name}' is not an array ({str(error)[:100]}).") from error
 
 
 def _float32(array: np.ndarray) -> np.ndarray:
@@ -191,13 +190,13 @@ def flat(message: Mapping[Any, Any], limits: Limits) -> dict[str, Any]:
             name = prefix + text.replace(".", "/")
             if len(name) > limits.name or depth > limits.depth or len(names) >= limits.names:
                 raise SpecError(
-                    f"A message has at most {limits.names} fields, nested {limits.depth} deep, with names of at most "
-                    f"{limits.name} characters; this one goes beyond that at '{name[:40]}...'."
+                    f"A message may have at most {limits.names} fields, nested {limits.depth} deep, with names of at "
+                    f"most {limits.name} characters; this one exceeds that at '{name[:40]}...'."
                 )
             if isinstance(value, Mapping):
                 waiting.append((name + "/", value, depth + 1))
             elif name in names:
-                raise SpecError(f"The message holds '{name}' twice: '/' stands for '.' and for nesting.")
+                raise SpecError(f"The message contains '{name}' twice: '/' is equivalent to '.' and to nesting.")
             else:
                 names[name] = value
     return names
@@ -212,7 +211,9 @@ def accepted_names(fields: Iterable[str], rename: Mapping[str, str]) -> dict[str
     accepted = {key: _names(key, cameras_of(fields)) for key in fields}
     for name, key in rename.items():
         if key not in accepted:
-            raise SpecError(f"'{name}' is renamed to '{key}', no field of the policy.{did_you_mean(key, fields)}")
+            raise SpecError(
+                f"'{name}' is renamed to '{key}', which is not a field of the policy.{did_you_mean(key, fields)}"
+            )
         accepted[key].insert(0, name.replace(".", "/"))
     return accepted
 
@@ -250,9 +251,9 @@ def _task(names: Mapping[str, Any], spec: PolicySpec) -> str:
     texts = {name: names[name] for name in (TASK, "prompt") if name in names}
     for name, text in texts.items():
         if not isinstance(text, str):
-            raise SpecError(f"'{name}' is text, not {type(text).__name__}.")
+            raise SpecError(f"'{name}' must be text, not {type(text).__name__}.")
     if len(set(texts.values())) > 1:
-        raise SpecError("'task' and 'prompt' say different things: send one of them.")
+        raise SpecError("'task' and 'prompt' differ: send one of them.")
     if texts:
         return next(iter(texts.values()))
     return spec.instructions[0] if len(spec.instructions) == 1 else ""

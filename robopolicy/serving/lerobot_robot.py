@@ -76,12 +76,12 @@ def make_lerobot_robot(name: str, options: Mapping[str, Any]) -> "Robot":
             raise ConfigError(f"LeRobot has no robot '{name}'.{did_you_mean(name, robot_types)}{import_errors}")
         kind = robot_types[name]
     if not (isinstance(kind, type) and issubclass(kind, RobotConfig)):
-        raise ConfigError(f"'{name}' is no RobotConfig of LeRobot's: name the class of the robot's configuration.")
+        raise ConfigError(f"'{name}' is not a LeRobot RobotConfig: pass the class of the robot's configuration.")
     try:
         config: RobotConfig = draccus.decode(kind, dict(options))
         return make_robot_from_config(config)
     except Exception as error:  # LeRobot wraps what drivers raise; all of it is about what the user has named
-        raise ConfigError(f"The robot '{name}' cannot be made with the options {dict(options)}: {error}") from error
+        raise ConfigError(f"The robot '{name}' cannot be created with the options {dict(options)}: {error}") from error
 
 
 def _import_robots() -> dict[str, str]:
@@ -151,10 +151,10 @@ class AttachedLeRobot:
         try:
             self._call("connect", lambda: self.robot.connect(calibrate=False), CONNECTS_WITHIN)
             self._connected = True
-            if not self._call("say whether it is calibrated", lambda: self.robot.is_calibrated, CONNECTS_WITHIN):
+            if not self._call("report whether it is calibrated", lambda: self.robot.is_calibrated, CONNECTS_WITHIN):
                 raise ConfigError(
-                    f"{self.robot} is not calibrated. Do that first: lerobot-calibrate --robot.type={self.robot.name} "
-                    f"--robot.id={self.robot.id} with the options that it has here."
+                    f"{self.robot} is not calibrated. Calibrate it first: lerobot-calibrate "
+                    f"--robot.type={self.robot.name} --robot.id={self.robot.id} with the options that it has here."
                 )
         except BaseException:
             self.stop()
@@ -166,9 +166,11 @@ class AttachedLeRobot:
 
     def observe(self) -> dict[str, np.ndarray]:
         """Return the robot's present observation: the policy's fields -> frames [*shape], images RGB."""
-        observation = self._call("show what it sees", self.robot.get_observation, self.answers_within)
+        observation = self._call("return an observation", self.robot.get_observation, self.answers_within)
         if not is_mapping(observation):
-            raise SpecError(f"{self.robot} shows {in_one_line(observation, 80)}, and no values by name.")
+            raise SpecError(
+                f"{self.robot} returned {in_one_line(observation, 80)} instead of an observation with named values."
+            )
         rgb_images = {
             name: np.ascontiguousarray(np.asarray(observation[name])[..., ::-1])
             for name in self._bgr
@@ -201,7 +203,7 @@ class AttachedLeRobot:
     def send(self, action: np.ndarray) -> None:
         """Send `action` [A] to the robot, in the policy's units."""
         command, self._sent = self.wiring.command(action), action
-        self._call("take an action", lambda: self.robot.send_action(command), self.answers_within)
+        self._call("execute an action", lambda: self.robot.send_action(command), self.answers_within)
 
     def stop(self) -> None:
         """Stop the robot at its present position and disconnect it; failures are reported as a warning. May be called
@@ -219,14 +221,14 @@ class AttachedLeRobot:
         if self._shown and self.placed.all() and (free or self._stops.any()):
             self._from_beside()  # a call that hangs, such as a camera's, must not keep a base driving
             failed += self._attempted(
-                "told to stand still", lambda: self.robot.send_action(self.wiring.command(self.still()))
+                "set to its hold action", lambda: self.robot.send_action(self.wiring.command(self.still()))
             )
         self._from_beside()
         failed += self._attempted("disconnected", self.robot.disconnect)
         self._calls.end()
         if failed and self._connected:  # who never was connected need not be told to let go
             warnings.warn(
-                f"{self.robot} could not be {'; nor '.join(failed)}. Take its power away if it moves.",
+                f"{self.robot} could not be {'; nor '.join(failed)}. Switch off its power if it moves.",
                 RobopolicyWarning,
                 stacklevel=3,
             )
@@ -266,8 +268,8 @@ class AttachedLeRobot:
                 self._pictures[field] = image.copy(), now, place
             elif now - since > self.camera_age and (np.abs(place - then) > MOVED).any():
                 raise ServingError(
-                    f"Camera '{name}' has shown the same picture for {now - since:.1f} s while the robot moved: it is "
-                    "frozen. The robot was stopped."
+                    f"Camera '{name}' has returned the same image for {now - since:.1f} s while the robot moved: it "
+                    "is frozen. The robot was stopped."
                 )
 
 
@@ -366,7 +368,10 @@ def drive_robot(
     rate = driver.fps if rate == 0 else rate
     steps = round(attached.seconds * rate)
     if rate < 0 or steps < 1:
-        raise ConfigError(f"A robot runs by the clock: rate={rate:g} and seconds={attached.seconds:g} make no episode.")
+        raise ConfigError(
+            f"A LeRobot robot needs a fixed control rate: rate={rate:g} and seconds={attached.seconds:g} make no "
+            "episode."
+        )
     clock, start = Clock(rate), time.perf_counter()
     task = {TASK: attached.task} if attached.task else {}
     try:
@@ -382,7 +387,7 @@ def drive_robot(
                         robot.send(action)
                     driver.require_server()
                     clock.wait()
-                    advance(1, f"{driver.counts['held']} held still")
+                    advance(1, f"{driver.counts['held']} held")
     finally:
         requests.close()
     return {

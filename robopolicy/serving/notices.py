@@ -58,7 +58,9 @@ def far_from_known(policy: DescribedPolicy, frames: Mapping[str, np.ndarray]) ->
         allowed = FAR * np.where(width > 0, width, np.maximum(np.abs(low), 1e-3))
         names = policy.elements.get(key) or tuple(f"{key}[{place}]" for place in range(values.size))
         for place in np.flatnonzero(beyond > allowed):
-            description = f"{names[place]} is {values[place]:.4g} (known: {low[place]:.4g} to {high[place]:.4g})"
+            description = (
+                f"{names[place]} is {values[place]:.4g} (training data: {low[place]:.4g} to {high[place]:.4g})"
+            )
             elements.append((float(beyond[place] / allowed[place]), description))
     elements.sort(reverse=True)
     more = f" and {len(elements) - 3} more" if len(elements) > 3 else ""

@@ -111,11 +111,11 @@ CHECK = "robopolicy.check"
 
 _KINDS = "biuf"
 
-_ARRAYS = "send arrays, as openpi_client.msgpack_numpy packs them"
+_ARRAYS = "send arrays, as packed by openpi_client.msgpack_numpy"
 
 _WAYS_OUT = {
-    "max_array_len": f" Its lists are too long, a picture as lists of numbers perhaps: {_ARRAYS}.",
-    "max_ext_len": f" It holds an extension type of msgpack, which says nothing here: {_ARRAYS}.",
+    "max_array_len": f" Its lists are too long (an image as lists of numbers?): {_ARRAYS}.",
+    "max_ext_len": f" It contains a msgpack extension type, which is not supported: {_ARRAYS}.",
 }
 """Remedies for some of msgpack's errors, by a word in the error."""
 
@@ -158,7 +158,7 @@ def unsealed(data: bytes) -> dict[str, Any]:
     """
     message = unpack(data)
     if not isinstance(message, dict) or message.pop(CHECK, None) != zlib.crc32(data[:-4]).to_bytes(4, "big"):
-        raise SpecError("The message was damaged on its way: its checksum is wrong.")
+        raise SpecError("The message was damaged in transit: its checksum is wrong.")
     return message
 
 
@@ -169,14 +169,14 @@ def unpack(data: bytes, limits: Limits | None = None) -> Any:
     """
     limits = limits or Limits(length=2**20, elements=2**22, names=10_000, text=2**20)
     if len(data) > limits.message:
-        raise SpecError(f"The message has {len(data)} bytes; at most {limits.message} are read.")
+        raise SpecError(f"The message has {len(data)} bytes; at most {limits.message} are accepted.")
     count = 0
 
     def counted(part: Any) -> Any:
         nonlocal count
         count += len(part)
         if count > limits.elements:
-            raise SpecError(f"The message lists more than {limits.elements} values: {_ARRAYS}.")
+            raise SpecError(f"The message contains more than {limits.elements} list values: {_ARRAYS}.")
         return part
 
     try:
@@ -224,8 +224,8 @@ def _decode(value: dict[Any, Any]) -> Any:
         return value
     if entries.get("kind", b"") not in (b"", "") or not entries.keys() <= _OF_ARRAYS:
         raise SpecError(
-            f"An array with the keys {', '.join(map(str, entries))[:100]} is read in no form: {_ARRAYS}. Objects and "
-            "structures are never unpacked."
+            f"An array with the keys {', '.join(map(str, entries))[:100]} has an unknown format: {_ARRAYS}. Objects "
+            "and structures are never unpacked."
         )
     dtype, data = _dtype(kind), entries["data"]
     if "__npgeneric__" in entries and not isinstance(data, bytes):
@@ -233,11 +233,11 @@ def _decode(value: dict[Any, Any]) -> Any:
     shape = entries.get("shape", ())
     if not isinstance(data, bytes) or not isinstance(shape, list | tuple):
         raise SpecError(
-            f"An array's data are bytes and its shape is a list, not {type(data).__name__} and {shape!r:.40}."
+            f"An array's data must be bytes and its shape a list, not {type(data).__name__} and {shape!r:.40}."
         )
     is_shape = len(shape) <= 8 and all(isinstance(size, int) and size >= 0 for size in shape)
     if not is_shape or math.prod(shape) * dtype.itemsize != len(data):
-        raise SpecError(f"An array of shape {shape[:8]} and dtype {dtype} does not fit its {len(data)} bytes.")
+        raise SpecError(f"An array of shape {shape[:8]} and dtype {dtype} does not match its {len(data)} bytes.")
     array = np.frombuffer(data, dtype).reshape(shape)
     return array if "shape" in entries else array[()]
 

@@ -120,8 +120,8 @@ def require_safe_address(settings: ServerSettings) -> None:
         loopback = False
     if not loopback and not settings.api_key:
         raise ServingError(
-            f"Listening on {settings.host} lets the whole network move your robot. Set an API key with "
-            f"ROBOPOLICY_API_KEY=SECRET (or serve.api_key=SECRET), or listen on 127.0.0.1."
+            f"Listening on {settings.host} lets anyone on the network control your robot. Set an API key with "
+            "ROBOPOLICY_API_KEY=SECRET (or serve.api_key=SECRET), or listen on 127.0.0.1."
         )
 
 
@@ -160,7 +160,7 @@ class PolicyServer:
             port = next(iter(server.sockets)).getsockname()[1]
             self.log("listening", host=self.settings.host, port=port)
             if 0 < len(self.settings.api_key) < SHORT_KEY:  # wrong ones are answered, not held back
-                self.log("short key", logging.WARNING, text=f"Take {SHORT_KEY} random characters: openssl rand -hex 16")
+                self.log("short key", logging.WARNING, text=f"Use {SHORT_KEY} random characters: openssl rand -hex 16")
             on_ready(port)
             await stop.wait()
             self.log("stopping", connections=self.metrics.connections)
@@ -230,7 +230,7 @@ class PolicyServer:
     def _unready(self) -> str | None:
         """Return the reason why the next request would be refused, None if it would be accepted."""
         if self.queue.trouble is None and len(self.queue) >= self.settings.maximum_waiting:
-            return "Busy: as many requests wait as may."
+            return "Busy: the maximum number of requests is waiting."
         return self.queue.trouble
 
     def _metrics(self) -> str:
@@ -274,14 +274,14 @@ class PolicyServer:
             text = str(error)
         else:  # foreign code: even its text may raise
             mark = secrets.token_hex(4)
-            text = f"The policy failed ({type(error).__name__}); the server's log says why under error {mark}."
+            text = f"The policy failed ({type(error).__name__}); see the server's log for error {mark}."
             self.log("error", logging.ERROR, connection=number, error=mark, trace=_trace(error))
         reason = {"wrong observation": "observation", "busy": "busy"}.get(kind, "policy")
         self.metrics.refused[reason] += 1
         self.log("refused", logging.WARNING, connection=number, reason=reason, text=text[:500])
         with suppress(ConnectionClosed):
             await connection.send(text[:4000])
-            await connection.close(code, f"{kind}; the text message before this says what")
+            await connection.close(code, f"{kind}; see the previous text message")
 
     def metadata(self) -> dict[str, Any]:
         """Metadata sent to a connecting client: fields, history, chunk, length and chunking of predictions, rate,
@@ -388,7 +388,7 @@ class _Conversation:
     def _unpacked(self, message: bytes) -> dict[Any, Any]:
         request = unpack(message, self.server.limits)
         if not isinstance(request, dict):
-            raise SpecError(f"An observation is a mapping from names to arrays, not {type(request).__name__}.")
+            raise SpecError(f"An observation must be a mapping from names to arrays, not {type(request).__name__}.")
         request = {key.decode("utf-8", "replace") if isinstance(key, bytes) else key: request[key] for key in request}
         if REQUEST in request:
             request[REQUEST] = fingerprint(message)
@@ -420,7 +420,7 @@ class _Conversation:
 def _said(value: Any) -> bool:
     """Return the value of RESET in a request. Raises SpecError if it is neither true nor false."""
     if value is not None and (not isinstance(value, bool | int | np.bool_ | np.integer) or value not in (0, 1)):
-        raise SpecError(f"'{RESET}' is true or false, not {type(value).__name__}.")
+        raise SpecError(f"'{RESET}' must be true or false, not {type(value).__name__}.")
     return bool(value)
 
 

@@ -44,20 +44,22 @@ def taken(request: MutableMapping[Any, Any], spec: PolicySpec, decisions: int) -
     """
     if PLAN not in request:
         if request.pop(DELAY, None) is not None:
-            raise SpecError(f"'{DELAY}' belongs to '{PLAN}', the actions that are left, and that is missing.")
+            raise SpecError(f"'{DELAY}' needs '{PLAN}', the remaining actions, which is missing.")
         return None
     actions, delay = request.pop(PLAN), request.pop(DELAY, 0)
     kind = isinstance(actions, np.ndarray) and actions.dtype.kind in "fiu"
     if not kind or actions.shape[1:] != spec.action.shape or len(actions) > spec.prediction:
         label = list(actions.shape) if isinstance(actions, np.ndarray) else type(actions).__name__
         raise SpecError(
-            f"'{PLAN}' holds the actions that are left, [n, {str(list(spec.action.shape))[1:-1]}] numbers with at most "
-            f"{spec.prediction} steps, not {label}."
+            f"'{PLAN}' must contain the remaining actions, [n, {str(list(spec.action.shape))[1:-1]}] numbers with at "
+            f"most {spec.prediction} steps, not {label}."
         )
     if not np.isfinite(actions).all():
-        raise NonFiniteError(f"'{PLAN}' holds NaN or infinity.")
+        raise NonFiniteError(f"'{PLAN}' contains NaN or infinity.")
     if isinstance(delay, bool) or not isinstance(delay, int) or not 0 <= delay <= len(actions):
-        raise SpecError(f"'{DELAY}' is an integer from 0 to {len(actions)}, the number of actions left, not {delay!r}.")
+        raise SpecError(
+            f"'{DELAY}' must be an integer from 0 to {len(actions)}, the number of remaining actions, not {delay!r}."
+        )
     return Left(actions.astype(np.float32), delay, decisions if len(actions) else 0)
 
 
@@ -94,8 +96,8 @@ class RobotSession(Session):
             return None
         if not offered:
             raise SpecError(
-                f"'{PLAN}' is for servers that offer a chunking, and this one does not: start it with "
-                "serve.chunking=rtc, or send observations alone."
+                f"'{PLAN}' needs a server with chunking, and this server has none: start it with serve.chunking=rtc, "
+                "or send observations only."
             )
         self.plans = remaining.decisions + 1
         return remaining
@@ -103,7 +105,7 @@ class RobotSession(Session):
     def seed(self, value: Any, device: torch.device) -> None:
         """Use a separate noise generator with this seed from now on. Raises SpecError unless `value` is an integer."""
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-            raise SpecError(f"'{SEED}' is an integer from 0 to 2**63 - 1.")
+            raise SpecError(f"'{SEED}' must be an integer from 0 to 2**63 - 1.")
         self.generator = torch.Generator(device).manual_seed(value)
 
 
@@ -134,18 +136,22 @@ class Sessions:
         """
         name = request.pop(SESSION, "")
         if not isinstance(name, str) or len(name) > self.limits.name:
-            raise SpecError(f"'{SESSION}' is text of at most {self.limits.name} characters.")
+            raise SpecError(f"'{SESSION}' must be text of at most {self.limits.name} characters.")
         now = time.monotonic()
         session = self._known.get((connection, name))
         if session is None or now - session.used > self.expiry:
             self._forget_idle(now)
             if sum(owner == connection for owner, _ in self._known) >= self.limits.sessions:
-                raise SpecError(f"One connection serves at most {self.limits.sessions} sessions: open another.")
+                raise SpecError(
+                    f"One connection serves at most {self.limits.sessions} sessions: open another connection."
+                )
             most = self.limits.address_sessions
             if sum(session.address == address for session in self._known.values()) >= most:
                 raise SpecError(f"One address has at most {most} sessions: close connections that are not needed.")
             if len(self._known) >= self.limits.all_sessions:
-                raise SpecError(f"The server keeps {self.limits.all_sessions} sessions, and all are in use: try later.")
+                raise SpecError(
+                    f"The server has at most {self.limits.all_sessions} sessions, and all are in use: try again later."
+                )
             session = self._known[connection, name] = RobotSession(self.spec, self.rename, self.limits)
             session.address = address
         session.used = now

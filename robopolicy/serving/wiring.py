@@ -79,13 +79,13 @@ class Wiring:
             name for name in (*sum(self.vectors.values(), ()), *self.cameras.values()) if shown.get(name) is None
         ]
         if missing_names:
-            raise SpecError(f"The robot has stopped showing {', '.join(missing_names)}; it shows {', '.join(shown)}.")
+            raise SpecError(f"The robot no longer provides {', '.join(missing_names)}; it provides {', '.join(shown)}.")
         frames = {field: self._vector(names, shown) for field, names in self.vectors.items()}
         for field, name in self.cameras.items():
             image = np.asarray(shown[name])
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[-1] != 3 or not image.size:
                 raise SpecError(
-                    f"Camera '{name}' shows {image.dtype} {list(image.shape)}, not uint8 [height, width, 3]."
+                    f"Camera '{name}' returned {image.dtype} {list(image.shape)} instead of uint8 [height, width, 3]."
                 )
             frames[field] = image
         return frames
@@ -126,11 +126,11 @@ class Wiring:
         lines = [self._line(f"{field} <-", names, self.units[field]) for field, names in self.vectors.items()]
         lines += [f"{field} <- camera {name}" for field, name in self.cameras.items()]
         lines.append(self._line("action ->", self.action, self.units["action"]))
-        return "\n".join([*lines, "Held still or stopped:", self.standing.text(self.shows)])
+        return "\n".join([*lines, "Hold action, when the robot is held or stopped:", self.standing.text(self.shows)])
 
     def _line(self, what: str, names: tuple[str, ...], unit: str) -> str:
         parts = [f"{name} x {self.factors[name]:g}" if name in self.factors else name for name in names]
-        return f"{what} {', '.join(parts)} [{unit or 'unit not said'}]"
+        return f"{what} {', '.join(parts)} [{unit or 'unit unknown'}]"
 
     def _vector(self, names: tuple[str, ...], shown: Mapping[str, Any]) -> np.ndarray:
         numbers = [_number(shown[name]) * self.factors.get(name, 1.0) for name in names]
@@ -139,7 +139,7 @@ class Wiring:
         if not np.isfinite(values).all():
             invalid = [name for name, value in zip(names, values, strict=True) if not np.isfinite(value)]
             shows = ", ".join(f"{name} ({in_one_line(shown[name], 40)})" for name in invalid)
-            raise NonFiniteError(f"The robot shows NaN, infinity or no number for {shows}.")
+            raise NonFiniteError(f"The robot returned NaN, infinity or a non-number for {shows}.")
         return values
 
 
@@ -160,7 +160,7 @@ def wired(
         if name not in shows and name not in takes:
             raise SpecError(f"The robot has no '{name}' to rename or scale.{did_you_mean(name, {**shows, **takes})}")
     if not all(np.isfinite(value) and value for value in scale.values()):
-        raise SpecError(f"scale={dict(scale)}: factors are finite, and not 0.")
+        raise SpecError(f"scale={dict(scale)}: factors must be finite and not 0.")
     robot_names = {policy: robot for robot, policy in rename.items()}
     motors = {name: kind for name, kind in shows.items() if not isinstance(kind, tuple)}
     pictures = {name: kind for name, kind in shows.items() if isinstance(kind, tuple)}
@@ -178,7 +178,7 @@ def wired(
     action = _elements("gives", metadata["action"], robot_names, takes)
     if missing_motors := [name for name in takes if name not in action]:
         raise SpecError(
-            f"The robot takes {', '.join(missing_motors)}, which the policy does not give: it gives "
+            f"The robot needs {', '.join(missing_motors)}, which the policy does not output: it outputs "
             f"{', '.join(action)}."
         )
     return Wiring(vectors, cameras, action, dict(scale), units, frozenset(motors), dict(rename))
@@ -196,9 +196,9 @@ def _camera(field: str, own: Mapping[str, str], pictures: Mapping[str, Any]) -> 
     name = own.get(field, field.removeprefix(IMAGE_PREFIX))
     if name not in pictures:
         raise SpecError(
-            f"The policy looks through the camera '{name}', which the robot does not have; it has "
-            f"{', '.join(pictures) or 'none'}.{did_you_mean(name, pictures) if pictures else ''} Add it to the robot's "
-            f"options, or say which one it is: rename={{NAME: {field}}}."
+            f"The policy reads the camera '{name}', which the robot does not have; it has "
+            f"{', '.join(pictures) or 'none'}.{did_you_mean(name, pictures) if pictures else ''} Add it to the "
+            f"robot's options, or rename one of its cameras: rename={{NAME: {field}}}."
         )
     return name
 
@@ -210,18 +210,19 @@ def _elements(
     names, shape = tuple(map(str, described.get("names") or ())), list(described["shape"])
     if len(names) != int(np.prod(shape)):
         raise SpecError(
-            f"The policy does not name the {int(np.prod(shape))} elements that it {what}, so nobody can tell which is "
-            'which: write them, "names", into the checkpoint\'s config.json, in the order that it was trained with (of '
-            'LeRobot\'s into robopolicy.json beside it: "names": {"action": ["shoulder_pan.pos", ...]}).'
+            f"The policy has no names for the {int(np.prod(shape))} elements that it {what}, so they cannot be "
+            "matched with the robot's: add \"names\" to the checkpoint's config.json, in the order that it was "
+            'trained with (for LeRobot checkpoints to robopolicy.json next to it: "names": {"action": '
+            '["shoulder_pan.pos", ...]}).'
         )
     elements = tuple(own.get(name, name) for name in names)
     missing_pairs = [(name, element) for name, element in zip(names, elements, strict=True) if element not in known]
     if missing_pairs:
         raise SpecError(
-            f"The robot has no {', '.join(repr(element) for _, element in missing_pairs)}, which the policy {what}; it "
-            f"has {', '.join(known) or 'nothing of that kind'}. Where only names differ, say so: "
-            f"rename={{ROBOT'S NAME: {missing_pairs[0][0]}}}."
+            f"The robot has no {', '.join(repr(element) for _, element in missing_pairs)}, which the policy {what}; "
+            f"it has {', '.join(known) or 'nothing of that kind'}. If only the names differ, set rename={{ROBOT'S "
+            f"NAME: {missing_pairs[0][0]}}}."
         )
     if len(set(elements)) != len(elements):
-        raise SpecError(f"Two elements of what the policy {what} have one name of the robot's: {', '.join(elements)}.")
+        raise SpecError(f"Two elements that the policy {what} have the same name on the robot: {', '.join(elements)}.")
     return elements

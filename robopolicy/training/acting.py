@@ -58,8 +58,8 @@ class MixedPolicy:
         learner_spec, other = learner.spec, turns.teacher.spec
         if other.chunk < learner_spec.chunk:
             raise ConfigError(
-                f"The teacher decides on {other.chunk} control steps at a time and the policy on {learner_spec.chunk}, "
-                f"so it cannot act in its place: set teacher_acts to 0, where it labels alone."
+                f"The teacher's chunks have {other.chunk} control steps, the policy's {learner_spec.chunk}, so the "
+                "teacher cannot act in its place: set teacher_acts=0, so that it only labels."
             )
         self.learner, self.turns = learner, turns
 

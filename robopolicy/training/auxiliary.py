@@ -103,8 +103,8 @@ def seeing_encoder(policy: Trainable) -> ObservationEncoder:
         if isinstance(module, ObservationEncoder) and any(each.requires_grad for each in module.cameras.parameters()):
             return module
     raise ConfigError(
-        f"auxiliary_keys teaches an encoder of images what lies where, and {type(policy).__name__} learns none of "
-        "ours: let a diffusion or flow policy read cameras (policy.observation_keys), or leave it []."
+        f"auxiliary_keys supervises a trainable image encoder, and {type(policy).__name__} has no built-in one: use "
+        "a diffusion or flow policy that reads cameras (policy.observation_keys), or set auxiliary_keys=[]."
     )
 
 
@@ -118,11 +118,11 @@ def new_head(policy: Trainable, episodes: Episodes, config: PretrainConfig, seed
     vectors = [key for key in episodes.observation if not key.startswith(IMAGE_PREFIX)]
     for key in config.auxiliary_keys:
         if key in policy.spec.observation:
-            raise ConfigError(f"The policy reads '{key}' itself: leave it out of auxiliary_keys.")
+            raise ConfigError(f"The policy already reads '{key}': remove it from auxiliary_keys.")
         if key not in vectors:
             raise DataError(
-                f"auxiliary_keys names '{key}', and the data have no such vector.{did_you_mean(key, vectors)} Record "
-                "it (the world has to show it), or leave it out."
+                f"auxiliary_keys contains '{key}', which is not a vector in the data.{did_you_mean(key, vectors)} "
+                "Record it (the world must output it), or remove it from auxiliary_keys."
             )
         fields[key] = episodes.observation_fields[key]
     require_finite_columns(episodes, config.auxiliary_keys)

@@ -42,7 +42,7 @@ class FitConfig:
         if self.steps < 1 or self.log_every < 1 or self.checkpoint_every < 1:
             raise ConfigError("steps, log_every and checkpoint_every must be at least 1.")
         if not 0 <= self.ema_decay < 1:
-            raise ConfigError(f"ema_decay is {self.ema_decay}; it must be in [0, 1), where 0 switches it off.")
+            raise ConfigError(f"ema_decay={self.ema_decay} must be in [0, 1); 0 disables it.")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RegressionConfig:
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
-            raise ConfigError(f"batch_size is {self.batch_size}; it must be at least 1.")
+            raise ConfigError(f"batch_size={self.batch_size} must be at least 1.")
         _require_micro_batch(self.micro_batch)
 
 
@@ -77,11 +77,11 @@ class PretrainConfig(RegressionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.auxiliary_weight < math.inf:
-            raise ConfigError(f"auxiliary_weight is {self.auxiliary_weight}: choose a number above 0.")
+            raise ConfigError(f"auxiliary_weight={self.auxiliary_weight} must be above 0.")
         if self.keep_conditions and self.auxiliary_keys:
             raise ConfigError(
-                f"keep_conditions=true leaves the encoder as it is, and auxiliary_keys={list(self.auxiliary_keys)} "
-                "teach it: leave out one of them."
+                f"keep_conditions=true requires a frozen encoder, but auxiliary_keys={list(self.auxiliary_keys)} "
+                "train it: set only one of them."
             )
 
 
@@ -100,7 +100,7 @@ class DistillConfig(RegressionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps < 1 or not 0 <= self.teacher_points < 1:
-            raise ConfigError("steps must be at least 1, teacher_points in [0, 1).")
+            raise ConfigError("steps must be at least 1, and teacher_points in [0, 1).")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class TeachConfig(PretrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.rounds, self.episodes, self.last_steps) < 1 or not 0 <= self.teacher_share <= 1:
-            raise ConfigError("rounds, episodes and last_steps must be at least 1, teacher_share between 0 and 1.")
+            raise ConfigError("rounds, episodes and last_steps must be at least 1, and teacher_share in [0, 1].")
 
     @property
     def last_fit(self) -> FitConfig:
@@ -283,54 +283,56 @@ class FinetuneConfig(AlgorithmConfig):
     def __post_init__(self):
         for name in ("iterations", "rollout_length", "groups", "group_size", "epochs", "minibatch", "checkpoint_every"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
         _require_micro_batch(self.micro_batch)
         if self.scored_steps < 0:
-            raise ConfigError(f"scored_steps is {self.scored_steps}; it must be at least 1, or 0 for all.")
+            raise ConfigError(f"scored_steps={self.scored_steps} must be at least 1, or 0 for all steps.")
         if not 0 < self.discount <= 1 or not 0 <= self.gae_lambda <= 1:
-            raise ConfigError(f"discount {self.discount} must be in (0, 1], gae_lambda {self.gae_lambda} in [0, 1].")
+            raise ConfigError(
+                f"discount={self.discount} must be in (0, 1], and gae_lambda={self.gae_lambda} in [0, 1]."
+            )
         if min(self.overprovision, self.staleness, self.delay) < 0:
             raise ConfigError(
-                f"overprovision {self.overprovision}, staleness {self.staleness} and delay {self.delay} must be at "
+                f"overprovision={self.overprovision}, staleness={self.staleness} and delay={self.delay} must be at "
                 "least 0."
             )
         if self.patience < 0 or (self.patience and not self.evaluate_every):
             raise ConfigError(
-                f"patience {self.patience} counts evaluations, at least 0, and evaluate_every is {self.evaluate_every}."
+                f"patience={self.patience} counts evaluations and must be at least 0, but "
+                f"evaluate_every={self.evaluate_every}."
             )
         if sum(value > 0 for value in (self.staleness, self.delay, self.props)) > 1:
             raise ConfigError(
-                f"staleness {self.staleness} collects in a thread, delay {self.delay} in turns with old weights, props "
-                f"{self.props} with adjusted ones: choose one."
+                f"staleness={self.staleness} (background collection), delay={self.delay} (synchronous, with old "
+                f"weights) and props={self.props} (adjusted weights) exclude each other: set only one."
             )
         if self.props_past and not self.props:
-            raise ConfigError(f"props_past is {self.props_past} without props: set props to 2 parts or more.")
+            raise ConfigError(f"props_past={self.props_past} needs props: set props to 2 parts or more.")
         if self.overprovision and self.props:
             raise ConfigError(
-                f"overprovision {self.overprovision} leaves groups to the next part of props {self.props}."
+                f"overprovision={self.overprovision} cannot be combined with props={self.props}: unfinished "
+                "groups would move to the next part."
             )
         if self.stop_still < 0:
-            raise ConfigError(f"stop_still is {self.stop_still}; it must be at least 0.")
+            raise ConfigError(f"stop_still={self.stop_still} must be at least 0.")
         if not 0 <= self.teacher_acts <= 1 or self.teacher_until <= 0:
             raise ConfigError(
-                f"teacher_acts is {self.teacher_acts}, teacher_until {self.teacher_until}: a share in [0, 1] of the "
-                "decisions, and one above 0 of the run."
+                f"teacher_acts={self.teacher_acts} must be a fraction of the policy calls in [0, 1], and "
+                f"teacher_until={self.teacher_until} a fraction of the run above 0."
             )
         if self.expert_rows < 0:
-            raise ConfigError(f"expert_rows is {self.expert_rows}; it must be at least 0.")
+            raise ConfigError(f"expert_rows={self.expert_rows} must be at least 0.")
         if not 0 <= self.proximal_decay < 1:
-            raise ConfigError(
-                f"proximal_decay is {self.proximal_decay}; it must be in [0, 1), where 0 averages nothing."
-            )
+            raise ConfigError(f"proximal_decay={self.proximal_decay} must be in [0, 1); 0 disables the average.")
         if self.actor_warmup < 1:
-            raise ConfigError(f"actor_warmup is {self.actor_warmup}; 1 means none.")
+            raise ConfigError(f"actor_warmup={self.actor_warmup} must be at least 1; 1 disables the warm-up.")
         if min(self.clip, self.clip_base or self.clip, self.clip_high or self.clip) <= 0:
             raise ConfigError("clip, clip_base and clip_high must be positive.")
 
 
 def _require_micro_batch(size: int) -> None:
     if size < 0:
-        raise ConfigError(f"micro_batch is {size}; it must be at least 1, or 0 for none.")
+        raise ConfigError(f"micro_batch={size} must be at least 1, or 0 to disable it.")
 
 
 NEARNESS = "bc"
@@ -380,8 +382,10 @@ class OnlineConfig:
 
     def __post_init__(self) -> None:
         if not (0 <= self.retain <= 1 and 0 <= self.base_share <= 1):
-            raise ConfigError(f"retain {self.retain} and base_share {self.base_share} are shares, in [0, 1].")
+            raise ConfigError(
+                f"retain={self.retain} and base_share={self.base_share} are fractions and must be in [0, 1]."
+            )
         if min(self.steps, self.warmup, self.evaluate_every, *self.evaluate_at, 0) < 0 or self.updates < 0:
-            raise ConfigError("steps, warmup, updates, evaluate_every and evaluate_at cannot be negative.")
+            raise ConfigError("steps, warmup, updates, evaluate_every and evaluate_at must not be negative.")
         if self.batch_size < 1 or self.checkpoint_every < 1:
             raise ConfigError("batch_size and checkpoint_every must be at least 1.")

@@ -15,9 +15,9 @@ class Ended(StrEnum):
     """Reason why a run ended."""
 
     TARGET = "target reached"
-    PARTED = "gap with no real gain"
+    PARTED = "real and imagined success diverge without real gain"
     PATIENCE = "patience"
-    ITERATIONS = "iterations done"
+    ITERATIONS = "all iterations done"
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ class SteeredPolicy(nn.Module):
         Raises ConfigError when `inner` cannot start from given noise.
         """
         if not isinstance(inner, ActsFromNoise):
-            raise ConfigError(f"{type(inner).__name__} does not begin with given noise, which is how an agent steers.")
+            raise ConfigError(f"{type(inner).__name__} cannot start from given noise, which steering (DSRL) requires.")
         return _by_means_of(self, inner)
 
     def begin_to_act(self) -> None:
@@ -233,13 +233,17 @@ class BestOfPolicy(nn.Module):
     def __init__(self, base: Policy, agent: OfflineAgent, interface: Interface, count: int = 16):
         super().__init__()
         if count < 1:
-            raise ConfigError(f"The best of {count} decisions: at least 1.")
+            raise ConfigError(f"Best-of-N needs at least 1 candidate, got {count}.")
         if interface.chunk != base.spec.chunk:
             raise ConfigError(
-                f"The critic judges chunks of {interface.chunk}, the policy decides on {base.spec.chunk}."
+                f"Chunk lengths differ: the critic evaluates {interface.chunk} control steps, the policy outputs "
+                f"{base.spec.chunk}."
             )
         if not isinstance(base, Kept):
-            raise ConfigError(f"{type(base).__name__} cannot be saved within what chooses for it: it has no save().")
+            raise ConfigError(
+                f"{type(base).__name__} has no save(), so it cannot be saved inside the checkpoint of a wrapping "
+                "policy."
+            )
         self.base: Kept = base
         freeze(base.parameters())
         self.agent, self.interface = agent, interface
@@ -301,8 +305,8 @@ def require_steerable(policy: Policy) -> Steerable:
     """Return `policy`, typed as a policy that acts from given noise; raises ConfigError for any other."""
     if not isinstance(policy, Steerable):
         raise ConfigError(
-            f"{type(policy).__name__} has no initial noise that could be chosen: only diffusion and flow policies are "
-            "steered by it."
+            f"{type(policy).__name__} has no initial noise to choose: steering works only with diffusion and flow "
+            "policies."
         )
     return policy
 
@@ -325,7 +329,7 @@ def steered(
     """
     steerable = require_steerable(base)
     if bound <= 0:
-        raise ConfigError(f"bound {bound} must be positive.")
+        raise ConfigError(f"bound={bound} must be positive.")
     steps, size = steerable.noise_shape
     noise = Field((size,), low=-bound, high=bound)
     interface = interface_of(base, fields, noise, instructions, chunk=steps)
@@ -378,7 +382,7 @@ def _loaded_around[Choosing: (SteeredPolicy, BestOfPolicy)](
 def _encoded_by(base: Policy, observation: TensorObservation) -> Mapping[str, Tensor]:
     """Return the encoding of observations [N, H, ...] by `base`; raises ConfigError when it cannot encode."""
     if not isinstance(base, Encodes):
-        raise ConfigError(f"{type(base).__name__} has no encode().")
+        raise ConfigError(f"{type(base).__name__} has no encode() method.")
     return base.encode(observation)
 
 
@@ -444,7 +448,10 @@ class Encoder:
 
     def __init__(self, policy: Policy):
         if not isinstance(policy, Encodes):
-            raise ConfigError(f"{type(policy).__name__} sees images alone and has no encode(): no critic can see them.")
+            raise ConfigError(
+                f"{type(policy).__name__} reads only images and has no encode() method, so a critic has no "
+                "input: add vector observations, or use a policy that can encode."
+            )
         self.policy: Policy = policy
         self._encode = policy.encode
         observation = example_observation(policy.spec, 1, torch.Generator().manual_seed(0), device_of(policy))

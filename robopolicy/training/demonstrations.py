@@ -36,7 +36,9 @@ def demonstrate(
     expert never succeeds.
     """
     if not isinstance(world, Snapshots):
-        raise ConfigError(f"The world '{world.spec.name}' cannot save its rows, so no demonstrated state can be kept.")
+        raise ConfigError(
+            f"The world '{world.spec.name}' does not support snapshots, so demonstrated states cannot be stored."
+        )
     states: dict[int, list[Snapshot]] = {}
     player = Player(world, ControllerActor(expert))
     with progress("Demonstrations", len(seeds)) as advance:
@@ -55,7 +57,7 @@ def demonstrate(
                 if count % every == 0:
                     _keep(world, player.running, paths)
     if not states:
-        raise ConfigError(f"The expert of '{world.spec.name}' succeeded from none of {len(seeds)} starts.")
+        raise ConfigError(f"The expert of '{world.spec.name}' succeeded from none of {len(seeds)} initial states.")
     return Demonstrations(states)
 
 

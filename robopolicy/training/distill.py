@@ -132,13 +132,13 @@ def distillable(teacher: Policy, steps: int) -> DenoisingPolicy:
         teacher = teacher.to_trainable()
     if isinstance(teacher, PolicyWrapper):
         raise ConfigError(
-            f"{type(teacher).__name__} decides by means of another policy, and a student takes the steps of one alone: "
-            "distil the checkpoint that it was made from."
+            f"{type(teacher).__name__} wraps another policy and cannot be distilled: distil the checkpoint of the "
+            "wrapped policy."
         )
     denoising = require_denoising(
         teacher,
-        f"{type(teacher).__name__} takes no denoising steps, so there are none to save: diffusion and flow policies "
-        "are distilled.",
+        f"{type(teacher).__name__} has no denoising steps to reduce: only diffusion and flow policies can be "
+        "distilled.",
     )
     require_fewer_steps(denoising, steps)
     return denoising
@@ -201,9 +201,9 @@ def require_fewer_steps(teacher: DenoisingPolicy, steps: int) -> None:
     """Raise ConfigError unless 1 <= steps < the teacher's, and its network supports fewer steps."""
     most, network = teacher.schedule.steps, teacher.network
     if not 1 <= steps < max(most, 2):
-        raise ConfigError(f"steps is {steps}, and the teacher takes {most}: a student takes 1 or more, and fewer.")
+        raise ConfigError(f"steps={steps} must be at least 1 and below the teacher's {most} denoising steps.")
     if isinstance(network, OwnLatents) and (reason := network.why_always_as_many()):
-        raise ConfigError(f"It cannot be distilled to fewer steps: {reason}")
+        raise ConfigError(f"The policy cannot be distilled to fewer steps: {reason}")
 
 
 def clean_actions(student: DenoisingPolicy, x: Tensor, prediction: Tensor, time: Tensor) -> Tensor:

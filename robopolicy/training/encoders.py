@@ -28,8 +28,8 @@ def load_with_encoder(folder: Path | str | Checkpoint, device: torch.device | st
     place = folder / ENCODER
     if not recover_folder(place).exists():
         raise CheckpointError(
-            f"{place} does not exist: {folder} holds a policy of a world model's latent, and that world model beside "
-            "it. Restore it from a copy, or train again."
+            f"{place} does not exist: {folder} contains a policy that reads a world model's latent, and the world "
+            "model's folder is missing. Restore it from a copy, or train again."
         )
     behind = EncodedPolicy(policy, load_encoder(place, device))
     remember_origin(behind, origin_of(policy))
@@ -42,7 +42,8 @@ def load_encoder(folder: Path, device: torch.device | str = "cpu") -> DecoderFre
     model = load_world_model(folder, device)
     if not isinstance(model, DecoderFree):
         raise ConfigError(
-            f"{folder} holds a world model that shows observations ({', '.join(model.spec.observation)}), so policies "
-            "in it read those: only a model without a decoder is an encoder (worldmodels/README.md)."
+            f"{folder} contains a world model that decodes observations ({', '.join(model.spec.observation)}), so "
+            "its policies need no encoder: only a model without a decoder can be used as one "
+            "(worldmodels/README.md)."
         )
     return model

@@ -312,10 +312,10 @@ def require_same_scores(
     error, allowed = float(difference.flatten()[worst]), tolerance * float(size.flatten()[worst])
     if error > allowed:
         raise ScoreError(
-            f"Before {where} the policy scores its own decisions differently from when it acted: a log-probability of "
-            f"{float(acted.flatten()[worst]):.3g} differs by {error:.2e} (allowed {allowed:.1e}). Sampling and scoring "
-            "must share schedule, clipping, standard deviation and mode (dropout, precision); where rounding alone "
-            f"parts them, set ratio_tolerance={2 * error / allowed * tolerance:.1e}."
+            f"Before {where}, recomputed log-probabilities differ from those at acting time: "
+            f"{float(acted.flatten()[worst]):.3g} differs by {error:.2e} (allowed {allowed:.1e}). Acting and "
+            "log_prob must use the same schedule, clipping, standard deviation and mode (dropout, precision). If "
+            f"the cause is rounding alone, set ratio_tolerance={2 * error / allowed * tolerance:.1e}."
         )
 
 
@@ -324,6 +324,6 @@ def require_lowering(policy: Trainable, precision: LearningPrecision) -> None:
     require_precision(precision, next(policy.parameters()).device)
     if precision == "bf16" and not isinstance(policy, LowersPrecision):
         raise ConfigError(
-            f"{type(policy).__name__} acts and is scored in fp32 only, and ratios have to begin at 1: set "
-            "precision=bf16_backward, or fp32."
+            f"{type(policy).__name__} computes actions and log-probabilities in fp32 only, and ratios must start at "
+            "1: set precision=bf16_backward, or fp32."
         )

@@ -61,17 +61,19 @@ class ExpertRows:
     ):
         if not isinstance(policy, TellsSteps):
             raise ConfigError(
-                f"expert_rows={share:g}: {type(policy).__name__} cannot tell which of its steps lead to an expert's "
-                "actions, as token policies can. Any policy imitates experts by auxiliaries=[experts]."
+                f"expert_rows={share:g}: {type(policy).__name__} cannot compute log-probabilities of an expert's "
+                "actions; token policies can. Any policy can imitate experts with auxiliaries=[experts]."
             )
         if episodes.reward is None:
-            raise DataError("Experts whose episodes join the rollouts need recorded rewards, as collect writes them.")
+            raise DataError(
+                "Expert episodes that join the rollouts need recorded rewards, which 'robopolicy collect' writes."
+            )
         unknown_texts = (
             sorted({text for text in episodes.tasks if text not in instructions}) if len(instructions) > 1 else []
         )
         if unknown_texts:
             raise DataError(
-                f"The experts follow instructions that the world does not have: {', '.join(unknown_texts[:3])}."
+                f"The experts' episodes have instructions that the world does not have: {', '.join(unknown_texts[:3])}."
             )
         self.policy = policy
         self.share = share
@@ -119,7 +121,7 @@ def expert_rollouts(
     recover latents of actions.
     """
     if not isinstance(policy, TellsSteps):
-        raise ConfigError(f"{type(policy).__name__} cannot tell the steps of an expert's actions.")
+        raise ConfigError(f"{type(policy).__name__} cannot compute the steps of an expert's actions.")
     spec, lengths = policy.spec, episodes.lengths[chosen]
     place = torch.arange(int(-(-lengths.max() // spec.chunk)), device=lengths.device) * spec.chunk
     alive = place < lengths[:, None]
@@ -178,7 +180,7 @@ def _like(rows: Rollouts, prepared: Rollouts, advantage: Tensor) -> Rollouts:
     """
     missing_keys = sorted(set(prepared.shown) - set(rows.shown))
     if missing_keys:
-        raise DataError(f"The experts' episodes lack what the world shows: {', '.join(missing_keys)}.")
+        raise DataError(f"The experts' episodes lack observations of the world: {', '.join(missing_keys)}.")
     extras = {name: value.new_zeros((*rows.shape, *value.shape[2:])) for name, value in prepared.extras.items()}
     scored_mask = rows.mask
     extras["advantage"] = torch.where(scored_mask, advantage[:, None, None].float(), 0.0)
@@ -229,10 +231,10 @@ class Guidance:
         if not share:
             return None
         if self.experts is None:
-            raise ConfigError(f"expert_rows={share:g} needs episodes of experts (experts=[DATASET]).")
+            raise ConfigError(f"expert_rows={share:g} needs expert episodes (experts=[DATASET]).")
         if not algorithm.needs & WHOLE:
             raise ConfigError(
-                f"expert_rows={share:g} needs an algorithm that learns from whole episodes, such as grpo."
+                f"expert_rows={share:g} needs an algorithm that trains on complete episodes, such as grpo."
             )
         return ExpertRows(policy, self.experts, instructions, share, draws["expert rows"], algorithm.rewards)
 
@@ -262,15 +264,20 @@ class Guidance:
             return
         if other := self._other_steps(policy):
             raise ConfigError(
-                f"The teacher speaks of other steps than the policy, so that it cannot score them: {other}. A teacher "
-                "of the policy's kind can, with the same schedule or vocabulary, and normalised alike. Any teacher is "
-                "learned from by what it does: advantage=grpo, coefficient=none, auxiliaries=[dagger]."
+                "The teacher's denoising steps or tokens differ from the policy's, so it cannot compute their "
+                f"log-probabilities: {other}. Use a teacher of the same policy kind, schedule or vocabulary, and "
+                "normalisation. Any teacher can be imitated by its actions: advantage=grpo, coefficient=none, "
+                "auxiliaries=[dagger]."
             )
 
     def _other_steps(self, policy: Policy) -> str:
         teacher = self.teacher
         if not isinstance(teacher, ScoredPolicy) or not teacher.spec.scored_steps:
-            more = " as it is; what its to_trainable() makes has" if isinstance(teacher, BecomesTrainable) else ""
+            more = (
+                (" in this form; the policy returned by its to_trainable() has them")
+                if isinstance(teacher, BecomesTrainable)
+                else ""
+            )
             return f"{type(teacher).__name__} has no log-probabilities{more}"
         return difference_of_steps(policy, teacher)
 

@@ -58,7 +58,7 @@ class ModelRefresh:
         in_reality: Callable[[Policy], Policy] = lambda policy: policy,
     ):
         if not data.exists():
-            raise DataError(f"Refreshing a model needs the data it was trained on: {data} is missing.")
+            raise DataError(f"Refreshing a world model needs the data that it was trained on, but {data} is missing.")
         self.models = models
         self.real = real
         self.data = data

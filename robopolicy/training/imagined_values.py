@@ -68,7 +68,7 @@ class ImaginedValuesConfig:
         if min(self.epochs, self.rollouts, self.updates, self.batch_size, self.keep) < 1:
             raise ConfigError("epochs, rollouts, updates, batch_size and keep must be at least 1.")
         if not 0 <= self.real_share <= 1:
-            raise ConfigError(f"real_share {self.real_share} must be in [0, 1].")
+            raise ConfigError(f"real_share={self.real_share} must be in [0, 1].")
         if not self.alarm >= 0:
             raise ConfigError(f"alarm {self.alarm} must be 0 (disabled) or more.")
 
@@ -171,7 +171,7 @@ def learn_in_imagination(
     history: list[Transitions] = []
     # Rounded on the recorded side, so both parts always add up to the batch.
     imagined_count = config.batch_size - round(config.real_share * config.batch_size)
-    with progress("Learning in imagination", config.epochs) as advance:
+    with progress("Training in imagination", config.epochs) as advance:
         for epoch in range(1, config.epochs + 1):
             name, draws = f"rollout/{epoch}", generators["act"]
             fresh = roll_out(world, agent, interface, config.rollouts, seed, name, draws, edge_value)

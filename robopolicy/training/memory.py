@@ -74,21 +74,21 @@ class MemoryBudget:
     def text(self) -> str:
         """Return the budget as one line."""
         teacher_text = f" those of its teacher {in_bytes(self.teacher)}," if self.teacher else ""
-        rest = f"{in_bytes(self.rest)} that rest and " if self.rest else ""
+        rest = f"frozen {in_bytes(self.rest)} and trainable " if self.rest else ""
         return (
-            f"Memory, about: weights {rest}{in_bytes(self.weights)} held {len(self.copies)} times "
+            f"Estimated memory: weights {rest}{in_bytes(self.weights)}, stored {len(self.copies)} times "
             f"({', '.join(self.copies)}),{teacher_text} gradients and optimiser {in_bytes(self.learning)}, "
-            f"{self.decisions} decisions and a copy of {self.minibatch} {in_bytes(self.kept)}, activations of "
-            f"{self.at_once} decisions {in_bytes(self.activations)}."
+            f"{self.decisions} action chunks and a minibatch of {self.minibatch} {in_bytes(self.kept)}, activations "
+            f"of {self.at_once} chunks {in_bytes(self.activations)}."
         )
 
     def whole(self) -> str:
         """Return parameter counts, FLOPs and the total memory before loading, in one line."""
         total, times = self.ahead + self.held, "thrice" if self.at_once == self.minibatch else "four times"
         return (
-            f"{_count(self.parameters)} parameters, {_count(self.tuned)} of them learn; a decision is "
-            f"{_count(self.deciding)} operations, its score {_count(self.scoring)}, with its gradient {times} that. "
-            f"In all about {in_bytes(total)} of memory, beside what the world, the critic and the libraries take."
+            f"{_count(self.parameters)} parameters, {_count(self.tuned)} trainable. One policy call takes "
+            f"{_count(self.deciding)} FLOPs, its log-probability {_count(self.scoring)}, with gradient {times} that. "
+            f"Total memory about {in_bytes(total)}, plus that of the world, the critic and the libraries."
         )
 
     def require(self, available: int | None) -> None:
@@ -96,10 +96,10 @@ class MemoryBudget:
         if available is not None and self.ahead > available:
             advice = fitting(self.activations, self.each, self.at_once, _spare(self.ahead, available))
             raise ConfigError(
-                f"Fine-tuning needs about {in_bytes(self.ahead)} more of memory, and {in_bytes(available)} are free. "
-                f"{advice} Or lower minibatch={self.minibatch} or the {self.decisions} decisions of an iteration "
-                f"({in_bytes(self.kept)}), num_envs times rollout_length, or set packed_images=true or lora_rank=8 "
-                "(of LeRobot's policies lerobot.checkpointing=true and lerobot.keep_prefix=false too)."
+                f"Fine-tuning needs about {in_bytes(self.ahead)} more memory, but only {in_bytes(available)} are "
+                f"free. {advice} Or lower minibatch={self.minibatch}, or the {self.decisions} action chunks per "
+                f"iteration (num_envs x rollout_length, {in_bytes(self.kept)}), or set packed_images=true or "
+                "lora_rank=8 (for LeRobot policies also lerobot.checkpointing=true and lerobot.keep_prefix=false)."
             )
         _warn_if_close(self.ahead, available)
 
@@ -111,7 +111,7 @@ def fitting(activations: int, each: int, at_once: int, spare: int) -> str:
     spare: bytes left at `at_once`; negative when they do not fit.
     """
     fits = at_once + spare // each if each else 0
-    estimate = f"activations of {at_once} decisions at once are {in_bytes(activations)}"
+    estimate = f"the activations of {at_once} chunks at once need {in_bytes(activations)}"
     return f"micro_batch={fits} fits: {estimate}." if fits >= 1 else f"No micro_batch is small enough: {estimate}."
 
 
@@ -219,15 +219,15 @@ def plan_pretraining(
     if available is not None and byte_count > available:
         advice = fitting(activations, two - one, at_once, _spare(byte_count, available))
         raise ConfigError(
-            f"Training needs about {in_bytes(byte_count)} more of memory, and {in_bytes(available)} are free. {advice} "
-            f"Or lower batch_size={batch_size}, or let adapters of a token policy learn alone "
-            f"(policy.token.lora_rank=8)."
+            f"Training needs about {in_bytes(byte_count)} more memory, but only {in_bytes(available)} are free. "
+            f"{advice} Or lower batch_size={batch_size}, or train only LoRA adapters of a token policy "
+            "(policy.token.lora_rank=8)."
         )
     _warn_if_close(byte_count, available)
     weights = sum(_bytes(weight) for weight in policy.parameters())
     return (
-        f"Memory, about: weights {in_bytes(weights)}, gradients, optimiser and moving average {in_bytes(learning)}, "
-        f"activations of {at_once} decisions {in_bytes(activations)}."
+        f"Estimated memory: weights {in_bytes(weights)}, gradients, optimiser and moving average "
+        f"{in_bytes(learning)}, activations of {at_once} chunks {in_bytes(activations)}."
     )
 
 
@@ -239,8 +239,8 @@ def _spare(needed: int, available: int) -> int:
 def _warn_if_close(needed: int, available: int | None) -> None:
     if available is not None and _spare(needed, available) < 0:
         warnings.warn(
-            f"Memory may not do: about {in_bytes(needed)} are needed, {in_bytes(available)} are free, and up to "
-            f"{BEYOND - 1:.0%} more than planned has been held. A lower micro_batch makes room.",
+            f"Memory may be too small: about {in_bytes(needed)} are needed and {in_bytes(available)} are free; "
+            f"measured use exceeded such estimates by up to {BEYOND - 1:.0%}. Lower micro_batch.",
             RobopolicyWarning,
             stacklevel=2,
         )

@@ -409,7 +409,7 @@ def learn_online(
     SpecError when policy and world do not match, NonFiniteError naming the update.
     """
     if recorded is None and (config.retain or begins == "recorded"):
-        raise ConfigError(f"retain={config.retain:g} draws from recorded decisions, and there are none.")
+        raise ConfigError(f"retain={config.retain:g} samples from recorded action chunks, and there are none.")
     require_fit(policy.spec, world.spec)
     generators = Generators(derive(seed, "online"), next(policy.agent.parameters()).device)
     into_the_world(policy.agent, config)
@@ -422,7 +422,7 @@ def learn_online(
     if run is not None:
         run.rewind("iteration", online.wave)
     player = Player(world, online.explorer)
-    with progress("Learning in the world", config.steps) as advance:
+    with progress("Online training", config.steps) as advance:
         advance(online.env_steps)
         while config.steps - online.env_steps >= policy.spec.chunk:
             online.play(player, seed, advance)

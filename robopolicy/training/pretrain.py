@@ -162,8 +162,8 @@ def _worthy_batches(
     among = worth.nonzero()[:, 0]
     if not len(among):
         raise DataError(
-            "None of these steps is worth imitating: all are a policy's own that led to an intervention or failed, or "
-            "of which no success is recorded."
+            "No step in this data is suitable for imitation: all are policy actions that led to an intervention or "
+            "a failure, or have no recorded success."
         )
     offsets = torch.arange(spec.prediction, device=data.device)
     while True:
@@ -201,8 +201,8 @@ def _resting(policy: Trainable) -> LearnsFromCondition:
     if isinstance(policy, LearnsFromCondition) and policy.learns_from_condition and policy.caches_condition:
         return policy
     raise ConfigError(
-        "keep_conditions=true keeps what a frozen encoder makes of images, and this policy has none: let its "
-        "encoder rest (of LeRobot's policies policy.tuned=expert), or leave keep_conditions=false."
+        "keep_conditions=true caches the outputs of a frozen image encoder, and this policy has none: freeze the "
+        "encoder (for LeRobot policies policy.tuned=expert), or set keep_conditions=false."
     )
 
 
@@ -241,7 +241,7 @@ def plan_conditions(policy: Trainable, data: Episodes, steps: int, precision: Le
     observation = data.to(device).windows(first, spec.history, 1, spec.columns)["observation"]
     with learning_in(precision):
         byte_count = _require_room(encoder.encode(observation), steps, device)
-    return f"What its encoder makes of about {steps} steps is kept: {in_bytes(byte_count)}."
+    return f"Encoder outputs of about {steps} steps are cached: {in_bytes(byte_count)}."
 
 
 def with_conditions(

@@ -27,7 +27,7 @@ _KEPT = (
 )
 _READING = {
     True: ": the policy reads them",
-    False: ": the policy reads no text, and learns all of them as one task",
+    False: ": the policy reads no text, and treats all of them as one task",
     None: "",
 }
 _OUTCOMES = ("next.reward", "next.success", "next.terminated", "next.done", "next.truncated")
@@ -92,11 +92,11 @@ def describe_reading(
 
 def _reason(name: str, feature: Mapping[str, Any], was_read: bool) -> str:
     if was_read:
-        return "the policy does not read it; policy.observation_keys says what one of ours reads"
+        return "not read by the policy; built-in policies read the keys in policy.observation_keys"
     if not name.startswith("observation."):
         return f"{kind_in_words(feature)}; only observation.* and action are read"
     if is_depth(feature):
-        return f"{kind_in_words(feature)}; only colours are read"
+        return f"{kind_in_words(feature)}; only colour images are read"
     return f"its values are of type {feature['dtype']}, neither numbers nor images"
 
 
@@ -109,11 +109,11 @@ def require_fit_of(path: Path, episodes: Episodes, spec: PolicySpec) -> None:
     require_recorded(path, episodes, spec.observation, spec.action)
     if not spec.fps:
         raise DataError(
-            f"{path} has {episodes.fps:g} steps per second and the policy does not say its control rate: write "
-            '"fps": N, what it was trained at, into robopolicy.json beside its config.json.'
+            f'{path} has {episodes.fps:g} steps per second, but the policy\'s control rate is unknown: add "fps": N '
+            "(its training rate) to robopolicy.json next to its config.json."
         )
     if abs(episodes.fps - spec.fps) > SLACK * spec.fps:
         raise DataError(
-            f"{path} has {episodes.fps:g} steps per second and the policy acts at {spec.fps:g}: correct fps in "
+            f"{path} has {episodes.fps:g} steps per second, but the policy acts at {spec.fps:g}: correct fps in "
             "meta/info.json, or resample the episodes."
         )

@@ -33,8 +33,8 @@ def require_same_parts(saved: Tree, current: Tree, folder: Path) -> None:
     if saved.keys() != current.keys():
         parts = ", ".join(sorted(set(saved) ^ set(current)))
         raise CheckpointError(
-            f"{folder} was left by another version (it differs in: {parts}). Go on with that version, or start over "
-            "with run.overwrite=true."
+            f"{folder} was written by another version (differences: {parts}). Resume with that version, or start "
+            "over with run.overwrite=true."
         )
 
 
@@ -44,7 +44,9 @@ def require_same_config(saved: Mapping[str, Any], current: Mapping[str, Any], ma
     changed_keys = sorted(key for key in keys if saved.get(key) != current.get(key))
     if changed_keys:
         text = ", ".join(f"{key} was {saved.get(key)!r}, now {current.get(key)!r}" for key in changed_keys)
-        raise ConfigError(f"This run was started with another configuration ({text}). Use a new run name, or undo it.")
+        raise ConfigError(
+            f"This run was started with other settings ({text}). Use a new run name, or restore these settings."
+        )
 
 
 def on_device(tree: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -78,14 +78,14 @@ def _require_steps(algorithm: Algorithm, config: FinetuneConfig) -> None:
         return
     if algorithm.ratio_level.needs_all_steps:
         raise ConfigError(
-            f"scored_steps={config.scored_steps} scores some random steps of a decision, and with "
-            f"ratio_level={algorithm.ratio_level.value} all of them make one ratio: set scored_steps=0, or "
-            "ratio_level=step, decision_mean or episode_mean."
+            f"scored_steps={config.scored_steps} uses a random subset of a chunk's denoising steps, but "
+            f"ratio_level={algorithm.ratio_level.value} needs all of them: set scored_steps=0, or ratio_level=step, "
+            "decision_mean or episode_mean."
         )
     if Need.WHOLE_GROUPS in algorithm.needs:
         raise ConfigError(
-            f"scored_steps={config.scored_steps} scores some random steps of a decision, and this algorithm compares "
-            "episodes by the sum over all their steps: set scored_steps=0."
+            f"scored_steps={config.scored_steps} uses a random subset of a chunk's denoising steps, but this "
+            "algorithm compares episodes by the sum over all their steps: set scored_steps=0."
         )
 
 
@@ -244,8 +244,8 @@ class Learner:
             return self._actor_step(batch, context, draws, where)
         if scores.logp.shape != (int(alive.sum()), step.shape[-1]):
             raise ConfigError(
-                f"The policy scored {scores.logp.shape[1]} steps where {step.shape[-1]} were asked for: it cannot "
-                "score a choice of steps, so set scored_steps=0."
+                f"The policy returned log-probabilities of {scores.logp.shape[1]} steps instead of {step.shape[-1]}: "
+                "it does not support subsets of steps, so set scored_steps=0."
             )
         logp = torch.zeros(step.shape, device=alive.device).masked_scatter(alive[..., None], scores.logp)
         if self.average is not None:

@@ -107,7 +107,7 @@ class Stranger:
 MAKERS: dict[str, Callable[[], Policy]] = {
     "diffusion": diffusion,
     "diffusion, some steps noisy": lambda: diffusion(noisy_steps=1),
-    "diffusion, scored by matching": lambda: diffusion(likelihood=Likelihood.MATCHING),
+    "diffusion, log-probabilities by matching": lambda: diffusion(likelihood=Likelihood.MATCHING),
     "flow": lambda: built("flow", DenoisingPolicyConfig(**DENOISING, kind=PolicyKind.FLOW)),
     "token": lambda: tokens(TokenDecoding.CAUSAL),
     "token, masked": lambda: tokens(TokenDecoding.MASKED),

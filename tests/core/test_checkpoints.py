@@ -123,7 +123,7 @@ def test_what_fits_is_made_as_ever(folder: Path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ('{"kind": ["a"]}', "its kind is a list, not text"),
+        ('{"kind": ["a"]}', "its kind is a list instead of a text"),
         ("[" * 100_000 + "]" * 100_000, "corrupt"),
         ('{"a": ' * 100_000 + "1" + "}" * 100_000, "corrupt"),
         ('{"kind": ' + "1" * 10_000 + "}", "corrupt"),
@@ -178,7 +178,7 @@ def test_a_description_is_of_a_usual_size_and_parsed_once(folder: Path, monkeypa
         read_description(folder)
     assert len(parsed) <= 1
     (folder / "config.json").write_text(json.dumps({"kind": "x", "more": "y" * LARGEST_DESCRIPTION}))
-    with pytest.raises(CheckpointError, match=r"config\.json has more than 4194304 bytes"):
+    with pytest.raises(CheckpointError, match=r"config\.json is larger than 4194304 bytes"):
         read_description(folder)
     assert len(parsed) <= 1
 

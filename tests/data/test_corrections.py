@@ -137,7 +137,7 @@ def test_batches_begin_and_stay_among_what_is_worth_imitating():
     )
     found = learned(twice)
     assert set(found) == {1, 5, 6, 7, 8, 12, 13} and found[1] == [1, 0, 0]  # the next one led to an intervention
-    with pytest.raises(DataError, match="None of these steps is worth imitating"):
+    with pytest.raises(DataError, match="No step in this data is suitable for imitation"):
         next(regression_batches(policy, twice.select([2]), 4, torch.Generator()))
 
 

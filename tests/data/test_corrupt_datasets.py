@@ -123,7 +123,7 @@ def test_images_are_never_opened_outside_the_dataset(copy, tmp_path):
     assert len(read_dataset(copy)) == 3
     inside.unlink()
     os.mkfifo(inside)
-    refused(copy, r"frame 0 of episode 0.*no file")
+    refused(copy, r"frame 0 of episode 0.*no such file")
 
 
 def test_a_damaged_image_is_named(copy):
@@ -145,7 +145,7 @@ def test_images_of_several_sizes_are_named(copy):
         return put(table, FRONT, images)
 
     edit(copy, shrunk)
-    refused(copy, r"frame 1 of episode 1.*4 x 5 pixels.*promises 64 x 64")
+    refused(copy, r"frame 1 of episode 1.*4 x 5 pixels.*declares 64 x 64")
 
 
 def test_missing_episode_tables_are_named(filmed, tmp_path):
@@ -216,7 +216,7 @@ def test_videos_of_another_size_or_codec_are_refused_before_they_are_decoded(fil
     video = next((copy / "videos").rglob("*.mp4"))
     film(video, (1024, 1024))
     before = memory()
-    refused(copy, r"1024 x 1024 pixels.*promises 64 x 64")
+    refused(copy, r"1024 x 1024 pixels.*declares 64 x 64")
     assert memory() - before < 40  # MB, and the frames take 60
     film(video, (64, 64), codec="mpeg4")
     refused(copy, r"not a video in h264, hevc, av1, vp9")
@@ -226,7 +226,7 @@ def test_images_of_another_size_are_refused_before_they_are_decoded(copy):
     large = {"bytes": picture((4000, 4000)), "path": None}
     edit(copy, lambda table: put(table, FRONT, [large] * table.num_rows))
     before = memory()
-    refused(copy, r"4000 x 4000 pixels.*promises 64 x 64")
+    refused(copy, r"4000 x 4000 pixels.*declares 64 x 64")
     assert memory() - before < 40  # MB, and one takes 48
 
 
@@ -393,7 +393,7 @@ def test_a_success_that_is_no_truth_is_none_and_said(foreign, value):
 
 def test_names_that_two_elements_have_are_said_or_told_apart_by_their_arm(foreign):
     declare(foreign, "observation.state", names=["x", "y", "x"])
-    with pytest.warns(RobopolicyWarning, match=r"calls 'x' more than one element of 'observation.state'"):
+    with pytest.warns(RobopolicyWarning, match=r"gives the name 'x' to more than one element of 'observation.state'"):
         assert read_dataset(foreign).observation_fields["observation.state"].names == ()
     declare(foreign, "observation.state", names={"left": ["x", "y"], "right": ["x"]})
     assert read_dataset(foreign).observation_fields["observation.state"].names == ("left.x", "left.y", "right.x")

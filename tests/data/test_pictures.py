@@ -118,7 +118,7 @@ def test_depth_is_left_out_and_said_or_refused_where_nobody_marked_it(tmp_path):
     episodes = read_dataset(folder)
     assert set(episodes.observation) == {STATE}
     reading = describe_reading(folder, information["features"], episodes, {STATE})
-    assert reading.skipped == {"observation.images.depth": "depth [16, 24, 1]; only colours are read"}
+    assert reading.skipped == {"observation.images.depth": "depth [16, 24, 1]; only colour images are read"}
     assert "observation.images.depth (depth [16, 24, 1])" in check_columns(folder)[0].measured
 
 

@@ -184,7 +184,7 @@ def test_draws_belong_to_the_episode_and_not_to_rows_or_levels():
         Disturbances(plan, 4, Field((2,)))
     spent = Disturbances(plan, 40, ACTION)
     spent.start()
-    with pytest.raises(DataError, match="All of 40 episodes"):
+    with pytest.raises(DataError, match="All 40 episodes"):
         spent.start([0])
 
 
@@ -310,7 +310,7 @@ def test_ordinary_datasets_have_none_of_it(tmp_path):
     assert not (tmp_path / "plain" / QUALITY).exists()
     features = json.loads((tmp_path / "plain" / "meta" / "info.json").read_text())["features"]
     assert not set(COLUMNS) & set(features)
-    with pytest.raises(DataError, match=r"no column 'behaviour.gaussian'"):
+    with pytest.raises(DataError, match=r"no numeric column 'behaviour.gaussian'"):
         read_behaviour(tmp_path / "plain")
     with pytest.raises(DataError, match=r"collect\.quality=medium"):
         read_quality(tmp_path / "plain")

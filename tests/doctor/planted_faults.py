@@ -204,16 +204,16 @@ class Silent(Unseeded):
 
 
 FAULTS = {
-    "degrees for radians": Fault(
+    "degrees instead of radians": Fault(
         "reach_planar",
         "observation scale",
-        r"57.3 times too large \(degrees for radians",
+        r"57.3 times too large \(degrees instead of radians",
         lambda data: broken_data.with_frames(data, STATE, lambda frames: frames * DEGREES),
     ),
-    "millimetres for metres": Fault(
+    "millimetres instead of metres": Fault(
         "push_cube",
         "observation scale",
-        r"'cube_x' is 1000 times too large \(millimetres for metres",
+        r"'cube_x' is 1000 times too large \(millimetres instead of metres",
         lambda data: with_column(data, ENVIRONMENT_STATE, 0, lambda values: 1000 * values),
     ),
     "swapped state": Fault(
@@ -249,24 +249,24 @@ FAULTS = {
         "reach_planar", "control rate", "as if recorded at 20 steps/s", broken_data.doubled
     ),
     "stale statistics": Fault("reach_planar", "statistics", "'action': std of 'shoulder' is", damage=stale_statistics),
-    "no success": Fault("reach_planar", "success", "never says which episodes succeed", disturb=Silent),
+    "no success": Fault("reach_planar", "success", "never reports success", disturb=Silent),
     "success not labelled": Fault(
         "reach_planar", "success labels", "labelled as failed, but they succeed: episodes 0, 1", never_successful
     ),
     "unseeded world": Fault(
-        "reach_planar", "start of episodes", "begins otherwise each time with the same seeds", disturb=Unseeded
+        "reach_planar", "start of episodes", "starts differently each time with the same seeds", disturb=Unseeded
     ),
     "images from 0 to 1": Fault(
         "seen_cube", "image range", "'top'.*images from 0 to 1", images_as(lambda images: images / 255)
     ),
     "images scaled twice": Fault(
-        "seen_cube", "image range", "'top'.* 255 times", images_as(lambda images: images * 255)
+        "seen_cube", "image range", "'top'.* multiplied by 255", images_as(lambda images: images * 255)
     ),
     "swapped cameras": Fault(
-        "seen_cube", "camera order", "'top': it shows what the world's camera 'front' shows", swapped_cameras
+        "seen_cube", "camera order", "'top': it shows the view of the world's camera 'front'", swapped_cameras
     ),
     "one camera twice": Fault("seen_cube", "camera order", "'top' and 'front' show the same", one_camera_twice),
-    "frozen images": Fault("seen_cube", "camera 'top'", r"stands still while.*\(episodes 0, 2", frozen),
+    "frozen images": Fault("seen_cube", "camera 'top'", r"is frozen while.*\(episodes 0, 2", frozen),
     "late images": Fault("seen_cube", "image timing", "'top'.*3 frames late", late_images),
     "dead sensor": Fault(
         "push_cube",
@@ -289,11 +289,11 @@ FAULTS = {
         lambda data: broken_data.flipped(data, 3),
     ),
     "targets for velocities": Fault("push_cube", "action kind", "'velocity_x' .*'x'.*absolute", targets),
-    "sums for deltas": Fault("reach_planar", "action kind", "'shoulder' holds a running sum", running_sums),
+    "sums for deltas": Fault("reach_planar", "action kind", "'shoulder' contains a running sum", running_sums),
     "deltas for absolutes": Fault(
-        "reach_planar", "action kind", "'shoulder' holds differences from the action before", differences
+        "reach_planar", "action kind", "'shoulder' contains differences from the previous action", differences
     ),
-    "truncated episodes": Fault("push_cube", "ends of episodes", "episodes are cut short", truncated),
+    "truncated episodes": Fault("push_cube", "ends of episodes", "episodes are truncated", truncated),
     "lagging sensor": Fault("push_cube", "late sensor", "'x' by 2 steps", lambda data: lagging(data, STATE, 0, 2)),
     "stuck sensor": Fault(
         "push_cube",
@@ -309,11 +309,11 @@ FAULTS = {
     "action spike": Fault("push_cube", "action spikes", "'velocity_x' of episode 2 at step 4", spiky_action),
     "noisy sensor": Fault(
         "push_cube",
-        "unlike sensor",
+        "inconsistent sensor",
         "'y' by",
         lambda data: with_column(data, STATE, 1, lambda values: values + noise(len(values))),
     ),
     "mislabelled instructions": Fault(
-        "push_choice", "instructions", "another instruction than the world gives.*episodes 0, 2", mislabelled
+        "push_choice", "instructions", "another instruction than the world.*episodes 0, 2", mislabelled
     ),
 }

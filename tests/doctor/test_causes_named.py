@@ -51,7 +51,7 @@ def test_a_world_that_ignores_its_seed_is_named_as_the_cause(reach):
     world, episodes = reach
     findings = [finding for finding in examine_data(episodes, Unseeded(world)) if finding.problem]
     start = next(finding for finding in findings if finding.check == "start of episodes")
-    assert "begins otherwise each time with the same seeds" in start.measured
+    assert "starts differently each time with the same seeds" in start.measured
     assert "ignores its seed" in start.remedy
 
 

@@ -100,7 +100,7 @@ def test_a_policy_is_examined_with_the_data_it_was_trained_on_and_with_other_dat
     assert "'shoulder' has the opposite sign of the policy's" in found["action sign"]["measured"][1]
     write_dataset(broken_data.with_frames(data, STATE, lambda frames: frames / 57.29578), tmp_path / "radians")
     _, found = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'radians'}")
-    assert "radians for degrees" in found["normaliser"]["measured"][0]
+    assert "radians instead of degrees" in found["normaliser"]["measured"][0]
 
 
 def test_another_world_is_named(root):

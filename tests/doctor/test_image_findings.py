@@ -41,10 +41,10 @@ def test_healthy_images_have_no_problem_even_from_a_video(reach, tmp_path):
 @pytest.mark.parametrize(
     ("change", "check", "text"),
     [
-        (lambda images: images.flip(-1), "image channels", "'top': blue and red are swapped (BGR for RGB)"),
+        (lambda images: images.flip(-1), "image channels", "'top': blue and red are swapped (BGR instead of RGB)"),
         (lambda images: images.flip(1), "image orientation", "'top': the image is upside down"),
         (lambda images: images.flip(2), "image orientation", "'top': the image is mirrored"),
-        (lambda images: images.flip(1, 2), "image orientation", "'top': the image is turned by 180"),
+        (lambda images: images.flip(1, 2), "image orientation", "'top': the image is rotated by 180"),
         (lambda images: images // 3, "images of 'top'", "differ from the world's"),
     ],
 )
@@ -58,8 +58,8 @@ def test_changed_images_are_named(reach, change, check, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda images: images.float() / 255, "'top' holds numbers from 0 to 1, not bytes"),
-        (lambda images: images.float() / 127.5 - 1, "'top' holds numbers from -1 to 1, not bytes"),
+        (lambda images: images.float() / 255, "'top' contains numbers from 0 to 1 instead of bytes"),
+        (lambda images: images.float() / 127.5 - 1, "'top' contains numbers from -1 to 1 instead of bytes"),
         (lambda images: (images.float() / 255 - 0.45) / 0.225, "normalised by mean and deviation?"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_missing_camera_is_named_and_an_extra_one_mentioned(reach):
     images = {key: value for key, value in data.observation.items() if key != TOP}
     findings = problems(replace(data, observation_fields=fields, observation=images), world)
     assert [finding.check for finding in findings] == ["missing camera"]
-    assert "camera 'top', the dataset lacks it (it has: front)" in findings[0].measured
+    assert "camera 'top', but the dataset lacks it (it has: front)" in findings[0].measured
     blind = make_world("reach_planar", 6)
     extra = [finding for finding in examine(data, blind) if "world.cameras=[top]" in finding.remedy]
     assert [finding.health for finding in extra] == [Health.UNKNOWN]
@@ -131,7 +131,7 @@ def test_a_camera_that_stands_still_is_named(reach):
     world, data = reach
     findings = problems(with_top(data, lambda images: images[:1].expand_as(images)), world)
     assert [finding.check for finding in findings] == ["camera 'top'"]
-    assert "stands still while the robot moves" in findings[0].measured
+    assert "is frozen while the robot moves" in findings[0].measured
 
 
 def test_a_camera_that_hangs_in_one_episode_is_named(reach):

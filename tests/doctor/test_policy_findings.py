@@ -123,7 +123,7 @@ def test_a_policy_that_was_trained_too_little_does_not_accuse_the_data(expert, d
     assert set(problems(policy, data)) == {"imitation"}
     findings = examine_policy(data, policy, torch.Generator().manual_seed(0))
     unknown = {finding.check: finding.measured for finding in findings if finding.health is Health.UNKNOWN}
-    assert "trained too little to tell: the policy moves at least" in unknown["order, sign and scale"]
+    assert "not trained enough to tell: the policy moves at least" in unknown["order, sign and scale"]
 
 
 def test_a_close_correlation_tells_of_another_scale_unless_the_normaliser_fits(expert, data):
@@ -161,8 +161,8 @@ def test_images_in_another_order_of_colours_are_named(data):
     )
     assert problems(policy, coloured) == {}
     found = problems(policy, broken_data.with_frames(coloured, FRONT, lambda frames: frames.flip(-1)))
-    assert "blue and red are swapped (BGR for RGB)" in found["image channels"]
-    assert "camera 'front', the dataset lacks it (it has: none)" in problems(policy, data)["missing camera"]
+    assert "blue and red are swapped (BGR instead of RGB)" in found["image channels"]
+    assert "camera 'front', but the dataset lacks it (it has: none)" in problems(policy, data)["missing camera"]
 
 
 def test_fields_and_rates_of_another_policy_are_named(expert, data):
@@ -179,28 +179,28 @@ def test_names_and_a_rate_that_cannot_be_compared_do_not_agree(expert, data):
         found = examine_policy(episodes, policy, torch.Generator().manual_seed(0))
         return {finding.check: (finding.health, finding.measured) for finding in found}
 
-    vouched = "keys, shapes, names and rate are those of the data"
+    vouched = "keys, shapes, names and rate match the data"
     assert findings(expert, data)["policy fields"] == (Health.GOOD, vouched)
     assert "element names" not in findings(expert, data)
     fields = {key: replace(field, names=()) for key, field in data.observation_fields.items()}
     silent = FunctionPolicy(expert._act, fields, replace(data.action_field, names=()), fps=0.0)
     found = findings(silent, data)
-    assert found["policy fields"] == (Health.GOOD, "keys and shapes are those of the data")
+    assert found["policy fields"] == (Health.GOOD, "keys and shapes match the data")
     assert found["element names"][0] is Health.UNKNOWN
-    assert found["element names"][1].startswith("not compared: the policy does not say those of observation.state, ")
-    assert found["control rate"] == (Health.UNKNOWN, "dataset 10 steps/s, the policy does not say its own")
+    assert found["element names"][1].startswith("not compared: the policy has no names for observation.state, ")
+    assert found["control rate"] == (Health.UNKNOWN, "dataset 10 steps/s, but the policy's rate is unknown")
     unnamed = replace(data, action_field=replace(data.action_field, names=()))
     found = findings(expert, unnamed)
-    assert found["policy fields"] == (Health.GOOD, "keys, shapes and rate are those of the data")
-    assert found["element names"][1] == "not compared: the data does not say those of action"
+    assert found["policy fields"] == (Health.GOOD, "keys, shapes and rate match the data")
+    assert found["element names"][1] == "not compared: the data has no names for action"
 
 
 @pytest.mark.parametrize("mode", [NormalizationMode.MIN_MAX, NormalizationMode.MEAN_STD])
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda values: values * 57.29578, "57.3 times too large (degrees for radians?)"),
-        (lambda values: values / 57.29578, "57.3 times too small (radians for degrees?)"),
+        (lambda values: values * 57.29578, "57.3 times too large (degrees instead of radians?)"),
+        (lambda values: values / 57.29578, "57.3 times too small (radians instead of degrees?)"),
         (lambda values: values + 4 * values.std(0) + 1, "'x' lies"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_normaliser_that_was_never_fitted_is_named(data):
     normalizer = policy.network.encoder.normalizer(STATE)
     normalizer.offset.zero_()
     normalizer.scale.fill_(1.0)
-    assert "or never (offset 0, scale 1)" in problems(policy, data)["normaliser"]
+    assert "or never fitted (offset 0, scale 1)" in problems(policy, data)["normaliser"]
 
 
 def test_elements_that_changed_places_are_seen_in_the_statistics(data):

@@ -173,7 +173,7 @@ def test_what_is_refused(logged):
     policy, episodes, chains = logged
     with pytest.raises(DataError, match=r"effective sample size of 24 recorded episodes is \d.*, below 20"):
         ImportanceJudge(episodes, chains, least=20.0).values(moved(policy, 1.0))
-    with pytest.raises(DataError, match=r"3 scored steps .* this policy has 2"):
+    with pytest.raises(DataError, match=r"3 denoising steps .* this policy has 2"):
         log_densities(prepared(policy), episodes, chains)
     with pytest.raises(ConfigError, match="evaluates success or return"):
         ImportanceJudge(episodes, chains, by="luck")

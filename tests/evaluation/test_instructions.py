@@ -40,7 +40,7 @@ class Told:
         texts = observation[TASK]
         self.heard |= set(texts)
         if not self.understands and not set(texts) <= set(INSTRUCTIONS):
-            raise SpecError("The policy was not taught the word 'shove'.")
+            raise SpecError("The policy was not trained with the word 'shove'.")
         arrays = {key: value.numpy() for key, value in observation.items() if key != TASK}
         arrays[TASK] = np.array([INSTRUCTIONS[0]] * len(texts) if self.deaf else texts)
         return Decision(torch.as_tensor(self.expert.act(arrays), dtype=torch.float32)[:, None])
@@ -83,7 +83,7 @@ def test_one_that_is_deaf_does_not_notice(world):
 
 def test_one_that_does_not_know_the_words_is_said_to_refuse(world):
     _, _, controls = judged(world, understands=False)
-    assert controls["paraphrase"].to_json() == {"refused": "The policy was not taught the word 'shove'."}
+    assert controls["paraphrase"].to_json() == {"refused": "The policy was not trained with the word 'shove'."}
     assert controls["paraphrase"].text.startswith("refused: ") and "refused" not in controls["wrong_instruction"].text
 
 
@@ -143,7 +143,7 @@ def test_figures_of_every_instruction_by_hand():
 
 def test_the_report_tells_instructions_and_controls_apart(tmp_path):
     told = {"wrong_instruction": {**result().summary(), "difference": {"difference": -0.5, "low": -0.9, "high": -0.1}}}
-    controls = {"policy": {**told, "paraphrase": {"refused": "not taught the word 'shove'"}}}
+    controls = {"policy": {**told, "paraphrase": {"refused": "not trained with the word 'shove'"}}}
     judged = {"deterministic": result().to_json(), "stochastic": result().to_json()}
     (tmp_path / "result.json").write_text(json.dumps({"policy": judged, "controls": controls}))
     page = report_for_run(tmp_path).read_text()

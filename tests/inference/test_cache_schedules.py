@@ -157,7 +157,7 @@ def test_a_strangers_scheduler_is_named_by_its_path(tmp_path: Path, monkeypatch:
 def test_impossible_budgets_are_refused():
     with pytest.raises(ConfigError, match="at least 3"):
         CacheConfig(budget=2, last_steps=2)
-    with pytest.raises(ConfigError, match="budget is 0"):
+    with pytest.raises(ConfigError, match="budget=0"):
         CacheConfig(budget=0, last_steps=0)
     with pytest.raises(ConfigError, match="negative"):
         CacheConfig(top_blocks=-1)

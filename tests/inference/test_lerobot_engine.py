@@ -205,7 +205,7 @@ def test_plans_that_do_not_fit_are_refused(tmp_path, clip):
     with pytest.raises(ConfigError, match="chains of 8 steps"):
         lean_lerobot(longer, fitting)
     back = transformer(tmp_path / "c", clip, objective="flow_matching", integration_method="rk4")
-    with pytest.raises(ConfigError, match="comes back to times"):
+    with pytest.raises(ConfigError, match="revisits times"):
         lean_lerobot(back, fitting)
 
 
@@ -229,6 +229,6 @@ def test_what_does_not_denoise_is_refused_with_a_reason(tmp_path):
         **features(True, False),
     )  # fmt: skip
     policy = saved(config, tmp_path / "policy")
-    assert "'act' has no lean path" in why_not_lean(policy)
+    assert "engine=lean does not support LeRobot's 'act'" in why_not_lean(policy)
     with pytest.raises(ConfigError, match="engine=reference"):
         lean_lerobot(policy)

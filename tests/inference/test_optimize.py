@@ -135,7 +135,7 @@ def test_a_plan_for_other_weights_is_refused_with_a_reason(tmp_path: Path):
     plan = InferencePlan(InferenceConfig("lean", sampler="ddim", steps=1), weights_hash(tmp_path / "checkpoint"))
     _checkpoint(tmp_path / "checkpoint", seed=1)
     save_plan(tmp_path / "checkpoint", plan)
-    with pytest.warns(RobopolicyWarning, match="made for other weights.*robopolicy optimize"):
+    with pytest.warns(RobopolicyWarning, match="created for other weights.*robopolicy optimize"):
         acting = load_acting(InferenceSection(), tmp_path / "checkpoint")
     assert isinstance(acting, DenoisingPolicy)
 
@@ -148,7 +148,9 @@ def test_a_plan_that_the_policy_no_longer_fits_is_refused_when_it_is_loaded(tmp_
     save_plan(
         tmp_path / "checkpoint", InferencePlan(InferenceConfig("lean"), weights_hash(tmp_path / "checkpoint"), cache)
     )
-    with pytest.warns(RobopolicyWarning, match=r"inference.json is not used: .* takes 6\. robopolicy"):
+    with pytest.warns(
+        RobopolicyWarning, match=r"inference.json is not used: .* has 6\. Create it again with robopolicy"
+    ):
         assert isinstance(load_acting(InferenceSection(), tmp_path / "checkpoint"), DenoisingPolicy)
 
 
@@ -187,7 +189,9 @@ def test_a_broken_plan_is_named(tmp_path: Path, change: dict[str, Any]):
     path = tmp_path / "checkpoint" / FILE
     for text in (json.dumps(json.loads(path.read_text()) | change), ""):
         path.write_text(text)
-        with pytest.raises(CheckpointError, match=rf"{FILE} is no plan .* remove it, or make it anew with robopolicy"):
+        with pytest.raises(
+            CheckpointError, match=rf"{FILE} is not a plan .* remove it, or create it again with robopolicy"
+        ):
             load_acting(InferenceSection(), tmp_path / "checkpoint")
 
 

@@ -124,7 +124,7 @@ def test_a_plan_for_other_weights_is_refused_and_nothing_is_remembered(recorded:
     save_world_model(model, tmp_path)
     held = CachePlan.of(model.block_names, torch.eye(1, K, dtype=torch.bool).repeat(len(model.block_names), 1))
     save_plan(tmp_path, InferencePlan(InferenceConfig(), "of others", held))
-    with pytest.warns(RobopolicyWarning, match="made for other weights.*then the world model remembers no blocks"):
+    with pytest.warns(RobopolicyWarning, match="created for other weights.*then the world model uses no block cache"):
         loaded = load_imagining(tmp_path)
     assert torch.equal(image(loaded, recorded[1]), image(model, recorded[1]))
 
@@ -134,7 +134,7 @@ def test_a_plan_for_other_chains_is_refused_as_one_of_a_policy_is(recorded: tupl
     model = video_model(recorded[1], seed=3)
     save_world_model(model, tmp_path)
     found = weights_hash(tmp_path)
-    for steps, made, said in ((K + 1, {}, r"7 steps, .* takes 6\. .* remembers no"), (K, {"version": "1"}, "torch 1")):
+    for steps, made, said in ((K + 1, {}, r"7 steps, .* takes 6\. .* uses no"), (K, {"version": "1"}, "torch 1")):
         held = CachePlan.of(model.block_names, torch.ones(len(model.block_names), steps, dtype=torch.bool))
         plan = InferencePlan(InferenceConfig(), found, held, **made)
         save_plan(tmp_path, plan)

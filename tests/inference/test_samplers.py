@@ -112,7 +112,7 @@ def test_samplers_of_other_policies_and_step_counts_are_refused():
     for name, schedule, steps, message in (
         ("ddim", flow, 5, "use euler or heun"),
         ("heun", diffusion, 5, "use ddim"),
-        ("heun", flow, 1, "2 calls"),
+        ("heun", flow, 1, "at least 2 network calls"),
         ("dpm++", diffusion, 1, "2 to 20"),
         ("ddim", diffusion, 21, "do not fit"),
         ("dim", diffusion, 5, "Did you mean"),

@@ -89,7 +89,7 @@ def test_bad_inputs_are_refused():
     encoder = ObservationEncoder({CAMERA: FIELDS[CAMERA]}, history=2)
     with pytest.raises(SpecError, match="uint8"):
         encoder({CAMERA: _observation()[CAMERA].float()})
-    with pytest.raises(ConfigError, match="reads nothing"):
+    with pytest.raises(ConfigError, match="reads no observations"):
         ObservationEncoder({}, history=1)
     with pytest.raises(ConfigError, match="multiples of 8"):
         ImageEncoder(ImageEncoderConfig(channels=(8, 16, 20)))

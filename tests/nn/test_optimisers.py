@@ -106,7 +106,7 @@ def test_placement_agrees_with_torch():
 def test_another_number_of_parameters_is_refused():
     network = nn.Linear(3, 2)
     optimiser = torch.optim.AdamW(network.parameters(), lr=0.1)
-    with pytest.raises(CheckpointError, match="3 parameters, this one has 2"):
+    with pytest.raises(CheckpointError, match="3 parameters, but this one has 2"):
         restore_optimiser(optimiser, {str(number): {} for number in range(3)})
 
 
@@ -139,7 +139,7 @@ def test_averages_of_eight_bits_are_bitsandbytes_on_cuda(monkeypatch):
     made = make_optimiser("adamw8bit", [OnCuda(torch.ones(2))], 0.1, 0.01)
     assert isinstance(made, Averages)
     assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.1, 0.01)
-    with pytest.warns(RobopolicyWarning, match="less than 2\\^-9 of a weight is lost"):
+    with pytest.warns(RobopolicyWarning, match="updates smaller than 2\\^-9 of a weight are lost"):
         make_optimiser("adamw8bit", [OnCuda(torch.ones(2, dtype=torch.bfloat16))], 0.1, 0.01)
     with pytest.raises(ConfigError, match="no parameters to train"):
         make_optimiser("adamw8bit", [], 0.1, 0.0)
@@ -150,7 +150,9 @@ def test_averages_of_eight_bits_are_bitsandbytes_on_cuda(monkeypatch):
 
 
 def test_without_cuda_they_are_refused():
-    with pytest.raises(ConfigError, match=r"optimiser=adamw8bit keeps its averages in 8 bits on CUDA.* are on cpu"):
+    with pytest.raises(
+        ConfigError, match=r"optimiser=adamw8bit stores its averages in 8 bits, which needs CUDA.* are on cpu"
+    ):
         make_optimiser("adamw8bit", [nn.Parameter(torch.ones(2)), OnCuda(torch.ones(2))], 0.1, 0.0)
     with pytest.raises(ConfigError, match="set optimiser=adamw"):
         fit(nn.Linear(3, 2), iter(()), FitConfig(optimiser="adamw8bit"), Generators(0))

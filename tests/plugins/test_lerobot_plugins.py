@@ -150,7 +150,7 @@ def test_pictures_of_every_form_are_one_picture(checkpoint):
     flat = torch.full((2, 3, 32, 32), 0.6)
     assert torch.allclose(first(**{TOP: flat}), first(**{TOP: flat[..., ::2, ::2]}), atol=1e-5)
     assert not torch.allclose(first(**{TOP: flat}), plain, atol=1e-5)
-    with pytest.raises(SpecError, match=r"floats from 0 to 1, or uint8; these reach from 0 to 255"):
+    with pytest.raises(SpecError, match=r"floats from 0 to 1, or uint8; these range from 0 to 255"):
         first(**{TOP: whole.float() / whole.max() * 255 * (whole > 0)})
 
 
@@ -170,23 +170,23 @@ def test_rows_have_their_own_history_and_decide_every_chunk(checkpoint):
     assert torch.equal(
         torch.from_numpy(policy._seen[1][STATE][0]), torch.stack([frames[2][STATE][1], frames[3][STATE][1]])
     )
-    with pytest.raises(SpecError, match="has 3 rows, before it had 2: call reset"):
+    with pytest.raises(SpecError, match="has 3 rows, but before it had 2: call reset"):
         policy.select_action(shown(rows=3))
 
 
 def test_what_does_not_fit_is_said(checkpoint, tmp_path):
     from robopolicy.plugins.modeling_robopolicy import RobopolicyPolicy
 
-    with pytest.raises(ConfigError, match=r"No checkpoint: write --policy\.checkpoint="):
+    with pytest.raises(ConfigError, match=r"No checkpoint is given: set --policy\.checkpoint="):
         loaded(None)
     with pytest.raises(CheckpointError, match="does not exist"):
         loaded(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"is no folder with a config\.json"):
+    with pytest.raises(CheckpointError, match=r"is not a folder with a config\.json"):
         RobopolicyPolicy.from_pretrained(tmp_path)
     policy = loaded(checkpoint)
     with pytest.raises(SpecError, match="no camera 'top'"):
         policy.select_action({key: value for key, value in shown().items() if key != TOP})
-    with pytest.raises(SpecError, match="Nothing is shown"):
+    with pytest.raises(SpecError, match="has no observations"):
         policy.select_action({"action": torch.zeros(1, 2)})
     with pytest.raises(SpecError, match="'task' has 1 texts for 2 rows"):
         policy.select_action({**shown(), "task": ["push"]})
@@ -237,7 +237,7 @@ def test_an_exported_folder_is_the_same_policy(checkpoint, tmp_path, capsys):
     before, _ = make_pre_post_processors(config, str(folder), preprocessor_overrides=renamed)
     assert TOP in before({"observation.images.above": batch[TOP]})
     assert main([str(checkpoint), str(folder)]) == 2
-    assert "holds something already" in capsys.readouterr().err
+    assert "is not empty" in capsys.readouterr().err
     shutil.rmtree(checkpoint.parent / "copy", ignore_errors=True)
     shutil.rmtree(folder / "checkpoint")
     with pytest.raises(CheckpointError, match="does not exist"):

@@ -90,7 +90,7 @@ def test_a_policy_at_its_own_size_is_planned_from_its_configuration_alone(large,
     fits = ["finetune.rollout_length=2", "finetune.minibatch=1", "lerobot.checkpointing=true"]
     assert main([*command, *fits]) == 0
     said = capsys.readouterr().out
-    assert "450 million parameters, 99.8 million of them learn" in said and "8 decisions and a copy of 1 " in said
+    assert "450 million parameters, 99.8 million trainable" in said and "8 action chunks and a minibatch of 1 " in said
     assert not (tmp_path / "runs").exists()
     more = ["finetune.rollout_length=8", "finetune.minibatch=32"]
     monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: 6 * 10**9)

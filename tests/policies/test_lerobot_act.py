@@ -161,7 +161,9 @@ def test_what_is_saved_is_lerobots_again_and_keeps_its_noise(folders, tmp_path, 
     policy.save(tmp_path / "tuned")
     theirs = lerobots_chunk(tmp_path / "tuned", observation, 4, None, 0)
     torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
-    with pytest.raises(ConfigError, match=r"lerobot.std=0.7 is what an act begins .*remove log_std"):
+    with pytest.raises(
+        ConfigError, match=r"lerobot.std=0.7 is the initial exploration noise of an act .*remove log_std"
+    ):
         loaded(tmp_path / "tuned", std=0.7)
     restored = loaded(tmp_path / "tuned", std=0.3)  # as it began
     assert torch.equal(restored.std, std)
@@ -235,17 +237,17 @@ def test_training_begins_with_lerobots_weights(folders):
 
 def test_what_cannot_be_says_why(folders, tmp_path):
     for std in (0.0, 1e-4):
-        with pytest.raises(ConfigError, match=r"next to no noise .* at least 0\.001"):
+        with pytest.raises(ConfigError, match=r"with less noise .* at least 0\.001"):
             LeRobotTuning(std=std)
     with pytest.raises(ConfigError, match="act has none: set it to false"):
         loaded(folders["state"], checkpointing=True)
     policy = loaded(folders["state"])
-    with pytest.raises(ConfigError, match="decides in one step, so 2"):
+    with pytest.raises(ConfigError, match="has no denoising steps, so 2"):
         policy.prepare_finetuning(2)
-    with pytest.raises(SpecError, match=r"this policy's are \[N, 4, 2\]"):
+    with pytest.raises(SpecError, match=r"this policy's actions have \[N, 4, 2\]"):
         policy.log_prob(observed(policy), {"actions": torch.zeros(ROWS, 6, 2)})
     wrong = edited(folders["state"], tmp_path / "wrong")
     (wrong / "robopolicy.json").write_text(json.dumps({"log_std": [-1.0]}))
-    with pytest.raises((ConfigError, CheckpointError), match="log_std has 1 elements, and the policy's action 2"):
+    with pytest.raises((ConfigError, CheckpointError), match="log_std has 1 elements, but the policy's action has 2"):
         loaded(wrong)
     assert load_policy(wrong).spec.scored_steps == 0

@@ -227,23 +227,25 @@ def test_what_is_saved_is_lerobots_again(folder, tmp_path, rank):
 
 def test_what_cannot_be_says_why(folder, tmp_path, monkeypatch):
     policy = loaded(folder)
-    with pytest.raises(ConfigError, match="all its 12 tokens, not 3"):
+    with pytest.raises(ConfigError, match="all of its 12 tokens, not in 3"):
         policy.prepare_finetuning(3)
-    with pytest.raises(SpecError, match=r"this policy's are \[N, 12\]"):
+    with pytest.raises(SpecError, match=r"this policy's tokens have \[N, 12\]"):
         policy.log_prob(observed(policy), {"tokens": torch.zeros(ROWS, 5, dtype=torch.int64)})
     with pytest.raises(ConfigError, match="pi0_fast has none: set it to false"):
         loaded(folder, checkpointing=True)
-    with pytest.raises(ConfigError, match="temperature is 0: it is positive"):
+    with pytest.raises(ConfigError, match="temperature=0 must be positive"):
         LeRobotTuning(temperature=0.0)
-    with pytest.raises(ConfigError, match=r"chunks of 4 steps, and LeRobot hears 2 .*n_action_steps to chunk_size"):
+    with pytest.raises(ConfigError, match=r"chunks of 4 steps, but LeRobot decodes 2 .*n_action_steps to chunk_size"):
         require_trainable(load_policy(edited(folder, tmp_path / "short", n_action_steps=2)))
     strict = load_policy(edited(folder.parent / "policy", tmp_path / "strict", validate_action_token_prefix=True))
-    with pytest.raises(CheckpointError, match=r"said what is no action .*validate_action_token_prefix=false"):
+    with pytest.raises(
+        CheckpointError, match=r"generated tokens that do not decode to an action .*validate_action_token_prefix=false"
+    ):
         strict.act(observed(strict), torch.Generator())
     with pytest.raises(CheckpointError, match=r"needs action_tokenizer_name=lerobot/fast-action-tokenizer on this"):
         load_policy(edited(folder, tmp_path / "absent", action_tokenizer_name="lerobot/fast-action-tokenizer"))
     monkeypatch.setattr(shapes, "LARGE", 64)
-    with shapes.shapes_only(), pytest.raises(ConfigError, match="there is no dry run of it"):
+    with shapes.shapes_only(), pytest.raises(ConfigError, match="dry_run is not supported for pi0_fast"):
         plan_memory(require_trainable(load_lerobot_policy(folder, weights=False)), 8, 4, device=torch.device("cpu"))
 
 

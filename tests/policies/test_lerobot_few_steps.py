@@ -158,7 +158,7 @@ def test_what_it_takes_of_memory_is_said_and_refused_before_it_plays(folders, tm
     scene = ["world=push_cube", "world.cameras=[front]", "world.image_size=32", f"run.root={tmp_path}"]
     monkeypatch.setattr(job, "free_memory", lambda device: 3_000_000)
     assert main(["distill", str(folders["smolvla"]), *scene]) == 2
-    assert "activations of 512 decisions at once" in " ".join(capsys.readouterr().err.split())
+    assert "the activations of 512 chunks at once" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setattr(verb, "asked_at", lambda *asked: (_ for _ in ()).throw(ConfigError("it would play")))
     monkeypatch.setattr(job, "free_memory", lambda device: None)
     assert main(["distill", str(folders["smolvla"]), *scene, "distill.micro_batch=3", "run.name=small"]) == 2
@@ -174,7 +174,7 @@ def test_a_teacher_of_few_noisy_steps_leaves_none_of_them_to_its_student(folders
 
 
 def test_diffusions_are_refused_with_the_true_reason(folders):
-    with pytest.raises(ConfigError, match=r"'diffusion' has no setting for that: its sampler is leading"):
+    with pytest.raises(ConfigError, match=r"'diffusion' has no setting for that: its sampler uses leading"):
         distill(load_policy(folders["diffusion"]), None, DistillConfig())  # type: ignore[arg-type]
 
 

@@ -48,9 +48,9 @@ def policy_reading(images: dict[str, tuple[int, int]], folder: Path) -> Any:
 def test_what_to_write_is_said_and_works(images, written, tmp_path):
     folder = policy_reading(images, tmp_path / "policy")
     section = WorldSection(name="push_cube")
-    with pytest.raises(SpecError, match="Where only names or sizes differ, put") as refused:
+    with pytest.raises(SpecError, match="If only names or sizes differ, write") as refused:
         build_world(section, load_lerobot_policy(folder), batch_size=2)
-    (said,) = re.findall(r"put (\{.*\}) into robopolicy\.json", str(refused.value))
+    (said,) = re.findall(r"write (\{.*\}) into robopolicy\.json", str(refused.value))
     assert json.loads(said) == written
     done = said.replace("<camera of the world>", "top")
     (folder / "robopolicy.json").write_text(done)

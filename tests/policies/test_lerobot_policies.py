@@ -210,7 +210,7 @@ def test_what_it_reads_and_writes(folders):
 def test_a_rate_that_the_checkpoint_does_not_say_is_no_mistake(folders):
     finding = check_rate(10.0, load_policy(folders["state"]).spec.fps, "policy")
     assert (finding.health, finding.problem) == (Health.UNKNOWN, False)
-    assert "does not say its own" in finding.measured
+    assert "rate is unknown" in finding.measured
 
 
 def test_rows_do_not_touch_each_other(folders):
@@ -243,7 +243,7 @@ def test_names_are_mapped_where_the_file_says_so(copy):
     observation, generator = observed(plain), torch.Generator()
     mapped = policy.act(moved(observation, ENVIRONMENT_STATE, "observation.goal"), generator).actions
     assert torch.equal(mapped, plain.act(observation, generator).actions)
-    expected = r"no field 'observation.goal': .*reads .*observation.goal.*shown are .*environment_state"
+    expected = r"no field 'observation.goal': .*reads .*observation.goal.*but the world outputs .*environment_state"
     with pytest.raises(SpecError, match=expected):
         policy.act(observation, generator)
     (copy / "robopolicy.json").write_text(json.dumps({"features": {"observation.stat": "observation.goal"}}))
@@ -285,7 +285,9 @@ def test_a_missing_field_lists_both_sides(folders):
     policy = load_policy(folders["act"])
     observation = observed(policy)
     renamed = moved(observation, STATE, "observation.joints")
-    expected = r"no field 'observation.state': .*reads .*observation.state, shown are .*observation.joints.*features"
+    expected = (
+        r"no field 'observation.state': .*reads .*observation.state, but .* outputs .*observation.joints.*features"
+    )
     with pytest.raises(SpecError, match=expected):
         policy.act(renamed, torch.Generator())
 
@@ -320,8 +322,8 @@ def edited(folder: Path, **changes: Any) -> Path:
         ({"use_peft": True}, "adapter"),
         ({"dim_model": 64}, r"cannot be loaded as LeRobot's 'act': .* size mismatch for model\.\w+"),
         ({"n_action_steps": 99}, "chunk size is the upper bound"),
-        ({"chunk_size": 10**9}, "chunk_size=1000000000, and no policy has more than 10000"),
-        ({"n_encoder_layers": 10**5}, "n_encoder_layers=100000, and no policy"),
+        ({"chunk_size": 10**9}, "chunk_size=1000000000, but at most 10000"),
+        ({"n_encoder_layers": 10**5}, "n_encoder_layers=100000, but at most"),
         ({"n_encoder_layers": 900}, "far more memory than its weights occupy"),
         ({"dim_feedforward": 10**30}, "dim_feedforward=1"),
         ({"dim_feedforward": 10**6}, "far more memory than its weights occupy"),
@@ -362,16 +364,16 @@ def test_weights_of_another_kind_are_not_rounded_in_silence(copy, dtype):
 @pytest.mark.parametrize(
     ("step", "complaint"),
     [
-        ({"class": "antigravity.Step"}, r"asks for the class antigravity\.Step.*run\.plugins=\[antigravity\]"),
-        ({"class": "lerobot.processor.pipeline.hf_hub_download"}, r"asks for the class lerobot\.processor"),
-        ({"class": "lerobot.scripts.lerobot_train.subprocess"}, r"asks for the class lerobot\.scripts"),
-        ({"class": ["a"]}, "asks for the class"),
-        ({}, "asks for the class None"),
-        ({"registry_name": "reward_classifier_processor"}, "asks for the step 'reward_classifier_processor'"),
-        ({"registry_name": "nowhere"}, "asks for the step 'nowhere'"),
-        ({"registry_name": ["a"]}, "asks for the step"),
-        ({"registry_name": "normalizer_processor", "state_file": "../../x.safetensors"}, "none beside it"),
-        ({"registry_name": "normalizer_processor", "state_file": 3}, "none beside it"),
+        ({"class": "antigravity.Step"}, r"uses the class antigravity\.Step.*run\.plugins=\[antigravity\]"),
+        ({"class": "lerobot.processor.pipeline.hf_hub_download"}, r"uses the class lerobot\.processor"),
+        ({"class": "lerobot.scripts.lerobot_train.subprocess"}, r"uses the class lerobot\.scripts"),
+        ({"class": ["a"]}, "uses the class"),
+        ({}, "uses the class None"),
+        ({"registry_name": "reward_classifier_processor"}, "uses the processor step 'reward_classifier_processor'"),
+        ({"registry_name": "nowhere"}, "uses the processor step 'nowhere'"),
+        ({"registry_name": ["a"]}, "uses the processor step"),
+        ({"registry_name": "normalizer_processor", "state_file": "../../x.safetensors"}, "which is not next to it"),
+        ({"registry_name": "normalizer_processor", "state_file": 3}, "which is not next to it"),
     ],
 )
 @pytest.mark.parametrize("processor", ["policy_preprocessor.json", "policy_postprocessor.json"])

@@ -42,7 +42,7 @@ def episodes_for(policy: Any) -> Episodes:
 def test_a_policy_that_shall_learn_is_refused_without_them(tmp_path):
     folder = bare(act_config(), tmp_path / "act")
     assert "action" in lacking(load_lerobot_policy(folder))
-    with pytest.raises(ConfigError, match=r"no statistics of .*action.*train DATASET policy.kind=lerobot"):
+    with pytest.raises(ConfigError, match=r"lack the statistics of .*action.*train DATASET policy.kind=lerobot"):
         load_trainable(folder, LeRobotTuning())
     assert lacking(load_lerobot_policy(save(act_config(), tmp_path / "whole"))) == ()
 
@@ -52,7 +52,7 @@ def test_data_fills_them_in_and_they_are_saved(cameras, tmp_path):
     folder = bare(diffusion_config(cameras=cameras), tmp_path / "bare")
     episodes = episodes_for(load_lerobot_policy(folder))
     spec = WorldSpec("toy", episodes.observation_fields, episodes.action_field, 10.0, 12)
-    with pytest.warns(RobopolicyWarning, match=r"lacked statistics of .*action.*: they are those of the data now"):
+    with pytest.warns(RobopolicyWarning, match=r"lacked statistics of .*action.*: the data's statistics are used now"):
         policy = FromLeRobot.build(LeRobotStart(folder), spec, episodes, 0)
     policy.save(tmp_path / "saved")
     again = load_lerobot_policy(tmp_path / "saved")
@@ -83,7 +83,9 @@ def test_data_without_such_a_field_is_refused(tmp_path):
     fields = {name: value for name, value in episodes.observation_fields.items() if name != key}
     lesser = Episodes(fields, episodes.action_field, 10.0, fewer, episodes.actions, episodes.lengths, episodes.tasks)
     spec = WorldSpec("toy", fields, episodes.action_field, 10.0, 12)
-    with pytest.raises(SpecError, match=f"The data is not what .*bare reads. The policy reads the field '{key}'"):
+    with pytest.raises(
+        SpecError, match=f"The data does not match the inputs of .*bare reads. The policy reads the field '{key}'"
+    ):
         FromLeRobot.build(LeRobotStart(folder), spec, lesser, 0)
     with pytest.raises(ConfigError, match=f"the data has no '{key}'"):
         fill_in(load_lerobot_policy(folder), lesser)
@@ -92,7 +94,7 @@ def test_data_without_such_a_field_is_refused(tmp_path):
 def test_acting_without_them_is_said(tmp_path):
     policy = load_lerobot_policy(bare(act_config(), tmp_path / "act"))
     seen = example_observation(policy.spec, 2, torch.Generator().manual_seed(0))
-    with pytest.warns(RobopolicyWarning, match=r"no statistics of .*action.*most likely not as it was trained"):
+    with pytest.warns(RobopolicyWarning, match=r"lack the statistics of .*action.*most likely not as it was trained"):
         policy.act(seen, torch.Generator())
 
 
@@ -102,7 +104,7 @@ def test_those_of_another_robot_are_none(tmp_path):
     known["action"] = {name: torch.ones(7) for name in known["action"]}
     folder = bare(config, tmp_path / "act", known)
     policy = load_lerobot_policy(folder)
-    said = r"normalise 'action' by statistics of shape \[7\] \(mean\), and its config.json says \[2\]"
+    said = r"normalise 'action' with statistics of shape \[7\] \(mean\), but its config.json declares \[2\]"
     with pytest.raises(CheckpointError, match=said):
         policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
     with pytest.raises(CheckpointError, match=said):
@@ -119,11 +121,11 @@ def test_others_than_those_that_normalise_are_none(tmp_path):
     folder = bare(config, tmp_path / "act", known)
     policy = load_lerobot_policy(folder)
     assert "action" in lacking(policy)
-    with pytest.raises(ConfigError, match=r"no statistics of .*action.*\(q01, q99\).*train DATASET"):
+    with pytest.raises(ConfigError, match=r"lack the statistics of .*action.*\(q01, q99\).*train DATASET"):
         policy.act(example_observation(policy.spec, 2, torch.Generator().manual_seed(0)), torch.Generator())
-    with pytest.raises(ConfigError, match=r"no statistics of .*\(q01, q99\)"):
+    with pytest.raises(ConfigError, match=r"lack the statistics of .*\(q01, q99\)"):
         load_trainable(folder, LeRobotTuning())
-    with pytest.warns(RobopolicyWarning, match="those of the data now"):
+    with pytest.warns(RobopolicyWarning, match="the data's statistics are used now"):
         fill_in(policy, episodes_for(policy))
     assert lacking(policy) == ()
     assert (

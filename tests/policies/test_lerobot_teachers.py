@@ -113,7 +113,10 @@ def test_what_only_acts_cannot_score_and_the_way_out_is_named(folders):
     policy = load_trainable(folders["student"], compose([]).lerobot)
     policy.prepare_finetuning()
     teacher = guidance_of(compose([f"finetune.teacher={folders['teacher']}"]), make_world("push_cube", 1)).teacher
-    with pytest.raises(ConfigError, match=r"LeRobotPolicy has no log-probabilities as it is; what its to_trainable"):
+    with pytest.raises(
+        ConfigError,
+        match=r"LeRobotPolicy has no log-probabilities in this form; the policy returned by its to_trainable",
+    ):
         finetune(
             policy,
             None,
@@ -164,7 +167,7 @@ def test_a_large_teacher_of_a_small_policy_is_said_and_refused_where_it_does_not
     say_memory(config, policy, policy, world)
     assert "those of its teacher" in capsys.readouterr().out
     monkeypatch.setattr("robopolicy.verbs.finetune.free_memory", lambda device: weights_bytes(folders["teacher"]))
-    with pytest.raises(ConfigError, match="more of memory"):
+    with pytest.raises(ConfigError, match="more memory"):
         say_memory(config, policy, policy, world)
     world.close()
 
@@ -182,7 +185,7 @@ def test_a_smolvla_is_taught_by_the_script_and_stays_lerobots(folders, tmp_path,
     held = 3 if "teach.micro_batch=3" in given else 8
     told = " ".join(capsys.readouterr().out.split())
     assert f"activations of {held} decisions" in told
-    assert ("What its encoder makes of about" in told) == ("teach.keep_conditions=true" in given)
+    assert ("Encoder outputs of about" in told) == ("teach.keep_conditions=true" in given)
     made = load_lerobot_policy(tmp_path / "teach/push_cube/0/checkpoint")
     before, after = load_lerobot_policy(folders["student"]).policy.state_dict(), made.policy.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}

@@ -246,15 +246,17 @@ def test_adapters_alone_learn_and_are_saved_in_the_weights(folders, tmp_path):
     noise = torch.randn((ROWS, 6, 5), generator=torch.Generator().manual_seed(7))
     theirs = lerobots_chunk(tmp_path / "tuned", observation, noise)[:, :4]
     torch.testing.assert_close(theirs, learned, atol=1e-5, rtol=0)
-    with pytest.raises(ConfigError, match="adapters already"):
+    with pytest.raises(ConfigError, match="already has adapters"):
         policy.add_lora(2)
 
 
 def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
     policy, alone = trained(folders["smolvla"]), trained(folders["smolvla"])
-    with pytest.warns(RobopolicyWarning, match="runs one network in all denoising steps"):
+    with pytest.warns(
+        RobopolicyWarning, match="a frozen base runs the first denoising steps, which LeRobot does not support"
+    ):
         policy.prepare_finetuning(2)
-    with pytest.raises(ConfigError, match="Adapters learn in all denoising steps"):
+    with pytest.raises(ConfigError, match="Adapters train all denoising steps"):
         policy.add_lora(2)
     observation = observed(policy)
     noise = torch.randn((ROWS, 6, 5), generator=torch.Generator().manual_seed(2))
@@ -286,7 +288,7 @@ def test_a_base_takes_the_first_steps_and_stays(folders, tmp_path):
     for tuned in (Tuned.ALL, Tuned.LEROBOT):  # other weights learn now, and the base is what it was
         other: Any = load_trainable(tmp_path / "tuned", LeRobotTuning(tuned=tuned))
         assert torch.equal(other.trajectory(observation, noise), after)
-    with pytest.warns(RobopolicyWarning, match="frozen base, .* left behind"):
+    with pytest.warns(RobopolicyWarning, match="frozen base, .* removed"):
         whole = build_policy("lerobot", LeRobotStart(tmp_path / "tuned"), data_spec(), None, 0)
     assert whole.base is None and whole.finetuning is None
     path = tmp_path / "tuned" / "robopolicy_base.safetensors"
@@ -411,7 +413,7 @@ def test_every_policy_that_reads_by_transformers_is_checked(tmp_path, monkeypatc
 def test_a_version_that_was_never_tried_is_refused_before_anything_is_read(folders, monkeypatch, installed):
     monkeypatch.setattr("robopolicy.policies.lerobot.acting.version", lambda name: installed)
     for kind in KINDS:
-        with pytest.raises(ConfigError, match=rf"'{kind}' was not tried with transformers {installed}.*>=5.4,<5.6"):
+        with pytest.raises(ConfigError, match=rf"'{kind}' was not tested with transformers {installed}.*>=5.4,<5.6"):
             load_policy(folders[kind])
 
 
@@ -517,7 +519,7 @@ def test_training_says_what_it_takes_and_what_fits(folders, capsys, monkeypatch)
     assert "activations of 8 decisions" in said and "gradients, optimiser and moving average" in said
     learns = 4 * 4 * sum(weight.numel() for weight in policy.trainable_parameters())
     monkeypatch.setattr("robopolicy.verbs.job.free_memory", lambda device: learns)
-    with pytest.raises(ConfigError, match=r"Training needs about .* more of memory"):
+    with pytest.raises(ConfigError, match=r"Training needs about .* more memory"):
         say_model(policy, PretrainConfig(batch_size=8))
 
 
@@ -526,7 +528,7 @@ def test_training_of_what_does_not_denoise_says_what_it_takes_too(tmp_path, monk
     say_model(policy, PretrainConfig())
     assert "gradients, optimiser and moving average" in capsys.readouterr().out
     monkeypatch.setattr("robopolicy.verbs.job.free_memory", lambda device: 0)
-    with pytest.raises(ConfigError, match=r"Training needs about .* more of memory"):
+    with pytest.raises(ConfigError, match=r"Training needs about .* more memory"):
         say_model(policy, PretrainConfig())
 
 
@@ -587,7 +589,7 @@ def test_data_of_other_sizes_is_refused_with_the_line_to_write(folders):
     ):
         build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=seen), None, 0)
     without = {key: field for key, field in wide.observation.items() if key != FRONT}
-    with pytest.raises(SpecError, match=r"camera 'front'.*put .*camera of the world.* into robopolicy.json"):
+    with pytest.raises(SpecError, match=r"camera 'front'.*write .*camera of the world.* into robopolicy.json"):
         build_policy("lerobot", LeRobotStart(folders["smolvla"]), replace(wide, observation=without), None, 0)
 
 
@@ -643,11 +645,23 @@ def test_steps_without_noise_name_the_settings_of_lerobots_policies(folders):
 @pytest.mark.parametrize(
     ("kind", "chosen", "said"),
     [
-        ("pi0", {"eta": 0.5}, "'pi0' does not read lerobot.eta, which is of diffusion policies; it explores by"),
-        ("smolvla", {"std": 0.2}, "which is of act policies; it explores by flow_noise, flow_noise_level, least_noise"),
-        ("pi05", {"temperature": 0.7}, "which is of pi0_fast policies"),
-        ("act", {"least_noise": 0.2}, "of flow and diffusion policies; it explores by std, learn_std."),
-        ("diffusion", {"flow_noise_level": 0.2}, "of flow policies; it explores by eta, least_noise, noisy_steps."),
+        (
+            "pi0",
+            {"eta": 0.5},
+            "'pi0' does not read lerobot.eta, which applies to diffusion policies; its exploration settings are",
+        ),
+        (
+            "smolvla",
+            {"std": 0.2},
+            "which applies to act policies; its exploration settings are flow_noise, flow_noise_level, least_noise",
+        ),
+        ("pi05", {"temperature": 0.7}, "which applies to pi0_fast policies"),
+        ("act", {"least_noise": 0.2}, "to flow and diffusion policies; its exploration settings are std, learn_std."),
+        (
+            "diffusion",
+            {"flow_noise_level": 0.2},
+            "to flow policies; its exploration settings are eta, least_noise, noisy_steps.",
+        ),
     ],
 )
 def test_a_choice_that_would_do_nothing_is_refused(folders, tmp_path, kind, chosen, said):
@@ -660,9 +674,7 @@ def test_a_choice_that_would_do_nothing_is_refused(folders, tmp_path, kind, chos
 def test_a_tokenizer_with_words_that_the_model_lacks_is_anothers(folders, tmp_path):
     word_tokenizer(*(f"word{index}" for index in range(300))).save_pretrained(tmp_path / "words")
     folder = save_pi("pi05", tmp_path / "pi05", tmp_path / "words")
-    with pytest.raises(
-        CheckpointError, match=r"has a tokenizer of 3\d\d words .*, and its language model knows \d+: it"
-    ):
+    with pytest.raises(CheckpointError, match=r"has a tokenizer of 3\d\d words .*, but its language model has \d+: it"):
         load_policy(folder)
 
 
@@ -678,7 +690,7 @@ def test_an_instruction_is_read_as_far_as_the_processor_says(folders, tmp_path):
 @pytest.mark.parametrize("setting", ["max_action_dim", "max_state_dim"])
 def test_more_elements_than_there_is_room_for_are_refused(folders, tmp_path, setting):
     folder = edited(folders["pi0"], tmp_path / "narrow", **{setting: 1})
-    with pytest.raises(CheckpointError, match=f"says {setting}=1, and it has"):
+    with pytest.raises(CheckpointError, match=f"says {setting}=1, but it has"):
         load_lerobot_policy(folder, weights=False)
 
 

@@ -209,7 +209,9 @@ def test_what_is_saved_is_lerobots_again(folder, tmp_path, rank):
 
 def test_a_base_takes_the_first_steps_and_stays(folder):
     policy = load_trainable(folder, LeRobotTuning(tuned=Tuned.ALL))
-    with pytest.warns(RobopolicyWarning, match="runs one network in all denoising steps"):
+    with pytest.warns(
+        RobopolicyWarning, match="a frozen base runs the first denoising steps, which LeRobot does not support"
+    ):
         policy.prepare_finetuning(2)
     observation = observed(policy)
     before = policy.trajectory(observation, start(policy, 2))
@@ -222,11 +224,11 @@ def test_a_base_takes_the_first_steps_and_stays(folder):
 def test_what_cannot_be_used_says_why(folder, tmp_path, words):
     policy: Any = load_policy(folder)
     policy.policy.config.action_mode = "mine"
-    with pytest.raises(ConfigError, match=r"action_mode=mine .*no probability.*auto, ee6d"):
+    with pytest.raises(ConfigError, match=r"action_mode=mine .*no log-probability.*auto, ee6d"):
         policy.to_trainable()
     with pytest.raises(ConfigError, match="flow_noise=sde corrects a velocity"):
         load_trainable(folder, LeRobotTuning(flow_noise=FlowNoise.SDE))
-    with pytest.raises(CheckpointError, match=r"makes actions of 20 elements \(action_mode=ee6d\).* says 2 "):
+    with pytest.raises(CheckpointError, match=r"outputs actions of 20 elements \(action_mode=ee6d\).* says 2 "):
         load_policy(edited(folder, tmp_path / "copy", action_mode="ee6d"))
     missing = edited(folder, tmp_path / "missing")
     weights = load_file(missing / "model.safetensors")

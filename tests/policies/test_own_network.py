@@ -171,11 +171,11 @@ class Nameless(CrossAttention):
 
 
 def test_what_a_network_lacks_is_said():
-    with pytest.raises(ConfigError, match=r"Linear is no torch\.nn\.Module with encode"):
+    with pytest.raises(ConfigError, match=r"Linear is not a torch\.nn\.Module with encode"):
         DenoisingPolicy(CONFIG, FIELDS, ACTION, fps=10.0, network=nn.Linear(1, 1))  # type: ignore[arg-type]
     learned = replace(CONFIG, kind=PolicyKind.FLOW, flow_noise=FlowNoise.LEARNED)
     with pytest.raises(ConfigError, match="flow_noise=learned needs a network with noise_std"):
         make(learned)
     nameless = DenoisingPolicy(CONFIG, FIELDS, ACTION, fps=10.0, network=Nameless(2))
-    with pytest.raises(ConfigError, match="condition holds 'tokens'"):
+    with pytest.raises(ConfigError, match="condition contains 'tokens'"):
         nameless.act({STATE: torch.zeros(3, 1, 2)}, torch.Generator())

@@ -179,5 +179,5 @@ def test_checkpoints_and_backbones(tmp_path: Path):
     words.save_pretrained(tmp_path / "bloom")
     sizes = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 8}
     transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).save_pretrained(tmp_path / "bloom")
-    with pytest.raises(ConfigError, match=r"decoding=parallel needs attention in both directions.*BloomModel"):
+    with pytest.raises(ConfigError, match=r"decoding=parallel needs bidirectional attention.*BloomModel"):
         make(model=str(tmp_path / "bloom"))

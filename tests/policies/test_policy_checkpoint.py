@@ -97,7 +97,7 @@ def test_corrupt_files_are_named(folder: Path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"kind": "ensemble_model"}, "holds 'ensemble_model', not a policy"),
+        ({"kind": "ensemble_model"}, "contains 'ensemble_model', not a policy"),
         ({"format": 99}, "format 99"),
         ({"config": {"widht": 3}}, "widht"),
         ({"config": {"width": 32}}, "does not match"),

@@ -284,7 +284,7 @@ def test_causal_decoding_has_no_order_and_no_weights_of_its_own():
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"decode_steps is 0"):
+    with pytest.raises(ConfigError, match=r"decode_steps=0"):
         make(decode_steps=0)
     with pytest.raises(ConfigError, match=r"decode_steps to 1 \.\. 6.*decode_schedule=ascending"):
         make(decode_steps=7)

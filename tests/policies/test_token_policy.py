@@ -194,7 +194,7 @@ def test_instructions_it_was_not_taught_are_refused():
         make().act(observe(1, ["push the green cube"]), generator())
     with pytest.raises(SpecError, match="no 'task'"):
         make().act({key: value for key, value in observe().items() if key != "task"}, generator())
-    with pytest.raises(SpecError, match="2 texts for 7 rows"):
+    with pytest.raises(SpecError, match="2 texts, but there are 7 rows"):
         make().act(observe(7, ["stop", "stop"]), generator())
 
 
@@ -216,7 +216,7 @@ def test_adapters_learn_alone_and_merge_into_the_weights():
     assert all(torch.equal(state[name], value) for name, value in frozen.items())
     tuned = policy.log_prob(observation, before.latents).logp
     assert (tuned - before.logp).mean() > 0.01
-    with pytest.raises(ConfigError, match="has adapters already"):
+    with pytest.raises(ConfigError, match="has already has adapters"):
         policy.add_lora(3)
     policy.merge_lora()
     assert not any("lora_" in name for name in policy.state_dict())
@@ -324,7 +324,7 @@ AUTO_MAP = {"AutoTokenizer": ["evil.Evil", "evil.Evil"], "AutoConfig": "evil.Evi
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json", "processor_config.json"])
 def test_a_tokenizer_that_brings_code_is_refused_without_asking(saved: Path, file: str):
     change(saved / "tokenizer" / file, auto_map=AUTO_MAP, tokenizer_class="Evil", model_type="evil")
-    with pytest.raises(CheckpointError, match=r"config\.json brings code of its own") as caught:
+    with pytest.raises(CheckpointError, match=r"config\.json contains custom code") as caught:
         load_policy(saved)
     assert "\n" not in str(caught.value)
     assert {path.name for path in saved.parent.iterdir()} == {"policy"}
@@ -333,14 +333,14 @@ def test_a_tokenizer_that_brings_code_is_refused_without_asking(saved: Path, fil
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"auto_map": AUTO_MAP}, "brings code of its own"),
+        ({"auto_map": AUTO_MAP}, "contains custom code"),
         ({"attn_implementation": "evil/kernel"}, "could be code from a hub"),
         ({"_attn_implementation": "evil/kernel:forward"}, "could be code from a hub"),
         ({"attn_implementation": {"text_config": "evil/kernel"}}, "could be code from a hub"),
         ({"attn_implementation": "flash_attention_2"}, "could be code from a hub"),
         ({"experts_implementation": "evil/kernel"}, "could be code from a hub"),
-        ({"num_hidden_layers": 10**9}, "no size of a language model"),
-        ({"vocab_size": 10**15}, "no size of a language model"),
+        ({"num_hidden_layers": 10**9}, "not a valid size of a language model"),
+        ({"vocab_size": 10**15}, "not a valid size of a language model"),
         ({"vocab_size": 10**7}, "far more memory"),
         ({"model_type": "evil"}, "evil"),
         ({"model_type": "timm_backbone", "backbone": "resnet18", "use_pretrained_backbone": True}, "policy"),
@@ -374,7 +374,7 @@ def test_a_named_checkpoint_does_not_run_its_code_either(checkpoints, tmp_path: 
 
 
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"token\.model=.*nothing: there is no such folder"):
+    with pytest.raises(ConfigError, match=r"token\.model=.*nothing: this folder does not exist"):
         make(token(model=str(tmp_path / "nothing")))
     with pytest.raises(ConfigError, match="could not be loaded"):
         make(token(model="nobody/nothing"))

@@ -238,7 +238,7 @@ def test_cameras_of_several_sizes_and_none_but_cameras(checkpoints):
 
 def test_tiles_are_a_choice(checkpoints):
     whole, split = build(checkpoints["smolvlm"]), build(checkpoints["smolvlm"], split_images=True)
-    assert " 4 of them of images" in whole.described and " 20 of them of images" in split.described
+    assert " 4 of them for images" in whole.described and " 20 of them for images" in split.described
 
 
 def test_adapters_learn_alone(checkpoints):
@@ -305,7 +305,7 @@ def test_a_processor_that_brings_code_is_refused(checkpoints, tmp_path: Path):
     build(checkpoints["qwen"]).save(tmp_path / "policy")
     path = tmp_path / "policy/processor/processor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {"AutoProcessor": "evil.Evil"}}))
-    with pytest.raises(CheckpointError, match="brings code of its own"):
+    with pytest.raises(CheckpointError, match="contains custom code"):
         load_policy(tmp_path / "policy")
 
 
@@ -351,7 +351,7 @@ def test_missing_weights_are_not_made_up(checkpoints, tmp_path: Path):
     folder = shutil.copytree(checkpoints["smolvlm"], tmp_path / "part")
     known = load_file(folder / "model.safetensors")
     save_file({key: value for key, value in known.items() if "connector" not in key}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"lacks 1 weights of a SmolVLMModel, connector\..* Fetch the whole"):
+    with pytest.raises(ConfigError, match=r"lacks 1 weights of a SmolVLMModel, connector\..* Download the complete"):
         build(folder)
 
 
@@ -362,7 +362,9 @@ def test_weights_that_do_not_fit_and_half_a_file_are_named(checkpoints, tmp_path
     known = load_file(folder / "model.safetensors")
     name = next(key for key in known if "connector" in key)
     save_file({**known, name: torch.zeros(3, 5)}, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"1 weights of other shapes .*: connector\..* is \[3, 5\] and should be \["):
+    with pytest.raises(
+        ConfigError, match=r"1 weights whose shapes differ .*: connector\..* is \[3, 5\] and should be \["
+    ):
         build(folder)
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:300])
@@ -376,10 +378,10 @@ def test_a_model_that_sees_nothing_is_not_given_images(tmp_path: Path):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=len(words))
     words.save_pretrained(written(transformers.LlamaForCausalLM, config, tmp_path / "blind"))
-    with pytest.raises(ConfigError, match=r"llama checkpoint, which sees no images: set token\.vision=patches"):
+    with pytest.raises(ConfigError, match=r"llama checkpoint, which reads no images: set token\.vision=patches"):
         build(tmp_path / "blind", vision=TokenVision.CHECKPOINT)
     assert build(tmp_path / "blind", patch=8).processor is None
-    with pytest.raises(ConfigError, match=r"token\.vision=checkpoint needs one that sees"):
+    with pytest.raises(ConfigError, match=r"token\.vision=checkpoint needs a vision-language checkpoint"):
         TokenConfig(vision=TokenVision.CHECKPOINT)
     with pytest.raises(ConfigError, match=r"write \{instruction\}"):
         TokenConfig(prompt="push it")
@@ -393,9 +395,9 @@ def test_versions_memory_and_positions_are_looked_at_first(checkpoints, monkeypa
             build(folder)
     with monkeypatch.context() as patched:
         patched.setattr(pretrained, "free_memory", lambda device: 1000)
-        with pytest.raises(ConfigError, match=r"of memory in fp32, and 0\.001 MB are free"):
+        with pytest.raises(ConfigError, match=r"of memory in fp32, but only 0\.001 MB are free"):
             build(folder)
-    with pytest.raises(ConfigError, match=r"90 of images|90 of them of its|but a SmolVLMModel has 512 positions"):
+    with pytest.raises(ConfigError, match=r"90 of images|90 of them for its|but a SmolVLMModel has 512 positions"):
         build(folder, history=30, split_images=True)
 
 
@@ -409,13 +411,13 @@ def test_gated_checkpoints_are_explained(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_lean_engine_has_nothing_to_keep(checkpoints):
-    with pytest.raises(ConfigError, match="reads images before it"):
+    with pytest.raises(ConfigError, match="images come before it"):
         with_engine(build(checkpoints["smolvlm"]), InferenceConfig("lean"))
 
 
 def test_images_are_bytes(checkpoints):
     observation = observe()
-    with pytest.raises(SpecError, match="images are uint8"):
+    with pytest.raises(SpecError, match="images must be uint8"):
         build(checkpoints["qwen"]).act({**observation, CAMERA: observation[CAMERA].float()}, generator())
 
 

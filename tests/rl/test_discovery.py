@@ -45,7 +45,7 @@ class It(Base):
 
 
 def test_a_name_is_taken_once():
-    with pytest.raises(ValueError, match="Two mechanisms are called advantage 'grpo'"):
+    with pytest.raises(ValueError, match="Two mechanisms are named advantage 'grpo'"):
         mechanism(Slot.ADVANTAGE, "grpo")(lambda rollouts, context: rollouts)
 
 

@@ -104,7 +104,7 @@ def test_gtpo_takes_the_penalty_off_before_it_protects():
     found = credit.gtpo(rollouts, advantage, CONTEXT, penalty=0.1)
     good, bad = 1.0 - 0.1 * 0.3, -1.0 - 0.1 * 0.2  # minus the episode's mean entropy
     torch.testing.assert_close(found.squeeze(-1), torch.tensor([[2 * good, good], [0.0, bad]]))
-    with pytest.warns(RobopolicyWarning, match=r"leaves out every episode.*entropy_limit=0\.1"):
+    with pytest.warns(RobopolicyWarning, match=r"excludes every episode.*entropy_limit=0\.1"):
         assert not credit.gtpo(rollouts, advantage, CONTEXT, entropy_limit=0.1).any()
 
 

@@ -125,15 +125,15 @@ def test_stages_come_from_the_task_or_from_a_dotted_path(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     other = guided_cost(rollouts, CONTEXT, stages="my_stages:low", **alone)
     torch.testing.assert_close(other.row_return, found.row_return)
-    with pytest.raises(ConfigError, match="names no stages"):
+    with pytest.raises(ConfigError, match="defines no stages"):
         guided_cost(rollouts, CONTEXT, stages="task")
-    with pytest.raises(ConfigError, match="is no tuple of stages"):
+    with pytest.raises(ConfigError, match="is neither a tuple of stages"):
         named_stages("my_stages:nothing")
     with pytest.raises(ConfigError, match="'flat: cost' returned shape"):
         guided_cost(rollouts, CONTEXT, stages="my_stages:flat")
     with pytest.raises(ConfigError, match="Did you mean 'progress'"):
         guided_cost(rollouts, CONTEXT, stages="progres")
-    with pytest.raises(ConfigError, match="pays for nothing but success"):
+    with pytest.raises(ConfigError, match="needs a reward other than success"):
         guided_cost(replace(rollouts, rewards={"success": rollouts.rewards["reward"]}), CONTEXT)
     with pytest.raises(ConfigError, match="not by most"):
         Constraint(np.abs, over="most")  # type: ignore[arg-type]
@@ -302,7 +302,7 @@ def test_a_round_is_so_many_iterations():
     assert beginnings(0) == []
     with pytest.raises(ConfigError, match="megabytes=0"):
         Preferences(megabytes=0)
-    with pytest.raises(ConfigError, match="is not learned from with share=0"):
+    with pytest.raises(ConfigError, match="has no effect with share=0"):
         Preferences(folder="anywhere", share=0)
 
 
@@ -346,7 +346,7 @@ def test_pairs_survive_the_disk(tmp_path: Path):
 def test_pairs_that_do_not_fit_are_refused(tmp_path: Path):
     pairs = judged().with_extras(preferred=torch.tensor([1, -1, 1, -1])[:, None].expand(4, 2).clone())
     folder = tmp_path / "pairs"
-    with pytest.raises(DataError, match="no pairs: episodes need the extra 'preferred'"):
+    with pytest.raises(DataError, match="no pairs: episodes need the extra column 'preferred'"):
         write_pairs(folder, judged(), ("go",))
     with pytest.raises(DataError, match="2 groups have no preferred episode"):
         write_pairs(folder, pairs.with_extras(preferred=torch.ones(4, 2, dtype=torch.int64)), ("go",))
@@ -360,7 +360,7 @@ def test_pairs_that_do_not_fit_are_refused(tmp_path: Path):
     today = judged(seed=3)
     wide = replace(today, latents={"x": torch.zeros(4, 2, 5)})
     replay = Preferences(share=1.0, folder=str(folder))
-    with pytest.raises(DataError, match=r"their latents 'x' is \[2\], here it is \[5\]"):
+    with pytest.raises(DataError, match=r"their latents 'x' is \[2\], but here it is \[5\]"):
         replay.mix(wide, replace(at(0), instructions=("go", "stay")))
 
 

@@ -267,14 +267,14 @@ def started(name: str, policy: DenoisingPolicy, folder: Path | None = None, **ch
 @pytest.mark.parametrize("name", ["ac_flow", "afd", "fpo"])
 def test_a_policy_that_is_not_trained_by_matching_is_refused_and_told_the_setting(name: str):
     with pytest.raises(
-        ConfigError, match=r"needs decisions scored by denoising their own action .*likelihood=matching"
+        ConfigError, match=r"needs log-probabilities computed by denoising the action itself .*likelihood=matching"
     ):
         started(name, make(likelihood=Likelihood.CHAIN))
 
 
 @pytest.mark.parametrize(("changes", "text"), [
-    ({"auxiliaries": ("spo",), "models": ("q_ensemble",)}, "half-made decision .*likelihood=chain"),
-    ({"coefficient": "grpo_guard"}, "means of the behaviour's steps .*likelihood=chain"),
+    ({"auxiliaries": ("spo",), "models": ("q_ensemble",)}, "partial denoising chain .*likelihood=chain"),
+    ({"coefficient": "grpo_guard"}, "mean of every denoising step under the acting policy .*likelihood=chain"),
 ])  # fmt: skip
 def test_what_needs_a_chain_is_refused_where_decisions_are_scored_by_matching(changes: dict, text: str):
     with pytest.raises(ConfigError, match=text):

@@ -214,7 +214,7 @@ def test_depth_pruning_slides_its_window_towards_the_last_split():
     split = replace(rollouts, branch_sampling_step=torch.tensor([0, 3]))
     assert kept_steps(split, 2, 9)[1, 0].tolist() == [True] * 4 + [False] * 2
     assert kept_steps(rollouts, 0, 3).all()
-    with pytest.raises(ConfigError, match=r"branch_grpo\.depth is 3; of 6 steps at most the last 2"):
+    with pytest.raises(ConfigError, match=r"branch_grpo\.depth=3 is too large: of 6 steps at most the last 2"):
         kept_steps(split, 3, 0)
 
 

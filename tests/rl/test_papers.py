@@ -128,8 +128,8 @@ def test_an_effect_is_a_difference_with_newcombes_interval():
     old, new = rate(48, 0.4904, 0.7005, 80), rate(56, 0.6916, 0.8766, 70)
     assert effect(paper, {"stale": {"old": old, "new": new, "newer": old}}) == "shown: +20.0 points [+5.2, +33.4]"
     assert effect(paper, {"stale": {"old": new, "new": old}}) == "reversed: -20.0 points [-33.4, -5.2]"
-    assert effect(paper, {"stale": {"old": old, "new": old}}).startswith("not shown: +0.0 points")
-    assert effect(paper, {}) == "not in bench mechanisms"
+    assert effect(paper, {"stale": {"old": old, "new": old}}).startswith("no effect shown: +0.0 points")
+    assert effect(paper, {}) == "not part of bench mechanisms"
 
 
 def test_the_verb_prints_papers_and_says_whose_a_mechanism_is(tmp_path: Path, capsys):

@@ -111,7 +111,9 @@ def test_formulas_of_single_steps_refuse_shared_ratios(coefficient: str):
         if level is RatioLevel.STEP:
             algorithm.resolved.check(frozenset(Need))
         else:
-            with pytest.raises(ConfigError, match=f"coefficient={coefficient} needs a ratio of every step.*=step"):
+            with pytest.raises(
+                ConfigError, match=f"coefficient={coefficient} needs a separate ratio for every step.*=step"
+            ):
                 algorithm.resolved.check(frozenset(Need))
 
 

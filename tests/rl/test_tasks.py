@@ -121,7 +121,7 @@ def test_allocators():
     assert sum(uncertain) == 32
     assert uncertain[3] > uncertain[2]
     assert starts.Uniform().plan(np.zeros(3), 8) == [8, 8, 8]
-    with pytest.raises(ValueError, match="cannot be shared"):
+    with pytest.raises(ValueError, match="cannot be divided"):
         starts.knapsack(np.array([0.5]), 9, 1, 8)
 
 

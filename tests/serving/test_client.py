@@ -58,7 +58,7 @@ def test_answers_that_cannot_be_trusted_are_not_returned(port, request):
     with PolicyClient(port=port) as client:
         if "stale" in request.node.name:
             client.infer({"state": np.zeros(1)})
-        with pytest.raises(ServingError, match=r"another request|checksum"):
+        with pytest.raises(ServingError, match=r"a different request|checksum"):
             client.infer({"state": np.zeros(1)})
 
 
@@ -105,7 +105,7 @@ def test_a_server_that_talks_without_being_asked_and_one_that_hangs_up_are_given
 
     with listening(flood) as port, PolicyClient(port=port) as client:
         time.sleep(0.3)
-        with pytest.raises(ServingError, match=r"more than 1000 messages that nobody|closed the connection"):
+        with pytest.raises(ServingError, match=r"more than 1000 messages without a request|closed the connection"):
             for _ in range(10):
                 client.infer({})
 
@@ -179,7 +179,9 @@ def test_a_server_that_comes_back_with_another_policy_is_refused_and_one_with_th
             client.close()
         said |= changes
         for _ in range(2):
-            with pytest.raises(RefusedError, match=rf"another policy since .*\(other {text}\): it is not obeyed"):
+            with pytest.raises(
+                RefusedError, match=rf"another policy since .*\(other {text}\): its actions are not executed"
+            ):
                 client.infer({"state": np.zeros(1)})
         assert client.metadata["fps"] == 20.0 and client.metadata["world"] == POLICY["world"]
         said |= POLICY
@@ -208,10 +210,10 @@ def test_an_address_says_scheme_and_port_once(host, port, encrypted, address):
 @pytest.mark.parametrize(
     ("host", "port", "encrypted", "text"),
     [
-        ("wss://robot:1", 9201, False, "says port 1, and port is 9201"),
-        ("http://robot", None, False, "begin with ws:// or wss://"),
-        ("ws://robot", None, True, "A certificate is what a wss:// address"),
-        ("robot:port", None, False, "no address of a server"),
+        ("wss://robot:1", 9201, False, "contains port 1, but port=9201"),
+        ("http://robot", None, False, "start with ws:// or wss://"),
+        ("ws://robot", None, True, "A certificate applies only to a wss:// address"),
+        ("robot:port", None, False, "not a server address"),
     ],
 )
 def test_an_address_that_contradicts_itself_is_refused(host, port, encrypted, text):

@@ -118,7 +118,7 @@ def test_a_server_that_is_quick_enough_is_never_waited_for_and_one_that_is_not_h
 
 def test_what_cannot_be_driven_is_refused_and_robots_need_not_show_the_queue():
     world = make_world(NAME, 1)
-    with pytest.raises(ConfigError, match="decides 5 steps ahead and its chunks have 4"):
+    with pytest.raises(ConfigError, match="trained with a latency of 5 steps, but its chunks have 4"):
         Driver(Decides(world, ahead=5), hold=np.zeros(4))
     motors = dict.fromkeys(world.spec.observation[STATE].names, float)
     takes = dict.fromkeys(world.spec.action.names, float)

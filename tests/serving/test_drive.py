@@ -100,7 +100,9 @@ def test_what_is_held_lets_nothing_go():
 
 def test_elements_that_are_not_there_cannot_keep_their_value():
     for names, text in ((("x", "gripper"), "Did you mean 'gripper'"), ((), "have no names")):
-        with pytest.raises(ConfigError, match=f"positions names 'griper', which is no element of the action.*{text}"):
+        with pytest.raises(
+            ConfigError, match=f"positions contains 'griper', which is not an element of the action.*{text}"
+        ):
             holding(RobotSettings(positions=("griper",)), names, 2)
     with pytest.raises(ConfigError, match="positions names 'nonsense'"):
         drive(Carrier(), Forecaster(), [1], robot=RobotSettings(positions=("nonsense",)))
@@ -158,10 +160,10 @@ def test_a_server_that_falls_silent_ends_the_drive_after_patience(rate):
 def test_a_world_that_the_policy_was_not_trained_for_is_told_from_the_one_that_it_was():
     client = Forecaster()
     client.metadata["observation"] = {STATE: Field((3,)).to_json()}
-    with pytest.raises(SpecError, match=r"as \[3\], 'counter' shows \[1\].*Name the one .* world=NAME"):
+    with pytest.raises(SpecError, match=r"as \[3\], 'counter' shows \[1\].*Set the world .* world=NAME"):
         drive(Counter(), client, [1])
     client.metadata["world"] = {"name": "push_t", "options": {}}
-    with pytest.raises(SpecError, match="It comes from 'push_t', which is driven where you name no world"):
+    with pytest.raises(SpecError, match="It was trained in 'push_t', which is used if no world is set"):
         drive(Counter(), client, [1])
     client = Forecaster()
     client.metadata["action"] = Field((2,)).to_json()
@@ -193,8 +195,8 @@ SECTION = {
     "drive.rate=-2 must be": {"rate": -2.0},
     "drive.rate=nan must be": {"rate": float("nan")},
     "drive.episodes=0 must be at least 1": {"episodes": 0},
-    "drive.seconds is 0": {"seconds": 0.0, "robot": "so101_follower"},
-    "drive.camera_age is -1": {"camera_age": -1.0, "robot": "so101_follower"},
+    "drive.seconds=0 must be": {"seconds": 0.0, "robot": "so101_follower"},
+    "drive.camera_age=-1 must be": {"camera_age": -1.0, "robot": "so101_follower"},
     "patience is 0": {"patience": 0.0},
 }
 
@@ -215,7 +217,7 @@ def test_what_does_not_fit_is_refused():
 
     with pytest.raises(SpecError, match=r"needs 'observation\.state'.*Did you mean"):
         drive(Blind(), Forecaster(), [1])
-    with pytest.raises(ConfigError, match="prefetch is between 0 and 4"):
+    with pytest.raises(ConfigError, match="prefetch must be between 0 and 4"):
         drive(Counter(), Forecaster(), [1], robot=RobotSettings(prefetch=5))
     with pytest.raises(NonFiniteError):
         drive(Counter(), Forecaster(bad=True), [1])
@@ -240,7 +242,7 @@ def test_a_prefetch_that_cannot_be_is_refused_and_one_that_is_not_used_is_named(
         return client, _settings(cast(Any, config), cast(Any, client))
 
     client, asked = settings()
-    with pytest.raises(ConfigError, match="prefetch is between 0 and 4, chunks have 5 steps"):
+    with pytest.raises(ConfigError, match="prefetch must be between 0 and 4: chunks have 5 steps"):
         drive(Counter(), client, [1], robot=asked)
     with pytest.warns(
         RobopolicyWarning, match=r"drive\.prefetch=50 has no effect: .* a chunk of its predicted actions"

@@ -123,7 +123,7 @@ def test_actions_are_clipped_to_the_policys_bounds_and_the_robots_own():
     ],
 )
 def test_limits_that_would_drive_a_robot_away_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"NaN|0 or more|infinity bounds nothing"):
+    with pytest.raises(ConfigError, match=r"NaN|0 or more|infinity is not a limit"):
         ActionLimits(**{name: np.asarray(value) for name, value in wrong.items()})
 
 
@@ -153,18 +153,18 @@ def test_a_policy_without_bounds_needs_some():
     action = {"shape": [2], "names": ["lift", "x.vel"], "high": [np.inf, 1.0], "low": [-1.0, -1.0]}
     server = Scripted(action=action)
     for wrong in (None, ActionLimits(low=-1.0)):
-        with pytest.raises(ConfigError, match=r"Nothing bounds lift: .*drive\.bounds={lift: .*unbounded=True"):
+        with pytest.raises(ConfigError, match=r"No limit applies to lift: .*drive\.bounds={lift: .*unbounded=True"):
             make(server, hold=np.zeros(2), limits=wrong)
     for given in (ActionLimits(high=1.0), ActionLimits(change=0.1), ActionLimits(unbounded=True)):
         make(server, hold=np.zeros(2), limits=given)
     policy, bounded = described_policy(server.metadata), RobotSettings(bounds={"lift": (-0.5, 0.5)})
     assert np.array_equal(limits_of(bounded, policy, policy.names).low, [-0.5, -1.0])
-    with pytest.raises(ConfigError, match="Nothing bounds lift"):
+    with pytest.raises(ConfigError, match="No limit applies to lift"):
         limits_of(RobotSettings(), policy, policy.names)
     limits_of(RobotSettings(), policy, policy.names, np.array([True, False]))  # the robot's own max_relative_target
-    with pytest.raises(ConfigError, match="bounds names 'lft'"):
+    with pytest.raises(ConfigError, match="bounds contains 'lft'"):
         limits_of(RobotSettings(bounds={"lft": (-0.5, 0.5)}), policy, policy.names)
-    with pytest.raises(ConfigError, match=r"bounds of 'x\.vel' are 5 to 6, and the policy's -1 to 1: no action is"):
+    with pytest.raises(ConfigError, match=r"bounds of 'x\.vel' are 5 to 6, but the policy's are -1 to 1: no action is"):
         limits_of(RobotSettings(bounds={"x.vel": (5.0, 6.0)}), policy, policy.names)
 
 
@@ -177,7 +177,11 @@ def test_a_robot_far_from_what_its_policy_knows_is_said_before_it_moves_and_now_
     driver.look({STATE: np.array([1.2, 0.0])})  # a little beyond
     assert lines == [] and driver.counts["outside"] == 0
     driver.look({STATE: np.array([90.0, 0.0])})
-    assert len(lines) == 1 and "lift is 90 (known: 0 to 1)" in lines[0] and lines[0].startswith("Before it moves")
+    assert (
+        len(lines) == 1
+        and "lift is 90 (known: 0 to 1)" in lines[0]
+        and lines[0].startswith("Before the first movement")
+    )
     driver.act()
     for now[0] in (1.0, 9.0, 11.0):
         driver.step({STATE: np.array([90.0, 5.0])})
@@ -189,7 +193,7 @@ def test_a_robot_far_from_what_its_policy_knows_is_said_before_it_moves_and_now_
         {"x": {}},
         [1],
     ):
-        with pytest.raises(ServingError, match="makes no sense"):
+        with pytest.raises(ServingError, match="is invalid"):
             described_policy(server.metadata | {"known": wrong})
 
 
@@ -201,17 +205,19 @@ def test_answers_that_all_come_too_late_are_said_and_so_is_a_server_that_is_away
     clock.now = 0.6
     server.say(driver, [0.1] * 4)
     driver.step(see())
-    assert len(lines) == 1 and "0.6 s after what it answers, too late to be executed" in lines[0], lines
+    assert len(lines) == 1 and "0.6 s after its observation, too late to be executed" in lines[0], lines
     clock.now = 3.0
     driver.step(see())
-    assert len(lines) == 2 and lines[1].startswith("No answer for 2.4 s, the robot stands still: it is silent"), lines
+    assert len(lines) == 2 and lines[1].startswith("No answer for 2.4 s; the robot holds still: it does not answer"), (
+        lines
+    )
     server.say(driver, [0.1] * 4)
     slow, clock = make(Scripted(), max_age=9.0, prefetch=0, notices=Notices(lines.append))
     slow.look(see())
     clock.now = 0.7  # a chunk lasts 0.4 s
     slow._requests.client.say(slow, [0.1] * 4)
     assert slow.step(see()) == pytest.approx(0.1)
-    assert "Before it moves: the first answer took 0.7 s, and a chunk of actions lasts 0.4 s" in lines[2]
+    assert "Before the first movement: the first answer took 0.7 s, but a chunk of actions lasts 0.4 s" in lines[2]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +265,7 @@ def test_without_a_hold_names_and_units_say_how_a_robot_stands_still():
     assert driver.step({STATE: np.array([0.3, 5.0])}).tolist() == [5.0, 0.0, 0.0]
     driver._last = np.array([4.0, 0.3, 1.0])
     assert driver.step({STATE: np.array([0.3, 5.0])}).tolist() == [4.0, 0.0, 1.0]
-    with pytest.raises(ConfigError, match="says how element 0 stands still: say hold"):
+    with pytest.raises(ConfigError, match="hold action of element 0 is undefined"):
         make(Scripted(), hold=None)
 
 
@@ -267,10 +273,10 @@ def test_a_hold_that_moves_the_robot_is_named():
     action = {"shape": [2], "names": ["arm.pos", "x.vel"], "low": -9.0, "high": 9.0}
     server = Scripted(action=action, observation={STATE: {"shape": [2]}})
     driver, _ = make(server, hold=lambda frames, last: frames[STATE])
-    with pytest.warns(RobopolicyWarning, match=r"hold keeps x\.vel at \[0\.3\] .* the robot moves on"):
+    with pytest.warns(RobopolicyWarning, match=r"hold keeps x\.vel at \[0\.3\] .* the robot would keep moving"):
         driver.step({STATE: np.array([5.0, 0.3])})
     driver.step({STATE: np.array([5.0, 0.3])})  # said once
-    with pytest.warns(RobopolicyWarning, match=r"hold sends arm\.pos to a place of its own"):
+    with pytest.warns(RobopolicyWarning, match=r"hold moves arm\.pos to a fixed position"):
         make(server, hold=np.zeros(2))
 
 
@@ -331,12 +337,12 @@ def test_a_silent_server_is_waited_for_once_where_the_world_waits():
 @pytest.mark.parametrize(
     ("limits", "text"),
     [
-        ({"low": 0.5, "high": -0.5}, "low is at most high"),
-        ({"low": np.zeros(3), "high": np.ones(2)}, "an array of an action's shape"),
-        ({"low": "none"}, "an array of an action's shape"),
-        ({"low": np.zeros(3)}, r"low has shape \[3\], and the policy's actions have \[1\]"),
+        ({"low": 0.5, "high": -0.5}, "must not exceed high"),
+        ({"low": np.zeros(3), "high": np.ones(2)}, "an array with the shape of an action"),
+        ({"low": "none"}, "an array with the shape of an action"),
+        ({"low": np.zeros(3)}, r"low has shape \[3\], but the policy's actions have \[1\]"),
         ({"change": np.ones((2, 1))}, r"change has shape \[2, 1\]"),
-        ({"low": 2.0}, "No action is within the robot's bounds and the policy's"),
+        ({"low": 2.0}, "No action is within both the robot's bounds and the policy's"),
     ],
 )
 def test_limits_that_do_not_fit_the_actions_are_refused(limits, text):
@@ -363,9 +369,9 @@ def test_a_frame_of_another_shape_is_refused_before_it_is_remembered():
     image = np.zeros((8, 6, 3), np.uint8)  # which the server resizes
     driver.step({**see(), front: image})
     for wrong, text in (
-        ({front: image[:4]}, r"as \[4, 6, 3\] now and as \[8, 6, 3\] before"),
-        ({STATE: np.zeros(3)}, r"as \[3\], and the policy reads it as \[1\]"),
-        ({STATE: ["x"]}, "arrays of numbers"),
+        ({front: image[:4]}, r"has shape \[4, 6, 3\] now but had \[8, 6, 3\] before"),
+        ({STATE: np.zeros(3)}, r"has shape \[3\], but the policy reads shape \[1\]"),
+        ({STATE: ["x"]}, "must be a numeric array"),
         ({STATE: [[0.0], [0.0, 1.0]]}, "no array"),
     ):
         with pytest.raises(SpecError, match=text):
@@ -377,12 +383,14 @@ def test_a_frame_of_another_shape_is_refused_before_it_is_remembered():
 
 def test_a_latency_that_leaves_no_answer_of_use_is_refused():
     ahead = {"chunking": "rtc", "prediction": 8}
-    with pytest.raises(ConfigError, match=r"latency_steps is 5, and this server is asked every 4 steps .* 4 at most"):
+    with pytest.raises(
+        ConfigError, match=r"latency_steps=5 is too large: this server is called every 4 steps .* 4 at most"
+    ):
         make(Scripted(**ahead), latency_steps=5, prefetch=0)
-    with pytest.raises(ConfigError, match="3 further: an answer may take 3 at most"):
+    with pytest.raises(ConfigError, match="3 further steps, so the latency can be at most 3 steps"):
         make(Scripted(**ahead | {"prediction": 7}), latency_steps=4, prefetch=0)
     make(Scripted(**ahead), latency_steps=4, prefetch=0)
-    with pytest.raises(ConfigError, match=r"held back for 0\.8 s is older than max_age \(0\.8 s\)"):
+    with pytest.raises(ConfigError, match=r"delayed by 0\.8 s is older than max_age \(0\.8 s\)"):
         make(Scripted(), latency_steps=8)
     make(Scripted(), latency_steps=8, wait=True)
     make(Scripted(), latency_steps=8, max_age=2.0)
@@ -448,10 +456,12 @@ def test_a_connection_that_is_refused_is_named_before_the_client_gives_up_itself
     driver, clock = make(server, patience=2.0, max_age=60.0)
     driver._first = False
     driver.step(see())
-    server.trouble = ServingError("Nobody listens at ws://127.0.0.1:9.")
+    server.trouble = ServingError("No server listens at ws://127.0.0.1:9.")
     clock.now = 2.5
     driver.step(see())
-    with pytest.raises(ServingError, match=r"not answered for more than 2 s .*Nobody listens at ws://127\.0\.0\.1:9"):
+    with pytest.raises(
+        ServingError, match=r"not answered for more than 2 s .*No server listens at ws://127\.0\.0\.1:9"
+    ):
         driver.require_server()
     server.say(driver, [0.1] * 4)
 
@@ -515,7 +525,7 @@ def test_hold_may_be_a_function_of_what_is_seen_and_was_done():
 
 def test_what_cannot_be_driven_is_said_at_once():
     server = Scripted()
-    with pytest.raises(ConfigError, match="prefetch is between 0 and 3"):
+    with pytest.raises(ConfigError, match="prefetch must be between 0 and 3"):
         make(server, prefetch=4)
     driver, _ = make(server)
     with pytest.raises(ServingError, match=r"reads observation\.state"):
@@ -523,7 +533,7 @@ def test_what_cannot_be_driven_is_said_at_once():
     for wrong in ({"history": 10**7}, {"chunk": "x"}, {"action": {"shape": None}}, {"fps": 0}):
         with pytest.raises(ServingError):
             described_policy(server.metadata | wrong)
-    with pytest.raises(ServingError, match=r'does not say its control rate: write "fps": N into its robopolicy\.json'):
+    with pytest.raises(ServingError, match=r'control rate is unknown: add "fps": N to its robopolicy\.json'):
         described_policy(server.metadata | {"fps": 0.0})
     refused, _ = make(Scripted())
     refused.error = RefusedError("no camera")
@@ -538,7 +548,7 @@ def test_a_robot_whose_place_nobody_shows_needs_a_hold():
         server = Scripted(action={"shape": [1], "names": [taken]}, observation=fields)
         return Driver(server, limits=ActionLimits(change=0.5))
 
-    with pytest.raises(ConfigError, match=r"No field shows where arm\.pos is.*say hold"):
+    with pytest.raises(ConfigError, match=r"No field contains the position of arm\.pos.*pass hold"):
         driven("other.pos", "arm.pos")
     for shown, taken in (("arm.pos", "arm.pos"), ("other.pos", "base.vel"), ("other.pos", "gripper")):
         driven(shown, taken).close()
@@ -549,7 +559,7 @@ def test_a_sensor_that_shows_nothing_lets_no_first_action_through():
     server = Scripted(low=-np.inf, high=np.inf)
     driver, _ = make(server, hold=lambda frames, last: frames[STATE], limits=ActionLimits(change=0.5))
     for value in (np.nan, np.inf):
-        with pytest.raises(NonFiniteError, match=f"NaN or infinity as '{STATE}'"):
+        with pytest.raises(NonFiniteError, match=f"robot's '{STATE}' contains NaN or infinity"):
             driver.step(see(value))
     assert not server.asked
 
@@ -558,7 +568,7 @@ def test_an_instruction_is_text():
     """str() would make instructions of None and of arrays: "None", "['go']"."""
     driver, _ = make(Scripted())
     for task in (5, np.array(["go"]), ["go"], b"go"):
-        with pytest.raises(SpecError, match="instruction, 'task', is text"):
+        with pytest.raises(SpecError, match="instruction, 'task', must be text"):
             driver.look({**see(), "task": task})
     driver.look({**see(), "task": None})
     assert driver._task is None

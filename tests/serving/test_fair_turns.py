@@ -89,7 +89,7 @@ def test_a_full_queue_lets_another_address_in_and_tells_the_one_that_had_most():
         await asyncio.sleep(0.01)
         assert len(queue) == 8 and not robot.done()
         assert sum(each.done() for each in hog) == 3
-        with pytest.raises(BusyError, match="8 requests wait already"):
+        with pytest.raises(BusyError, match="8 requests are waiting already"):
             await hog[7]
         queue._task.cancel()
         queue.start()

@@ -118,19 +118,19 @@ FLOODS = {
     "long name": (msgpack.packb({"n" * 5000: 0}), "at most 128 characters"),
     "deep": (msgpack.packb(nested(40)), "nested 8 deep"),
     "list": (msgpack.packb({STATE: [0] * 50_000}), "array_len"),
-    "lists of lists": (msgpack.packb({STATE: [[[0] * 16] * 16] * 16}), "lists more than"),
+    "lists of lists": (msgpack.packb({STATE: [[[0] * 16] * 16] * 16}), "contains more than"),
     "headers": (b"\x91" * 400 + b"\xdd\x00\xff\xff\xff", "array_len"),
     "prompt": (pack(observation(prompt="x" * 20_000)), "str_len"),
     "scalar": (msgpack.packb({STATE: {b"__npgeneric__": True, b"data": 2**63, b"dtype": "<i1"}}), "OverflowError"),
-    "ragged": (pack(observation() | {STATE: [[1.0], [1.0, 2.0]]}), "is no array"),
-    "frames": (pack(observation() | {STATE: np.zeros((3, 2), np.int8)}), "reads the newest 2"),
+    "ragged": (pack(observation() | {STATE: [[1.0], [1.0, 2.0]]}), "is not an array"),
+    "frames": (pack(observation() | {STATE: np.zeros((3, 2), np.int8)}), "reads at most 2"),
     "session": (pack(observation() | {SESSION: "x" * 300}), "at most 128 characters"),
-    "session of bytes": (pack(observation() | {SESSION: 5}), "is text"),
+    "session of bytes": (pack(observation() | {SESSION: 5}), "must be text"),
     "reset as an array": (pack(observation() | {RESET: np.array([True, False])}), "true or false, not ndarray"),
     "reset as text": (pack(observation() | {RESET: "yes"}), "true or false, not str"),
     "misspelt": (pack(observation() | {RESET + "s": True}), "Did you mean 'robopolicy.reset'?"),
-    "nested name of ours": (pack(observation() | {"robopolicy": {"reset": True}}), "in one piece"),
-    "seed": (pack(observation() | {SEED: "x"}), "is an integer"),
+    "nested name of ours": (pack(observation() | {"robopolicy": {"reset": True}}), "at the top level of a message"),
+    "seed": (pack(observation() | {SEED: "x"}), "must be an integer"),
     "image": (pack(observation() | {FRONT: np.zeros((700, 1, 3), np.uint8)[:, :0]}), "has shape"),
     "list for a mapping": (msgpack.packb([1, 2]), "mapping"),
 }
@@ -153,7 +153,7 @@ def test_a_message_larger_than_anything_honest_is_cut_off(ports):
     for data in (b"\0" * (Limits.of(Echo().spec).message + 1), large):
         before = refusals(port)
         text, code = told(port, data)
-        assert code == 1009 and "A message has at most" in text and "smaller before sending" in text
+        assert code == 1009 and "A message may have at most" in text and "smaller before sending" in text
         until = time.monotonic() + 10  # the server counts it once the connection is closed
         while refusals(port) == before and time.monotonic() < until:
             time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_a_robot_with_a_large_camera_is_driven(ports):
         means = client.infer(shown | {"task": "go"})["actions"][2, 0]
         assert 2040 <= means < 2060, "black above and below, as the server resizes"
     text, code = told(ports["odd"], pack(shown))
-    assert code == 1011 and "is 1920 x 1080; at most 1280 x 720 pixels are read" in text
+    assert code == 1011 and "is 1920 x 1080, more than 1280 x 720 pixels" in text
 
 
 def test_limits_follow_from_the_policy():
@@ -348,7 +348,7 @@ def test_more_requests_than_may_wait_are_told_to_come_back(ports):
         thread.start()
     for thread in threads:
         thread.join()
-    busy = [answer for answer in answers if "requests wait already" in answer]
+    busy = [answer for answer in answers if "requests are waiting already" in answer]
     assert 1 <= len(busy) <= 6
     assert len(answers) == 8
     assert 'refused_total{reason="busy"}' in status(port, "/metrics")[1]
@@ -394,7 +394,7 @@ def test_names_of_ones_own_and_images_of_other_sizes(ports):
     tall = resized(np.full((8, 4, 3), 90, np.uint8), (4, 6))
     assert tall[:, 2:4].min() == 90
     assert tall[:, :2].max() == tall[:, 4:].max() == 0
-    with pytest.raises(SpecError, match="no field of the policy"):
+    with pytest.raises(SpecError, match="not a field of the policy"):
         Session(Echo().spec, {"cam": "observation.images.fron"})
 
 
@@ -408,9 +408,9 @@ def test_a_certificate_makes_it_wss(ports):
         assert client.infer(observation(4.0))["actions"][0, 0] == 4.0
     with PolicyClient("wss://127.0.0.1", ports["tls"], certificate=ports["certificate"]) as client:
         assert client.address == address
-    with pytest.raises(ServingError, match="with a certificate, its address begins with wss://"):
+    with pytest.raises(ServingError, match="uses a certificate, its address starts with wss://"):
         PolicyClient(port=ports["tls"])
-    with pytest.raises(ServingError, match="without encryption, its address begins with ws://"):
+    with pytest.raises(ServingError, match="does not use encryption, its address starts with ws://"):
         PolicyClient("wss://127.0.0.1", ports["few"])
     with pytest.raises(ServingError, match="/nowhere cannot be read"):
         PolicyClient(address, certificate="/nowhere")

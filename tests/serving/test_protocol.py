@@ -102,11 +102,11 @@ def test_names_of_other_clients_are_understood(message):
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        ({"state": STATES + 1}, "'observation/state' and 'state' both stand for 'observation.state', and they differ"),
-        ({"images/base": WRIST}, "'images/base' and 'observation/image' both stand"),
-        ({"observation.state": STATES}, "holds 'observation/state' twice"),
-        ({"observation": {"image": BASE}}, "holds 'observation/image' twice"),
-        ({"task": "stop"}, "'task' and 'prompt' say different things"),
+        ({"state": STATES + 1}, "'observation/state' and 'state' both mean 'observation.state' but differ"),
+        ({"images/base": WRIST}, "'images/base' and 'observation/image' both mean"),
+        ({"observation.state": STATES}, "contains 'observation/state' twice"),
+        ({"observation": {"image": BASE}}, "contains 'observation/image' twice"),
+        ({"task": "stop"}, "'task' and 'prompt' differ"),
     ],
 )
 def test_what_is_sent_twice_says_the_same(more, text):
@@ -122,7 +122,7 @@ def test_a_refused_frame_leaves_the_history_alone():
     spec = PolicySpec({STATE: Field((1,))}, Field((1,)), 3, 1, 1, 1, 10.0)
     session = Session(spec)
     session.observe({STATE: [1.0]})
-    with pytest.raises(SpecError, match="is text"):
+    with pytest.raises(SpecError, match="must be text"):
         session.observe({STATE: [2.0], "task": 5})
     session = Session(spec)
     session.observe({STATE: [1.0]})
@@ -229,8 +229,8 @@ def test_no_dialect_brings_objects_or_lies_about_sizes(dialect, change):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ([[[0] * 3] * 40] * 40, "a picture as lists of numbers perhaps: send arrays, as openpi_client"),
-        (msgpack.ExtType(42, b"1234"), "extension type of msgpack.*send arrays"),
+        ([[[0] * 3] * 40] * 40, "an image as lists of numbers?): send arrays, as packed by openpi_client"),
+        (msgpack.ExtType(42, b"1234"), "msgpack extension type.*send arrays"),
         (b"\xff\xd8\xff\xe0" * 9, "is 36 bytes without a shape and a dtype.*JPEG"),
         ("aGVsbG8=", "is 8 characters without a shape"),
     ],

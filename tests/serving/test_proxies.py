@@ -135,8 +135,8 @@ def test_a_server_is_reached_through_a_proxy_and_whoever_can_read_along_is_named
 @pytest.mark.parametrize(
     ("answer", "text"),
     [
-        (b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", r"of https_proxy does not let .* \(HTTP 403\)"),
-        (b"HTTP/1.1 407 Login\r\nContent-Length: 0\r\n\r\n", r"wants a login: http://USER:PASSWORD@HOST:PORT"),
+        (b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", r"from https_proxy refuses .* \(HTTP 403\)"),
+        (b"HTTP/1.1 407 Login\r\nContent-Length: 0\r\n\r\n", r"requires a login: http://USER:PASSWORD@HOST:PORT"),
         (b"HTTP/1.1 502 Bad\r\nContent-Length: 0\r\n\r\n", r"HTTP 502"),
         (b"nonsense\r\n\r\n", "HTTP response from proxy"),
         (b"", "HTTP response from proxy"),
@@ -151,16 +151,16 @@ def test_what_a_proxy_does_wrong_is_not_taken_for_the_servers_fault(answer, text
     with proxy(answer) as (address, _):
         monkeypatch.setenv("https_proxy", address.replace("//", "//me:secret@"))
         said = refused()
-    assert address in said and f"ws://{FAR}:8000" in said and f"no_proxy={FAR} goes around it" in said
-    assert "secret" not in said and "Start the server" not in said
+    assert address in said and f"ws://{FAR}:8000" in said and f"no_proxy={FAR} bypasses it" in said
+    assert "secret" not in said and "Start it first" not in said
     assert re.search(text, said), said
 
 
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("https_proxy", "http://127.0.0.1:9", "nobody listens at the proxy http://127.0.0.1:9 of https_proxy"),
-        ("https_proxy", "ftp://127.0.0.1:9", "https_proxy names no proxy"),
+        ("https_proxy", "http://127.0.0.1:9", "no proxy listens at the proxy http://127.0.0.1:9 from https_proxy"),
+        ("https_proxy", "ftp://127.0.0.1:9", "https_proxy is not a proxy address"),
         ("https_proxy", "http://127.0.0.1:9/path", "write https_proxy=http://HOST:PORT"),
         ("https_proxy", "http://nobody.invalid:9", "through the proxy http://nobody.invalid:9 of https_proxy"),
         ("https_proxy", "http://127.0.0.1:99999", "https_proxy"),
@@ -170,7 +170,7 @@ def test_what_a_proxy_does_wrong_is_not_taken_for_the_servers_fault(answer, text
 def test_a_proxy_that_is_none_is_named(name, value, text, monkeypatch):
     monkeypatch.setenv(name, value)
     said = refused()
-    assert text in said and f"no_proxy={FAR} goes around it" in said and "Start the server" not in said
+    assert text in said and f"no_proxy={FAR} bypasses it" in said and "Start it first" not in said
 
 
 def test_a_socks_proxy_names_the_package_that_it_needs(monkeypatch):
@@ -204,10 +204,10 @@ def test_addresses_of_nobody_end_in_a_sentence(options):
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("key\r\nX: y", "holds a line break"),
-        ("key ", "begins or ends with a space"),
-        (" ", "begins or ends with a space"),
-        ("鍵" * 8, "beyond Latin"),
+        ("key\r\nX: y", "contains a line break"),
+        ("key ", "starts or ends with a space"),
+        (" ", "starts or ends with a space"),
+        ("鍵" * 8, "outside Latin-1"),
         ("x" * 9000, "has 9000 characters"),
     ],
 )
@@ -221,5 +221,5 @@ def test_a_key_that_no_header_can_carry_is_refused_on_both_sides(port, key, text
 def test_an_address_with_a_space_in_it_is_named():
     """Else what answers nothing sensible is taken for a server with a certificate."""
     for host in ("127.0.0.1/x y", "ws://127.0.0.1:8000/x\n", "127.0.0.1 "):
-        with pytest.raises(ConfigError, match="holds a space or a line break"):
+        with pytest.raises(ConfigError, match="contains a space or a line break"):
             PolicyClient(host)

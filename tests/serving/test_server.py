@@ -135,7 +135,7 @@ BAD = {
     "not finite": (observation(np.nan), "not finite"),
     "policy error": (
         observation(-1.0),
-        r"The policy failed \(RuntimeError\); the server's log says why under error [0-9a-f]{8}",
+        r"The policy failed \(RuntimeError\); see the server's log for error [0-9a-f]{8}",
     ),
     "non-finite answer": (observation(-2.0), "NaN or infinity"),
 }
@@ -280,7 +280,7 @@ def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed()
 
 
 def test_a_certificates_key_without_the_certificate_is_refused():
-    with pytest.raises(ConfigError, match=r"certificate_key is key\.pem.*serve\.certificate=FILE"):
+    with pytest.raises(ConfigError, match=r"certificate_key=key\.pem.*serve\.certificate=FILE"):
         ServerSettings(certificate_key=Path("key.pem"))
     with pytest.raises(ConfigError, match="line break"):
         ServerSettings(api_key="secret\n")

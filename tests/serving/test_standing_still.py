@@ -153,7 +153,7 @@ def test_the_wiring_holds_a_place_whatever_holds_its_number(kind):
 @pytest.mark.parametrize("value", ["up", np.zeros(2), np.zeros(0), np.nan, 1e300, {}, [[]]])
 def test_what_is_no_number_is_named(value):
     wiring = Wiring({"s": ("a.pos",)}, {}, ("a.pos",), {}, {"action": "", "s": ""})
-    with pytest.raises(NonFiniteError, match=r"no number for a\.pos"):
+    with pytest.raises(NonFiniteError, match=r"a non-number for a\.pos"):
         wiring.frames({"a.pos": value})
     assert wiring.still({"a.pos": value}, np.array([3.0])).tolist() in ([3.0], [1e300])
 
@@ -171,7 +171,7 @@ def wiring_of(names, unit="", rename=None, scale=None, **settings):
 
 def test_the_wiring_says_what_every_element_does_while_it_stands_still():
     text = wiring_of(("shoulder.pos", "x.vel"), "").text().splitlines()
-    assert text[-2:] == ["shoulder.pos: stays at its place", "x.vel: stops at 0"]
+    assert text[-2:] == ["shoulder.pos: holds its position", "x.vel: is set to 0"]
     # By the policy's name or unit where the robot's says nothing.
     renamed = {"motor_1": "shoulder_position", "motor_2": "speed"}
     assert wiring_of(tuple(renamed.values()), rename=renamed).standing.keeps == (True, False)
@@ -181,7 +181,7 @@ def test_the_wiring_says_what_every_element_does_while_it_stands_still():
 def test_what_neither_name_nor_unit_says_is_asked_once():
     names = ("motor_0", "motor_1")
     with pytest.raises(
-        ConfigError, match=r"motor_0, motor_1 stand still.*drive\.positions=\[motor_0\].*drive\.neutral"
+        ConfigError, match=r"hold action of motor_0, motor_1 is undefined.*drive\.positions=\[motor_0\].*drive\.neutral"
     ):
         wiring_of(names).standing
     shown = {"motor_0": 3.0, "motor_1": 0.5}
@@ -224,7 +224,7 @@ def test_a_robot_without_limits_is_not_driven():
     server, rover = Silent(Base.NAMES, Base.NAMES, low=-np.inf), Rover()
     wire = lambda shows, takes: wired(server.metadata, shows, takes, {}, {})  # noqa: E731
     with (
-        pytest.raises(ConfigError, match=r"Nothing bounds shoulder\.pos, x\.vel.*drive\.unbounded=true"),
+        pytest.raises(ConfigError, match=r"No limit applies to shoulder\.pos, x\.vel.*drive\.unbounded=true"),
         AttachedLeRobot(cast(Any, rover), wire) as robot,
     ):
         drive_robot(robot, server, episodes=1, rate=0, attached=STEPS, settings=RobotSettings())
@@ -345,7 +345,7 @@ def test_a_base_does_not_drive_on_while_its_server_fails(server, fault):
         except RobopolicyError as error:
             assert fault != "slow"
             # Killed between two requests, or within one: what the connection said, not that the server might hang.
-            said = f"Nobody listens at ws://127.0.0.1:{port}", f"ws://127.0.0.1:{port} closed the connection"
+            said = f"No server listens at ws://127.0.0.1:{port}", f"ws://127.0.0.1:{port} closed the connection"
             assert fault != "killed" or any(each in str(error) for each in said), error
         finally:
             mood.value = 0

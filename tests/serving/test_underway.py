@@ -159,7 +159,7 @@ def test_what_is_wrong_about_a_plan_is_said():
             taken({PLAN: plan, DELAY: wrong}, SPEC, 0)
     with pytest.raises(NonFiniteError):
         taken({PLAN: plan * np.nan, DELAY: 0}, SPEC, 0)
-    with pytest.raises(SpecError, match="that is missing"):
+    with pytest.raises(SpecError, match="which is missing"):
         taken({DELAY: 0}, SPEC, 0)
 
 

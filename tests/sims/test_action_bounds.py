@@ -51,7 +51,7 @@ def test_evaluate_says_how_many_were_outside_and_in_which_element():
     result = evaluate_policy(make(), ToGoal(), SEEDS)
     clipped = evaluate_policy(make(clip_actions=True), ToGoal(), SEEDS)
     assert result.success_rate == 1.0 and clipped.success_rate < 0.7
-    assert "45 % of actions were outside the declared bounds (element 0 45 % beyond -1 to 1)" in result.outside
+    assert "45 % of actions were outside the declared bounds (element 0 45 % outside -1 to 1)" in result.outside
     assert "executed unclipped (set world.options.clip_actions=true to clip them)" in result.outside
     assert "they were clipped to them" in clipped.outside and "element 1" not in result.outside
     assert EvaluationResult.from_json(result.to_json()).outside == result.outside
@@ -117,7 +117,7 @@ def test_rounding_is_not_outside_and_bounds_may_be_infinite():
     counted = OutsideBounds(spec)
     counted.add(np.array([[[512.001, -1e9], [513.0, 1.1], [0.0, 0.0]]]), np.array([[True, True, True]]))
     assert counted.counts.tolist() == [1, 1, 1] and counted.text.startswith("33 % of actions")
-    assert "'x' 33 % beyond 0 to 512" in counted.text and "'y' 33 % beyond -inf to 1" in counted.text
+    assert "'x' 33 % outside 0 to 512" in counted.text and "'y' 33 % outside -inf to 1" in counted.text
     assert widened(spec.action, np.array([[512.001, -1e9]])) is spec.action
     assert hull(spec.action, spec.action) is spec.action
 

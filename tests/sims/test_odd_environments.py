@@ -226,7 +226,7 @@ REFUSED = {
     ),
     "one number for many": (returns(lambda place: np.float32(1)), {}, r"declared \[2\] and comes as \[\] float32"),
     "texts for numbers": (returns(lambda place: "here"), {}, r"declared \[2\] and comes as a str"),
-    "an entry that is missing": (
+    "an entry which is missing": (
         returns(lambda place: {"pos": place}, spaces.Dict(pos=odd.FREE, vel=odd.FREE)),
         {},
         "no entry 'vel', which observation_space declares; it has: pos",

@@ -197,7 +197,7 @@ def test_allocators_that_look_at_outcomes_first_are_refused(monkeypatch: pytest.
     config = replace(CONFIG, allocator="dars")
     never = torch.zeros(1, dtype=torch.bool)
     monkeypatch.setattr(Rollouts, "row_success", property(lambda self: never.expand(len(self.group))))
-    with pytest.raises(ConfigError, match="set overprovision to 0"):
+    with pytest.raises(ConfigError, match="set overprovision=0"):
         collector_of(config).collect(0)
-    with pytest.raises(ConfigError, match="leaves groups to the next part"):
+    with pytest.raises(ConfigError, match="unfinished groups would move to the next part"):
         replace(CONFIG, props=2)

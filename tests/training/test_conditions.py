@@ -66,7 +66,7 @@ def test_parts_that_come_one_after_another_are_read_once_and_taught_as_a_whole(e
 
 def test_an_encoder_that_learns_is_refused(episodes):
     for policy in (denoising_policy(SeeingWorld(2), cameras=True), token_policy(SeeingWorld(2), cameras=True)):
-        with pytest.raises(ConfigError, match="keep_conditions=true keeps what a frozen encoder makes"):
+        with pytest.raises(ConfigError, match="keep_conditions=true caches the outputs of a frozen image encoder"):
             read_once(policy, episodes)
 
 
@@ -79,7 +79,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_computed(episodes
 def test_what_it_will_take_is_said_and_refused_before_anything_is_played(episodes, monkeypatch):
     policy = frozen()
     each = sum(value[0].nbytes for value in read_once(policy, episodes).values())
-    assert plan_conditions(policy, episodes, 10**6).endswith(f"steps is kept: {each} MB.")
+    assert plan_conditions(policy, episodes, 10**6).endswith(f"steps are cached: {each} MB.")
     monkeypatch.setattr("robopolicy.training.pretrain.free_memory", lambda device: 10**6 * each - 1)
     with pytest.raises(ConfigError, match=r"of each of 1000000 steps, .* leave it false, or take fewer episodes"):
         plan_conditions(policy, episodes, 10**6)

@@ -105,7 +105,7 @@ class Direct(nn.Module):
 
 
 def test_a_policy_without_a_chain_is_refused():
-    with pytest.raises(ConfigError, match="Direct does not decide from noise"):
+    with pytest.raises(ConfigError, match="Direct cannot act from given noise"):
         DiffusionQl(DiffusionQlConfig()).prepare(Direct())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="eta at least 0"):
         DiffusionQlConfig(eta=-1.0)

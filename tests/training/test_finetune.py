@@ -224,7 +224,7 @@ def test_chunks_cut_by_the_end_of_an_episode_and_tasks_are_handled():
 def test_a_policy_that_scores_itself_differently_is_refused():
     policy = ChainPolicy()
     policy.offset = 1e-3
-    with pytest.raises(RuntimeError, match="scores its own decisions differently"):
+    with pytest.raises(RuntimeError, match="recomputed log-probabilities differ"):
         _tune(CONFIG, policy=policy)
 
 

@@ -162,17 +162,19 @@ def test_stored_pairs_of_another_policy_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="does not have"):
         finetune(ChainPolicy(), None, BanditWorld(4), CONFIG, guidance=pairs)
     pairs = Guidance(pairs=replace(read_pairs(tmp_path / "preferences"), instructions=("go left",)))
-    with pytest.raises(DataError, match=r"actions are 1 steps of 1, the policy's are 1 of 2"):
+    with pytest.raises(
+        DataError, match=r"action chunks have 1 steps of dimension 1, the policy's have 1 steps of dimension 2"
+    ):
         finetune(ChainPolicy(steps=1), None, BanditWorld(4), CONFIG, guidance=pairs)
-    with pytest.raises(DataError, match="have 1 scored steps, the policy's have 2"):
+    with pytest.raises(DataError, match="have 1 denoising steps with log-probabilities, the policy has 2"):
         finetune(ChainPolicy(), None, BanditWorld(4), CONFIG, guidance=pairs)
     other = LockWorld(4)
     other.spec = replace(other.spec, observation={STATE: Field((9,))}, instructions=("go left",))
     narrow = ChoicePolicy()
     narrow.spec = replace(narrow.spec, observation=other.spec.observation)
-    with pytest.raises(DataError, match=r"show 'observation.state' as \(1, 14\), the policy reads \(1, 9\)"):
+    with pytest.raises(DataError, match=r"'observation.state' in the stored pairs: \(1, 14\); in the policy: \(1, 9\)"):
         finetune(narrow, None, other, CONFIG, guidance=pairs)
-    with pytest.raises(ConfigError, match="nothing is played: leave delay and overprovision at 0"):
+    with pytest.raises(ConfigError, match="collects no rollouts: set delay and overprovision to 0"):
         finetune(narrow, None, LockWorld(4), replace(CONFIG, delay=1, overprovision=0.5), guidance=pairs)
     critic = state_critic(FIELDS, 1, width=8)
     with pytest.raises(ConfigError, match="compares the episodes of a group, such as grape"):
@@ -190,7 +192,7 @@ def test_what_cannot_work_is_refused():
     policy = DenoisingPolicy(still, world.spec.observation, world.spec.action, fps=world.spec.fps)
     with pytest.raises(ConfigError, match="flow_noise"):
         policy.prepare_finetuning()
-    with pytest.raises(ConfigError, match="names no stages"):
+    with pytest.raises(ConfigError, match="defines no stages"):
         quiet = DenoisingPolicy(
             replace(still, flow_noise=FlowNoise.CONSTANT), world.spec.observation, world.spec.action, fps=10.0
         )

@@ -130,9 +130,9 @@ def test_what_cannot_be_drawn_is_refused_with_the_reason():
         observation={**data.observation, CAMERA: torch.zeros(data.step_count + len(data), 2, 2, 3, dtype=torch.uint8)},
     )
     for given, error, text in (
-        (pictures, ConfigError, "drawn as vectors, and here are images"),
-        (replace(data, tasks=("go", *data.tasks[1:-1], "stay")), ConfigError, "are of one task"),
-        (replace(data, step_success=None), DataError, "does not say which steps succeeded"),
+        (pictures, ConfigError, "support vector observations only, but the policy reads images"),
+        (replace(data, tasks=("go", *data.tasks[1:-1], "stay")), ConfigError, "need data of one task"),
+        (replace(data, step_success=None), DataError, "does not record which steps succeeded"),
         (replace(data, final_known=torch.zeros(len(data), dtype=torch.bool)), DataError, "lacks final observations"),
     ):
         with pytest.raises(error, match=text):

@@ -124,14 +124,14 @@ def test_what_cannot_choose_is_refused(imitated):
     known = lesson()
     with pytest.raises(ConfigError, match="wrap"):
         Idql(IdqlConfig()).prepare(imitated)
-    with pytest.raises(ConfigError, match="a choice among 2 or more"):
+    with pytest.raises(ConfigError, match="must be at least 2"):
         IdqlConfig(candidates=1)
     with pytest.raises(ConfigError, match="at least 1"):
         BestOfPolicy(imitated, known.critic, known.interface, 0)
     with pytest.raises(ConfigError, match="has no save"):
         BestOfPolicy(Unsaved(imitated), Knows(), known.interface, 2)
     longer = Interface(imitated.spec.observation, imitated.spec.action, chunk=1)
-    with pytest.raises(ConfigError, match="judges chunks of 1, the policy decides on 2"):
+    with pytest.raises(ConfigError, match="evaluates 1 control steps, the policy outputs 2"):
         BestOfPolicy(imitated, known.critic, longer, 2)
 
 

@@ -67,27 +67,30 @@ def test_too_little_is_an_error_with_ways_out():
     each = 3 * 10**8  # and 0.8 GB more that do not depend on how many there are
     budget = MemoryBudget(10**9, three, 3 * 10**9, 4 * 10**9, 512, 20 * 10**9, each, 64, 64, *counts)
     assert budget.ahead == 28 * 10**9
-    with pytest.warns(RobopolicyWarning, match="about 28 GB are needed, 30 GB are free, and up to 30% more than"):
+    with pytest.warns(
+        RobopolicyWarning,
+        match="about 28 GB are needed and 30 GB are free; measured use exceeded such estimates by up to 30%",
+    ):
         budget.require(30 * 10**9)
     with warnings.catch_warnings(action="error"):
         budget.require(37 * 10**9)
         budget.require(None)
-    with pytest.raises(ConfigError, match=r"needs about 28 GB more of memory, and 16 GB are free. micro_batch=11 fits"):
+    with pytest.raises(ConfigError, match=r"needs about 28 GB more memory, and 16 GB are free. micro_batch=11 fits"):
         budget.require(16 * 10**9)
     fits = replace(budget, at_once=24, activations=20 * 10**9 - 40 * each)
-    with pytest.warns(RobopolicyWarning, match="may not do"):
+    with pytest.warns(RobopolicyWarning, match="may be too small"):
         fits.require(16 * 10**9)
     with pytest.raises(ConfigError, match="micro_batch=11 fits"):
         fits.require(fits.ahead - 1)
     with pytest.raises(ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64 or the 512"):
         budget.require(8 * 10**9)
-    assert "512 decisions and a copy of 64 4 GB, activations of 64 decisions 20 GB" in budget.text()
+    assert "512 action chunks and a minibatch of 64 4 GB, activations of 64 chunks 20 GB" in budget.text()
     assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()
     resting = replace(budget, rest=7 * 10**9)
-    assert "weights 7 GB that rest and 1 GB held 3 times (tuned, base, best)" in resting.text()
+    assert "weights frozen 7 GB and trainable 1 GB, stored 3 times (tuned, base, best)" in resting.text()
     assert (resting.ahead, resting.held, resting.loading) == (budget.ahead, 9 * 10**9, 16 * 10**9)
     assert "about 37 GB of memory" in resting.whole()
-    assert "100 million parameters, 10 million of them learn; a decision is 2 billion operations" in budget.whole()
+    assert "100 million parameters, 10 million trainable. One policy call takes 2 billion FLOPs" in budget.whole()
     assert "gradient thrice that" in budget.whole() and "gradient four times that" in fits.whole()
     assert "score 3 trillion" in budget.whole() and "about 30 GB of memory" in budget.whole()
     free = free_memory(torch.device("cpu"))
@@ -112,7 +115,7 @@ def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():
     with pytest.raises(ConfigError, match=r"micro_batch=3 fits: activations of 8 decisions .* lower batch_size=8"):
         plan_pretraining(policy, 8, enough)
     assert "activations of 3 decisions" in plan_pretraining(policy, 8, enough, 3)
-    with pytest.warns(RobopolicyWarning, match="may not do"):
+    with pytest.warns(RobopolicyWarning, match="may be too small"):
         plan_pretraining(policy, 8, just, 3)
     plan_pretraining(policy, 8, None)
 

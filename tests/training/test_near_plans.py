@@ -417,7 +417,7 @@ def test_a_token_policy_learns_from_experts_rows_and_goes_on_after_a_kill(tmp_pa
     tuned_tokens(replace(config, iterations=2), tmp_path)
     assert same(dict(whole.state_dict()), dict(tuned_tokens(config, tmp_path).state_dict()))
     streams = build_algorithm(replace(config, algorithm="ppo", advantage="gae"))
-    with pytest.raises(ConfigError, match="whole episodes"):
+    with pytest.raises(ConfigError, match="complete episodes"):
         Guidance(experts=aiming_episodes()).expert_rows(whole, (), 0.5, streams, Generators(0))
 
 

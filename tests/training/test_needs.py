@@ -79,7 +79,7 @@ def alone(entry: Mechanism) -> FinetuneConfig:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:gtpo leaves out every episode")
+@pytest.mark.filterwarnings("ignore:gtpo excludes every episode")
 @pytest.mark.parametrize("kind", ["denoising", "tokens"])
 @pytest.mark.parametrize("entry", mechanisms(), ids=lambda entry: f"{entry.slot.value}-{entry.name}")
 def test_a_mechanism_runs_with_its_declared_needs_alone(entry: Mechanism, kind: str):

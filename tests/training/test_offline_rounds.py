@@ -78,9 +78,9 @@ def test_the_best_of_several_by_the_smallest_member_of_the_critic(imitated):
     best = BestOfPolicy(copy.deepcopy(imitated), known.critic, known.interface, 8)
     assert distance(best) < 0.5 * distance(imitated)
     assert best.spec.scored_steps == imitated.spec.scored_steps and set(best.spec.observation) == set(FIELDS)
-    with pytest.raises(ConfigError, match="distil the checkpoint that it was made from"):
+    with pytest.raises(ConfigError, match="distil the checkpoint of the wrapped policy"):
         distillable(best, 1)
-    with pytest.raises(ConfigError, match="judges chunks of 1, the policy decides on 2"):
+    with pytest.raises(ConfigError, match="evaluates 1 control steps, the policy outputs 2"):
         BestOfPolicy(imitated, known.critic, Interface(FIELDS, ACTION, chunk=1))
 
 

@@ -343,7 +343,7 @@ def test_an_engine_computes_what_a_steered_policy_does(kind, steers, tmp_path):
 
 
 def test_an_engine_that_cannot_begin_with_given_noise_is_refused():
-    with pytest.raises(ConfigError, match="AgentPolicy does not begin with given noise"):
+    with pytest.raises(ConfigError, match="AgentPolicy cannot start from given noise"):
         steering().around(acting())
 
 

@@ -289,7 +289,7 @@ def test_pretraining_in_pieces_takes_the_steps_of_whole_batches(kind, monkeypatc
 
 def test_a_negative_size_is_refused():
     for config in (FinetuneConfig, PretrainConfig):
-        with pytest.raises(ConfigError, match="micro_batch is -1"):
+        with pytest.raises(ConfigError, match="micro_batch=-1"):
             config(micro_batch=-1)
 
 

@@ -182,7 +182,7 @@ def test_regression_in_bfloat16_ends_where_fp32_does():
 def test_a_policy_that_cannot_be_lowered_is_refused_but_learns_backward():
     world, critic = BanditWorld(16), state_critic(FIELDS, 1, width=16)
     if MULTIPLIES:
-        with pytest.raises(ConfigError, match="ChainPolicy acts and is scored in fp32 only"):
+        with pytest.raises(ConfigError, match="ChainPolicy computes actions and log-probabilities in fp32 only"):
             finetune(ChainPolicy(), critic, world, replace(TUNING, precision="bf16"))
         finetune(ChainPolicy(), critic, world, replace(TUNING, precision="bf16_backward", evaluate_every=0))
 
@@ -191,7 +191,7 @@ def test_a_processor_without_bfloat16_is_refused_and_one_that_imitates_it_named(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
-    with pytest.warns(RobopolicyWarning, match="only imitates"):
+    with pytest.warns(RobopolicyWarning, match="only emulates"):
         require_precision("bf16", CPU)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with pytest.raises(ConfigError, match="this cpu cannot"):

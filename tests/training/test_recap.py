@@ -197,7 +197,7 @@ def test_filtered_imitation_is_shown_the_better_share_alone_and_learns_from_it(i
 def test_filtered_imitation_of_what_succeeded(imitated, monkeypatch):
     known, shown = lesson(), imitates(monkeypatch)
     settings = FilteredImitationConfig(steps=20, advantage="success")
-    with pytest.raises(ConfigError, match="the data does not say"):
+    with pytest.raises(ConfigError, match="the data does not record it"):
         FilteredImitation(settings).improve(copy.deepcopy(imitated), known, Generators(0), 1.0, "round 1")
     episodes = known.episodes
     good = torch.arange(len(episodes)) % 4 == 0
@@ -209,14 +209,14 @@ def test_filtered_imitation_of_what_succeeded(imitated, monkeypatch):
     executed = set(episodes.actions[done, 0].tolist())
     assert {value for chunk in torch.cat(shown) for value in chunk.flatten().tolist()} <= executed
     nothing = replace(known.data, episodes=replace(episodes, step_success=torch.zeros_like(done)))
-    with pytest.raises(ConfigError, match="no recorded decision"):
+    with pytest.raises(ConfigError, match="no recorded action chunk"):
         FilteredImitation(settings).improve(
             copy.deepcopy(imitated), replace(known, data=nothing), Generators(0), 1.0, "round 1"
         )
 
 
 def test_a_policy_that_cannot_be_told_is_refused():
-    with pytest.raises(ConfigError, match="Linear is no DenoisingPolicy"):
+    with pytest.raises(ConfigError, match=r"Linear \(not a DenoisingPolicy\)"):
         Recap(RecapConfig()).prepare(nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="between 0 and 1"):
         RecapConfig(positive=1.0)

@@ -143,10 +143,10 @@ def test_what_was_collected_without_images_is_no_pair_for_anybody(tmp_path):
     finetune(policy_of(), None, SeeingWorld(16), CONFIG, RunFolder(tmp_path / "run"))
     rollouts = replace(read_pairs(tmp_path / "run" / "preferences").rollouts, images=None)
     kept = replace(rollouts, latents={**rollouts.latents, "condition": torch.zeros((*rollouts.shape, 10))})
-    with pytest.raises(DataError, match="collect them with images"):
+    with pytest.raises(DataError, match="collect them again with images"):
         write_pairs(tmp_path / "blind", kept, INSTRUCTIONS)
     for pairs in (Pairs(kept, INSTRUCTIONS), Pairs(rollouts, INSTRUCTIONS)):
-        with pytest.raises(DataError, match=rf"show '{CAMERA}' as nothing"):
+        with pytest.raises(DataError, match=rf"'{CAMERA}' in the stored pairs: nothing"):
             finetune(policy_of(), None, SeeingWorld(4), CONFIG, guidance=Guidance(pairs=pairs))
 
 

@@ -54,7 +54,7 @@ def taught(student: Any, teacher: Any, **changes: Any) -> int:
         (FLOW, FLOW, {"span": 0.5}, r"-0.5 and 0.5 stand for: -?0.25, the policy's: -?0.5\."),
         (FLOW, DIFFUSION, {}, "kind: diffusion, scored by its chain, the policy's: flow, scored by its chain"),
         (FLOW, replace(FLOW, sampling_steps=8), {"steps": 2}, "noise levels: 0.25, the policy's: 0.5"),
-        (FLOW, replace(FLOW, flow_noise=FlowNoise.SDE), {}, "share of the clean estimate"),
+        (FLOW, replace(FLOW, flow_noise=FlowNoise.SDE), {}, "weight of the clean estimate"),
         (FLOW, replace(FLOW, flow_noise_level=0.2), {}, "standard deviations: 0.2, the policy's: 0.1"),
         (FLOW, replace(FLOW, clip=None), {}, "bound on the clean estimate: none, the policy's: 1.0"),
         (FLOW, replace(FLOW, chunk=2), {}, "executed steps: 2, the policy's: 4"),

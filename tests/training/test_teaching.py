@@ -149,9 +149,9 @@ def test_a_student_with_a_camera_learns_from_a_teacher_that_sees_the_state(tmp_p
     assert main(["teach", str(tmp_path / "nobody"), *shared, "run.name=other"]) == 2
     assert "teach.teacher" in capsys.readouterr().err
     assert main([*command, "teach.keep_conditions=true", "run.name=kept"]) == 2
-    assert "let its encoder rest" in capsys.readouterr().err
+    assert "freeze the encoder" in capsys.readouterr().err
     assert main([*command, "teach.auxiliary_keys=[observation.state]", "run.name=kept"]) == 2
-    assert "reads 'observation.state' itself" in capsys.readouterr().err
+    assert "already reads 'observation.state'" in capsys.readouterr().err
     assert not (tmp_path / "teach/kept/0/rounds").exists(), "nobody has played"
 
 

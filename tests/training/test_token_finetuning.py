@@ -170,7 +170,7 @@ def test_models_and_replay_survive_a_resume(changes: dict, tmp_path):
         ({"advantage": "process_rloo"}, "rewards every step"),
         ({"advantage": "q_values"}, "action values"),
         ({"hint": "pivot"}, "demonstrated states"),
-        ({"auxiliaries": ("spo",), "models": ("q_ensemble",)}, "half-made decision"),
+        ({"auxiliaries": ("spo",), "models": ("q_ensemble",)}, "partial denoising chain"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(changes: dict, text: str):

@@ -106,7 +106,7 @@ def test_train_says_what_it_reads_and_what_it_leaves_out(tmp_path, capsys):
     assert set(result["first_losses"]) == set(result["losses"]) == {"denoising"}
     said = " ".join(capsys.readouterr().out.split())
     assert "3 episodes, 15 frames" in said
-    assert "Skipped: observation.effort (the policy does not read it; policy.observation_keys says" in said
+    assert "Skipped: observation.effort (not read by the policy; built-in policies read" in said
     assert "tactile (float32 [4]; only observation.* and action are read)" in said
     assert "observation.note (its values are of type string" in said
     assert "Instructions: 2, 'lift', 'push': the policy reads no text" in said

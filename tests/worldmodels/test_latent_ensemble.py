@@ -203,7 +203,7 @@ def test_a_policy_that_only_acts_is_not_trained_behind_an_encoder(learned):
         def reset(self, rows=None):
             """Nothing."""
 
-    with pytest.raises(ConfigError, match="Still acts but cannot be trained"):
+    with pytest.raises(ConfigError, match="Still can act but cannot be trained"):
         EncodedPolicy(Still(), learned).to_trainable()  # type: ignore[arg-type]
 
 

@@ -55,12 +55,12 @@ class GaussianACT(LeRobotModule):
         super().__init__(policy, [part for name, part in parts if not name.startswith(reading)])
         settings, action = policy.settings, policy.spec.action
         if settings.tuning.checkpointing:
-            raise ConfigError("checkpointing computes denoising steps again, and act has none: set it to false.")
+            raise ConfigError("checkpointing recomputes denoising steps, and act has none: set it to false.")
         log_std = (
             _begins_at(settings.tuning, action.size) if settings.log_std is None else torch.tensor(settings.log_std)
         )
         if len(log_std) != action.size:
-            raise ConfigError(f"log_std has {len(log_std)} elements, and the policy's action {action.size}.")
+            raise ConfigError(f"log_std has {len(log_std)} elements, but the policy's action has {action.size}.")
         self.log_std = nn.Parameter(log_std, requires_grad=settings.tuning.learn_std)
         self.record_means = False
         register_range(self, action)
@@ -128,7 +128,8 @@ class GaussianACT(LeRobotModule):
         recorded_actions, expected = latents["actions"], (self.spec.chunk, self.spec.action.size)
         if tuple(recorded_actions.shape[1:]) != expected:
             raise SpecError(
-                f"The actions have shape {list(recorded_actions.shape)}, this policy's are [N, {str(expected)[1:-1]}]."
+                f"The actions have shape {list(recorded_actions.shape)}, but this policy's actions have [N, "
+                f"{str(expected)[1:-1]}]."
             )
         cached_condition = (
             {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
@@ -200,7 +201,9 @@ class GaussianACT(LeRobotModule):
         Raises ConfigError when `steps` is not one.
         """
         if steps not in (None, 1):
-            raise ConfigError(f"act decides in one step, so {steps} cannot be fine-tuned: leave finetuned_steps=null.")
+            raise ConfigError(
+                f"act has no denoising steps, so {steps} steps cannot be fine-tuned: set finetuned_steps=null."
+            )
         if not train_encoder:
             freeze(self.encoder_parameters())
 

@@ -184,8 +184,8 @@ class LeRobotPolicy(LeRobotReader):
             if policy.config.type != "pi0_fast":
                 raise
             raise CheckpointError(
-                f"LeRobot's pi0_fast said what is no action ({first_line(error)}): is it trained? With "
-                "validate_action_token_prefix=false in its config.json it is executed all the same."
+                f"pi0_fast generated tokens that do not decode to an action ({first_line(error)}): is it trained? "
+                "Set validate_action_token_prefix=false in its config.json to execute them anyway."
             ) from error
         finally:
             policy.reset()
@@ -250,8 +250,8 @@ class FromLeRobot:
         saved_settings = read_settings(folder)
         if saved_settings.base is not None:
             warnings.warn(
-                f"{folder} was fine-tuned over a frozen base, which takes its first denoising steps: it is left "
-                "behind, and one network learns to take them all.",
+                f"{folder} was fine-tuned with a frozen base for its first denoising steps: the base is removed, and "
+                "one network is trained for all steps.",
                 RobopolicyWarning,
                 stacklevel=2,
             )
@@ -263,7 +263,7 @@ class FromLeRobot:
             require_fit(replace(policy.spec, fps=saved_settings.fps), spec)
         except SpecError as error:
             advice = policy.mapping_for(spec)
-            raise SpecError(f"The data is not what {folder} reads. {error} {advice}".strip()) from error
+            raise SpecError(f"The data does not match the inputs of {folder}. {error} {advice}".strip()) from error
         policy = policy.named_as_in(spec)
         fill_in(policy, episodes)
         return trainable_lerobot(policy, config.levels_per_sample)
@@ -274,28 +274,29 @@ def _checked_type(folder: Path, weights: bool) -> str:
     kind = str(description.get("type"))
     if kind not in CHUNK_KEYS:
         raise CheckpointError(
-            f"{folder} holds LeRobot's policy '{kind}', which cannot be loaded here.{did_you_mean(kind, CHUNK_KEYS)} "
-            f"Those that can: {', '.join(sorted(CHUNK_KEYS))}."
+            f"{folder} contains LeRobot's policy '{kind}', which is not supported "
+            f"here.{did_you_mean(kind, CHUNK_KEYS)} Supported: {', '.join(sorted(CHUNK_KEYS))}."
         )
     check_numbers(folder / "config.json", description)
     steps = description.get(CHUNK_KEYS[kind], 1)
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise CheckpointError(
-            f"{folder / 'config.json'} says {CHUNK_KEYS[kind]}={in_one_line(steps, 40)}: it is how many steps of a "
-            "decision are executed, 1 or more."
+            f"{folder / 'config.json'} has {CHUNK_KEYS[kind]}={in_one_line(steps, 40)}: it must be at least 1, the "
+            "number of executed steps per policy call."
         )
     if description.get("use_peft"):
         raise CheckpointError(
-            f"{folder} holds an adapter (use_peft), without the policy that it adapts. Merge the two in Python: "
+            f"{folder} contains an adapter (use_peft) without the policy that it adapts. Merge the two in Python: "
             "from lerobot.policies.factory import get_policy_class; from peft import PeftModel; "
-            f"PeftModel.from_pretrained(get_policy_class('{kind}').from_pretrained('BASE'), '{folder}')"
-            ".merge_and_unload().save_pretrained('MERGED'); and copy the policy_*processor* files into MERGED. BASE is "
-            "base_model_name_or_path in its adapter_config.json."
+            f"PeftModel.from_pretrained(get_policy_class('{kind}').from_pretrained('BASE'), "
+            f"'{folder}').merge_and_unload().save_pretrained('MERGED'); and copy the policy_*processor* files into "
+            "MERGED. BASE is base_model_name_or_path in its adapter_config.json."
         )
     if description.get("temporal_ensemble_coeff") is not None:
         raise CheckpointError(
-            f"{folder} averages overlapping chunks (temporal_ensemble_coeff), which cannot be done for many rows. Set "
-            "it to null and n_action_steps to the steps to execute in its config.json."
+            f"{folder} averages overlapping chunks (temporal_ensemble_coeff), which is not supported for batches. In "
+            "its config.json set temporal_ensemble_coeff to null and n_action_steps to the number of steps to "
+            "execute."
         )
     if weights and not (folder / "model.safetensors").is_file():
         raise CheckpointError(f"{folder / 'model.safetensors'} does not exist: the checkpoint is incomplete.")
@@ -312,7 +313,7 @@ def _require_transformers(kind: str) -> None:
     first, last = (".".join(map(str, each)) for each in (OLDEST_TRANSFORMERS, NEWEST_TRANSFORMERS))
     if OLDEST_TRANSFORMERS <= installed_version < NEWEST_TRANSFORMERS:
         return
-    breaks = "breaks with" if installed_version >= NEWEST_TRANSFORMERS else "was not tried with"
+    breaks = "does not work with" if installed_version >= NEWEST_TRANSFORMERS else "was not tested with"
     raise ConfigError(
         f"LeRobot's '{kind}' {breaks} transformers {installed}: install one from {first} to before {last}, pip install "
         f"'transformers>={first},<{last}'."

@@ -81,18 +81,18 @@ def check_numbers(path: Path, described: Mapping[str, Any]) -> None:
                 _check_model(path, key, each)
             # Only NaN differs from itself.
             if isinstance(each, float) and each != each:
-                raise CheckpointError(f"{path} says {key}=NaN: correct it, or restore it from a copy.")
+                raise CheckpointError(f"{path} has {key}=NaN: correct it, or restore it from a copy.")
             if key == "eps" and (not isinstance(each, float | int) or not 0 <= each <= 1):
                 raise CheckpointError(
-                    f"{path} says {key}={in_one_line(each, 40)}, which is added to what is divided by: it is between 0 "
+                    f"{path} has {key}={in_one_line(each, 40)}, which is added to a divisor and must be between 0 "
                     "and 1. Restore it from a copy."
                 )
             most = next((most for part, most in LARGEST_NUMBERS.items() if part in key), LARGEST_NUMBER)
             if key.startswith(OF_TRAINING) or not isinstance(each, int) or abs(each) <= most:
                 continue
             raise CheckpointError(
-                f"{path} says {key}={in_one_line(each, 40)}, and no policy has more than "
-                f"{most}: correct it, or restore it from a copy."
+                f"{path} has {key}={in_one_line(each, 40)}, but at most {most} is plausible: correct it, or restore "
+                "it from a copy."
             )
 
 
@@ -110,11 +110,11 @@ def _check_model(path: Path, key: str, name: str) -> None:
     for file in sorted(folder.iterdir()):
         text = file.suffix in (".json", ".txt", ".model", ".jinja")
         if file.exists() and not file.is_dir() and not file.is_file():
-            raise CheckpointError(f"{path} asks for {key}={folder}, and {file} is a pipe or device, not a file.")
+            raise CheckpointError(f"{path} sets {key}={folder}, but {file} is a pipe or device, not a file.")
         if text and file.is_file() and file.stat().st_size > LARGEST_VOCABULARY:
             raise CheckpointError(
-                f"{path} asks for {key}={folder}, and {file} has more than {LARGEST_VOCABULARY} bytes, which no file "
-                "of its kind has: it is not read."
+                f"{path} sets {key}={folder}, but {file} is larger than {LARGEST_VOCABULARY} bytes, more than any "
+                "valid file of this kind: it is not read."
             )
 
 
@@ -126,8 +126,8 @@ def check_processor(folder: Path, name: str, kind: str) -> None:
     path = folder / name
     if not path.is_file():
         raise CheckpointError(
-            f"{path} does not exist: without it inputs and actions cannot be scaled. A checkpoint of an older LeRobot "
-            "is converted by: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
+            f"{path} does not exist: without it inputs and actions cannot be normalised. Convert a checkpoint of an "
+            "older LeRobot with: python -m lerobot.processor.migrate_policy_normalization --pretrained-path FOLDER"
         )
     steps = read_object(path).get("steps")
     if not is_sequence(steps) or not all(is_mapping(step) for step in steps):
@@ -138,7 +138,7 @@ def check_processor(folder: Path, name: str, kind: str) -> None:
         check_numbers(path, step)
         state = step.get("state_file")
         if state is not None and not (isinstance(state, str) and Path(state).name == state):
-            raise CheckpointError(f"{path} names the file {state!r}, which is none beside it.")
+            raise CheckpointError(f"{path} refers to the file {state!r}, which is not next to it.")
         if state is not None and not (folder / state).is_file():
             raise CheckpointError(f"{folder / state} does not exist, which {name} needs.")
 
@@ -149,16 +149,16 @@ def _check_step(path: Path, step: Mapping[str, Any], known: tuple[str, ...]) -> 
         name = str(step["registry_name"])
         if name not in known and not _registered_elsewhere(name):
             raise CheckpointError(
-                f"{path} asks for the step '{name}', which is not among those that a checkpoint may choose: "
-                f"{', '.join(known)}. Your own is registered with LeRobot's ProcessorStepRegistry in a module that you "
-                "name: run.plugins=[module]."
+                f"{path} uses the processor step '{name}', which a checkpoint may not select. Allowed: "
+                f"{', '.join(known)}. For a custom step, register it with LeRobot's ProcessorStepRegistry in a "
+                "module and allow that module: run.plugins=[module]."
             )
         return
     module, _, kind = str(step.get("class")).rpartition(".")
     if not asked_for(f"{module}:{kind}"):
         raise CheckpointError(
-            f"{path} asks for the class {step.get('class')}: a checkpoint does not choose what is imported. If you "
-            f"trust it, name its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
+            f"{path} uses the class {step.get('class')}, but a checkpoint may not choose what is imported. If you "
+            f"trust it, allow its module: run.plugins=[{module}] (in Python: robopolicy.core.registry.ask_for)."
         )
 
 
@@ -197,11 +197,11 @@ def check_normalisation(folder: Path) -> None:
         _require_inverse(folder, name, normalisers, inverses)
     notes += _unread(before, inputs, folder / PROCESSORS[0])
     if message := " ".join(note for note in notes if note):
-        warnings.warn(f"{folder}: {message} It acts as its processors say.", RobopolicyWarning, stacklevel=2)
+        warnings.warn(f"{folder}: {message} The processors' normalisation is used.", RobopolicyWarning, stacklevel=2)
 
 
 _SAVED_TOGETHER = (
-    "Take the processors that were saved with these weights, or save new ones with LeRobot's "
+    "Use the processors that were saved with these weights, or save new ones with LeRobot's "
     "make_pre_post_processors(config, dataset_stats=...)."
 )
 
@@ -241,14 +241,14 @@ def _compared(
     """
     expected, done = str(mapping.get(_type_of(feature), AS_IT_IS)), _way(steps, name)
     if done == AS_IT_IS and expected != AS_IT_IS:
-        has = "leaves it as it is" if steps else "has no step that does"
+        has = "leaves it unchanged" if steps else "has no step that does"
         raise CheckpointError(
-            f"{folder / 'config.json'} normalises '{name}' by {expected} (normalization_mapping), and {file} {has}. "
+            f"{folder / 'config.json'} normalises '{name}' by {expected} (normalization_mapping), but {file} {has}. "
             f"{_SAVED_TOGETHER}"
         )
     if expected == done:
         return ""
-    return f"config.json normalises '{name}' by {expected} (normalization_mapping), and {file} by {done}."
+    return f"config.json normalises '{name}' by {expected} (normalization_mapping), but {file} by {done}."
 
 
 def _require_inverse(
@@ -261,7 +261,7 @@ def _require_inverse(
     )
     if both and forward_method != back:
         raise CheckpointError(
-            f"{folder}: '{name}' is normalised by {forward_method} in training ({PROCESSORS[0]}) and brought back by "
+            f"{folder}: '{name}' is normalised by {forward_method} in training ({PROCESSORS[0]}) but unnormalised by "
             f"{back} ({PROCESSORS[1]}). {_SAVED_TOGETHER}"
         )
     files = [step.get("state_file") for step in (*normalisers, *inverses)]
@@ -271,8 +271,8 @@ def _require_inverse(
     for key in (f"{name}.{each}" for each in ASKED.get(back, ())):
         if key in first and key in second and not torch.allclose(first[key].float(), second[key].float(), atol=1e-5):
             raise CheckpointError(
-                f"{folder}: '{name}' is normalised by other statistics in training ({files[0]}) than it is brought "
-                f"back by ({files[1]}): they differ in {key}. {_SAVED_TOGETHER}"
+                f"{folder}: '{name}' is normalised with other statistics in training ({files[0]}) than it is "
+                f"unnormalised with ({files[1]}): they differ in {key}. {_SAVED_TOGETHER}"
             )
 
 
@@ -286,7 +286,7 @@ def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Pa
     notes: list[str] = []
     for pairs in (each.get("rename_map", {}) for each in configs if is_mapping(each)):
         if not is_mapping(pairs) or not all(isinstance(new, str) for new in pairs.values()):
-            raise CheckpointError(f"{path} has a rename_map that is none: it is {{NAME: NAME}}.")
+            raise CheckpointError(f"{path} has an invalid rename_map: it must be {{NAME: NAME}}.")
         new_names = list(pairs.values())
         if twice := [new for new in new_names if new_names.count(new) > 1]:
             raise CheckpointError(
@@ -294,8 +294,8 @@ def _unread(before: list[Mapping[str, Any]], inputs: Mapping[str, Any], path: Pa
             )
         if unreadable := [old for old in pairs if old in inputs and old not in new_names]:
             raise CheckpointError(
-                f"{path} renames '{unreadable[0]}' to '{pairs[unreadable[0]]}', and config.json reads it as "
-                f"'{unreadable[0]}': take it out of rename_map."
+                f"{path} renames '{unreadable[0]}' to '{pairs[unreadable[0]]}', but config.json reads it as "
+                f"'{unreadable[0]}': remove it from rename_map."
             )
         notes += [
             f"{PROCESSORS[0]} renames '{old}' to '{new}', which config.json does not read."

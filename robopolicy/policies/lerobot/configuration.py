@@ -65,16 +65,15 @@ class LeRobotTuning:
 
     def __post_init__(self) -> None:
         if self.flow_noise is FlowNoise.LEARNED:
-            raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's have none.")
+            raise ConfigError("flow_noise=learned needs a network with a noise head, and LeRobot's networks have none.")
         if min(self.flow_noise_level, self.least_noise) < 0:
-            raise ConfigError("flow_noise_level and least_noise cannot be negative.")
+            raise ConfigError("flow_noise_level and least_noise must not be negative.")
         if self.std < LEAST_STD:
             raise ConfigError(
-                f"std is {self.std:g}: with next to no noise decisions have no probability of use; it is at least "
-                f"{LEAST_STD:g}."
+                f"std={self.std:g} must be at least {LEAST_STD:g}: with less noise, log-probabilities are not useful."
             )
         if self.temperature <= 0:
-            raise ConfigError(f"temperature is {self.temperature:g}: it is positive, and 1 is what was learned.")
+            raise ConfigError(f"temperature={self.temperature:g} must be positive; 1 is the trained distribution.")
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class LeRobotStart:
 def folder_of(start: LeRobotStart) -> Path:
     """Return the folder of the policy to train further; raises ConfigError if it is not set."""
     if start.path is None:
-        raise ConfigError("Which policy of LeRobot's? Set policy.path=FOLDER, one with a config.json.")
+        raise ConfigError("No LeRobot policy is given. Set policy.path=FOLDER, a folder with a config.json.")
     return start.path
 
 

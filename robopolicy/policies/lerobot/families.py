@@ -394,7 +394,7 @@ class XVLA:
     def chain(self, tuning: LeRobotTuning) -> dict[str, Any]:
         """See `Family`. Raises ConfigError for noise types that require velocities."""
         if tuning.flow_noise is FlowNoise.SDE:
-            raise ConfigError("flow_noise=sde corrects a velocity, and X-VLA has none: leave flow_noise=constant.")
+            raise ConfigError("flow_noise=sde corrects a velocity, and X-VLA has none: set flow_noise=constant.")
         return flow_chain(self.config, self.config.num_denoising_steps, tuning)
 
     def read(self, frames: Sequence[Batch]) -> Condition:
@@ -481,32 +481,38 @@ def why_not_trainable(policy: "PreTrainedPolicy") -> str:
     kinds = (*FAMILIES, *WITHOUT_STEPS)
     if config.type not in kinds:
         return (
-            f"its decisions have no probabilities here. Those that can be: {', '.join(kinds)}. What it does can be "
-            "recorded (collect.policy) and imitated by another policy."
+            f"the log-probability of its actions is not supported here. Supported are: {', '.join(kinds)}. Its "
+            "actions can be recorded (collect.policy) and imitated by another policy."
         )
     if getattr(config, "adapt_to_pi_aloha", False):
-        return "adapt_to_pi_aloha maps actions in a way that has no inverse here."
+        return "adapt_to_pi_aloha transforms actions, and the inverse is not supported here."
     if getattr(config, "use_relative_actions", False):
-        return "with use_relative_actions its processors remember the last state, of one robot: set it to false."
+        return "with use_relative_actions its processors store the last state, of one robot only: set it to false."
     if not getattr(config, "use_cache", True):
-        return "use_cache=false reads the observation again in every step: set it to true in config.json."
+        return "use_cache=false encodes the observation again in every step: set it to true in config.json."
     if config.type == "pi0_fast" and config.n_action_steps != config.chunk_size:
         return (
-            f"it learns to say chunks of {config.chunk_size} steps, and LeRobot hears {config.n_action_steps} in them: "
-            "set n_action_steps to chunk_size in its config.json."
+            f"it is trained to generate chunks of {config.chunk_size} steps, but LeRobot decodes "
+            f"{config.n_action_steps} steps: set n_action_steps to chunk_size in its config.json."
         )
     if getattr(config, "action_mode", "auto") not in ACTION_MODES:
         return (
-            f"what action_mode={config.action_mode} makes of the network's output is not known here, so that it has no "
-            f"probability. Those of LeRobot's are known: {', '.join(ACTION_MODES)}."
+            f"how action_mode={config.action_mode} transforms the network's output is unknown here, so its actions "
+            f"have no log-probability. Supported are LeRobot's modes: {', '.join(ACTION_MODES)}."
         )
     flows = getattr(config, "objective", "") == "flow_matching"
     if flows and config.integration_method != "euler":
         return f"a step of integration_method={config.integration_method} has no density: set it to euler."
     if flows and config.sigma_min:
-        return f"sigma_min={config.sigma_min:g} leaves noise in the data, which our flow does not: it must be 0."
+        return (
+            f"sigma_min={config.sigma_min:g} leaves noise in the data, which robopolicy's flow does not support: it "
+            "must be 0."
+        )
     if hasattr(config, "num_train_timesteps") and not flows and (config.beta_start, config.beta_end) != BETAS:
-        return f"beta_start and beta_end are {config.beta_start:g} and {config.beta_end:g}, and only {BETAS} are known."
+        return (
+            f"beta_start and beta_end are {config.beta_start:g} and {config.beta_end:g}, but only {BETAS} are "
+            "supported."
+        )
     return ""
 
 
@@ -516,10 +522,10 @@ def why_as_many_steps(policy: "PreTrainedPolicy", steps_setting: str) -> str:
     if steps_setting:
         return ""
     return (
-        f"the student of a diffusion says the clean action of pure noise, at the noisiest step of the training grid "
-        f"(timestep_spacing=trailing), and LeRobot's '{config.type}' has no setting for that: its sampler is leading, "
-        "which with one inference step asks at the cleanest one, and with DDPM adds noise between steps. Teach a "
-        "policy of our own instead, or a flow of LeRobot's."
+        "a few-step diffusion student predicts the clean action from pure noise, at the noisiest step of the "
+        f"training grid (timestep_spacing=trailing), and LeRobot's '{config.type}' has no setting for that: its "
+        "sampler uses leading spacing, which with one inference step starts at the least noisy one, and with DDPM "
+        "adds noise between steps. Distil a robopolicy policy instead, or a LeRobot flow policy."
     )
 
 

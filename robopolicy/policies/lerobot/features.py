@@ -158,8 +158,8 @@ class LeRobotReader:
                     continue
                 nearest = did_you_mean(name, self._features)
                 if name in feature_of_key:
-                    nearest = f" The world calls so what is '{feature_of_key[name]}' here: write that."
-                raise ConfigError(f"{file}: {key} has '{name}', and the policy has no such feature.{nearest}")
+                    nearest = f" '{feature_of_key[name]}' is the world's name for it; write the policy's name here."
+                raise ConfigError(f"{file}: {key} has '{name}', but the policy has no such feature.{nearest}")
 
     def _key(self, name: str, source: str) -> str:
         """Return robopolicy's key of a feature: an image is a camera, whatever LeRobot calls it (observation.image)."""
@@ -171,18 +171,22 @@ class LeRobotReader:
         if kind in ("STATE", "ENV"):
             return self._vector(name, shape)
         if kind != "VISUAL" or len(shape) != 3 or shape[0] != 3:
-            raise CheckpointError(f"Feature '{name}' is {kind} of shape {shape}: only vectors and RGB images are read.")
+            raise CheckpointError(
+                f"Feature '{name}' is {kind} of shape {shape}: only vectors and RGB images are supported."
+            )
         size = tuple(self.settings.image_sizes.get(name, shape[1:]))
         if len(size) != 2:
-            raise ConfigError(f"image_sizes of '{name}' is [height, width], not {list(size)}.")
+            raise ConfigError(f"image_sizes of '{name}' must be [height, width], not {list(size)}.")
         return Field((*size, 3), "uint8", 0.0, 255.0)
 
     def _vector(self, name: str, shape: tuple[int, ...]) -> Field:
         names = tuple(self.settings.names.get(name, ()))
         if twice := [each for each in names if names.count(each) > 1]:
-            raise ConfigError(f"{SETTINGS_FILE} names two elements of '{name}' '{in_one_line(twice[0], 80)}'.")
+            raise ConfigError(f"{SETTINGS_FILE} gives two elements of '{name}' the name '{in_one_line(twice[0], 80)}'.")
         if names and len(names) != math.prod(shape):
-            raise ConfigError(f"{SETTINGS_FILE} names {len(names)} elements of '{name}', which has {math.prod(shape)}.")
+            raise ConfigError(
+                f"{SETTINGS_FILE} has {len(names)} names for the elements of '{name}', which has {math.prod(shape)}."
+            )
         return Field(shape, unit=self.settings.units.get(name, ""), names=names)
 
     def named_as_in(self, world: WorldSpec) -> Self:
@@ -213,7 +217,7 @@ class LeRobotReader:
         policy_shapes = {name: self.spec.observation[self._keys[name]].shape for name in world_shapes}
         sizes = {name: list(shape[:2]) for name, shape in world_shapes.items() if policy_shapes[name] != shape}
         example = {**({"features": other} if other else {}), **({"image_sizes": sizes} if sizes else {})}
-        return f"Where only names or sizes differ, put {json.dumps(example)} into {SETTINGS_FILE}." if example else ""
+        return f"If only names or sizes differ, write {json.dumps(example)} into {SETTINGS_FILE}." if example else ""
 
     def _require(self, observation: TensorObservation) -> None:
         missing_names = [name for name, key in self._keys.items() if key not in observation]
@@ -224,8 +228,8 @@ class LeRobotReader:
             example = json.dumps({"features": {missing_names[0]: "<key of the world>"}})
             raise SpecError(
                 f"The observation has no {kind}: the LeRobot policy reads {', '.join(sorted(self._keys.values()))}, "
-                f"shown are {available}. Where only the names differ, put {example} into {SETTINGS_FILE} beside its "
-                "config.json."
+                f"but the world outputs {available}. If only the names differ, write {example} into {SETTINGS_FILE} "
+                "next to its config.json."
             )
         validate_observation(observation, self.spec.observation, rows_of(observation), self.spec.history)
 
@@ -274,8 +278,8 @@ def _require_room(config: Any) -> None:
     for name, size in sizes.items() if config.type in PADS else ():
         if size > getattr(config, name):
             raise CheckpointError(
-                f"Its config.json says {name}={getattr(config, name)}, and it has {size} elements: nothing can be made "
-                "of the others."
+                f"Its config.json has {name}={getattr(config, name)}, but it has {size} elements: the others cannot "
+                "be used."
             )
 
 
@@ -294,7 +298,7 @@ def executed(postprocess: "PolicyProcessorPipeline", actions: Tensor) -> Tensor:
 def _tensor(observation: TensorObservation, key: str) -> Tensor:
     value = observation[key]
     if not isinstance(value, Tensor):
-        raise SpecError(f"'{key}' holds texts, not an array.")
+        raise SpecError(f"'{key}' contains texts, not an array.")
     return value
 
 

@@ -39,4 +39,4 @@ class LeRobotFormat(ForeignFormat):
 
     def how_to_train(self, folder: Path) -> str:
         """See `ForeignFormat`."""
-        return f"write policy.kind=lerobot policy.path={folder} instead of train.policy."
+        return f"use policy.kind=lerobot policy.path={folder} instead of train.policy."

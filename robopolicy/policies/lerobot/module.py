@@ -88,7 +88,7 @@ class LeRobotModule(nn.Module):
         already.
         """
         if self.adapter_rank:
-            raise ConfigError("The policy has adapters already: they go on learning, or saving takes them in.")
+            raise ConfigError("The policy already has adapters: continue training them, or merge them by saving.")
         peft = require_extra("peft", EXTRA)
         names = [
             name

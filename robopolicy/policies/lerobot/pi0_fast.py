@@ -64,7 +64,7 @@ class FastTokens(LeRobotModule):
         language = inner.model.paligemma_with_expert.paligemma
         super().__init__(policy, [language.model.language_model, language.lm_head])
         if self.tuning.checkpointing:
-            raise ConfigError("checkpointing computes denoising steps again, and pi0_fast has none: set it to false.")
+            raise ConfigError("checkpointing recomputes denoising steps, and pi0_fast has none: set it to false.")
         tokenizer = inner._paligemma_tokenizer
         self.words = len(tokenizer)
         self.begin: int = tokenizer.bos_token_id
@@ -95,7 +95,9 @@ class FastTokens(LeRobotModule):
         """
         condition = self.encode(observation)
         if condition[IMAGES].is_meta:
-            raise ConfigError("How much a pi0_fast says is known when it has said it: there is no dry run of it.")
+            raise ConfigError(
+                "dry_run is not supported for pi0_fast: its output length depends on the generated tokens."
+            )
         model, reading = self._reader(), _reading(condition)
         with drawing_from(generator, reading.text.device), lowering(reading.text.device):
             sampled_tokens: Tensor = model.sample_actions_fast_kv_cache(
@@ -119,7 +121,9 @@ class FastTokens(LeRobotModule):
         """
         tokens = latents["tokens"]
         if tuple(tokens.shape[1:]) != (self.most,):
-            raise SpecError(f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.most}].")
+            raise SpecError(
+                f"The tokens have shape {list(tokens.shape)}, but this policy's tokens have [N, {self.most}]."
+            )
         cached_condition = (
             {name: value for name, value in latents.items() if is_condition(name)} if self.caches_condition else {}
         )
@@ -148,7 +152,7 @@ class FastTokens(LeRobotModule):
         tokens = self._told(actions)[0][:, 1 : self.most + 1]
         tokens = pad(tokens, (0, self.most - tokens.shape[1]))
         if not bool((tokens == self.end).any(1).all()):
-            raise SpecError(f"A chunk takes more than the {self.most} tokens of max_decoding_steps in its config.json.")
+            raise SpecError(f"A chunk needs more than the {self.most} tokens of max_decoding_steps in its config.json.")
         return {"tokens": torch.where(self._live(tokens), tokens, 0)}
 
     def loss(self, batch: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -193,7 +197,7 @@ class FastTokens(LeRobotModule):
         Raises ConfigError for a different number of steps.
         """
         if steps not in (None, self.most):
-            raise ConfigError(f"pi0_fast is fine-tuned in all its {self.most} tokens, not {steps}.")
+            raise ConfigError(f"pi0_fast is always fine-tuned in all of its {self.most} tokens, not in {steps} steps.")
         if not train_encoder:
             freeze(self.encoder_parameters())
 
@@ -285,7 +289,7 @@ class FastTokens(LeRobotModule):
             tokenizer: Any = step
             if isinstance(step, ActionTokenizerProcessorStep):
                 return tokenizer._tokenize_action(self.normalised(actions.float()))
-        raise ConfigError("The policy's preprocessor has no action tokenizer: without it nothing can be imitated.")
+        raise ConfigError("The policy's preprocessor has no action tokenizer, which imitation needs.")
 
     def _reader(self) -> Any:
         """Return a shallow copy of the model that uses embedded images, so that the image encoder runs once per

@@ -74,8 +74,8 @@ def require_memory(folder: Path, device: torch.device, copies: int = 1) -> None:
                 f"{in_bytes(byte_count)} of memory" if times == 1 else f"{times} times {in_bytes(byte_count)} of memory"
             )
             raise ConfigError(
-                f"{folder} takes {many} on {place.type} in {bits} bits a weight, and {in_bytes(free)} are free: "
-                "end what else runs there, or choose a smaller checkpoint or a larger machine."
+                f"{folder} needs {many} on {place.type} with {bits} bits per weight, but only {in_bytes(free)} are "
+                "free: stop other processes, or use a smaller checkpoint or a larger machine."
             )
 
 
@@ -132,7 +132,7 @@ def read_policy(folder: Path, config: "PreTrainedConfig", weights: bool) -> "Pre
         load_model(policy, folder / WEIGHTS, strict=True)
     if config.type == "vqbet" and not policy.vqbet.action_head.vqvae_model.discretized.item():
         raise CheckpointError(
-            f"{folder} holds a VQ-BeT whose action codes are not trained yet: train it for more than "
+            f"{folder} contains a VQ-BeT whose action codes are not trained yet: train it for more than "
             "n_vqvae_training_steps."
         )
     return policy.to(config.device)
@@ -144,8 +144,8 @@ def _check_action_mode(policy: Any, folder: Path) -> None:
     count = space.postprocess(torch.zeros(1, 1, space.dim_action)).shape[-1]
     if count != size:
         raise CheckpointError(
-            f"{folder} makes actions of {count} elements (action_mode={policy.config.action_mode}), and its "
-            f"config.json says {size} (output_features): LeRobot's action_mode=auto takes any number."
+            f"{folder} outputs actions of {count} elements (action_mode={policy.config.action_mode}), but its "
+            f"config.json declares {size} (output_features): LeRobot's action_mode=auto supports any number."
         )
 
 
@@ -163,7 +163,9 @@ def _load_renamed(policy: "PreTrainedPolicy", path: Path) -> None:
     loaded_pointers = {state[name].data_ptr() for name in tensors if name in state}
     unloaded = [name for name in missing_keys if state[name].data_ptr() not in loaded_pointers]
     if unloaded or unexpected_keys:
-        raise CheckpointError(f"{path} lacks {unloaded[:3]} or has {unexpected_keys[:3]}, which the policy has not.")
+        raise CheckpointError(
+            f"{path} lacks {unloaded[:3]} or has {unexpected_keys[:3]}, which the policy does not have."
+        )
 
 
 def _from_openpi(policy: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -225,8 +227,8 @@ def _check_words(folder: Path, policy: "PreTrainedPolicy", tokenizer: Any) -> No
     rows = [each.num_embeddings for each in policy.modules() if isinstance(each, nn.Embedding)]
     if tokenizer is not None and rows and tokenizer.vocab_size > max(rows):
         raise CheckpointError(
-            f"{folder} has a tokenizer of {tokenizer.vocab_size} words ({PROCESSORS[0]}), and its language model knows "
-            f"{max(rows)}: it is another model's. Take the processors that were saved with these weights."
+            f"{folder} has a tokenizer of {tokenizer.vocab_size} words ({PROCESSORS[0]}), but its language model has "
+            f"{max(rows)}: it belongs to another model. Use the processors that were saved with these weights."
         )
 
 
@@ -269,11 +271,11 @@ def _needed_models(folder: Path, error: Exception) -> str:
     listing = ", ".join(f"{key}={name}" for key, name in remote_names.items())
     online = [name for name in remote_names.values() if not Path(name).is_absolute() and name.count("/") < 2]
     fetch = (
-        f"hf download {online[0]} (of a gated one, after its licence is accepted on its page)"
+        f"hf download {online[0]} (for a gated one, after accepting its licence on its page)"
         if online
-        else f"copy the folder there, or write where it lies now into config.json and {PROCESSORS[0]}"
+        else f"copy the folder there, or write its present path into config.json and {PROCESSORS[0]}"
     )
-    return f" It needs {listing} on this machine: nothing is downloaded. Fetch what is missing: {fetch}."
+    return f" It needs {listing} on this machine, because nothing is downloaded. To get it: {fetch}."
 
 
 def first_line(error: BaseException) -> str:

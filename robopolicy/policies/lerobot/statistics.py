@@ -22,8 +22,8 @@ FRAMES = 500
 """Maximum number of images used for statistics."""
 
 REMEDY = (
-    "Imitate data first, which fills them in: robopolicy train DATASET policy.kind=lerobot policy.path=FOLDER. Or save "
-    "the processors with make_pre_post_processors(config, dataset_stats=...)."
+    "Train on data first, which computes them: robopolicy train DATASET policy.kind=lerobot policy.path=FOLDER. Or "
+    "save the processors with make_pre_post_processors(config, dataset_stats=...)."
 )
 
 
@@ -56,8 +56,8 @@ def check_acting(policy: LeRobotReader) -> None:
     if any((step.stats or {}).get(name) for step in _normalisers(policy) for name in missing_names):
         raise ConfigError(f"{_said(policy, missing_names)} {REMEDY}")
     warnings.warn(
-        f"{_said(policy, missing_names)} LeRobot leaves such values as they are, and so it acts, most likely not as it "
-        f"was trained. {REMEDY}",
+        f"{_said(policy, missing_names)} LeRobot leaves such values unnormalised, so the policy acts on them, most "
+        f"likely not as it was trained. {REMEDY}",
         RobopolicyWarning,
         stacklevel=2,
     )
@@ -76,13 +76,13 @@ def _require_types(policy: LeRobotReader) -> None:
     )
     if before and before[-1] not in weights:
         raise CheckpointError(
-            f"{policy.folder}: policy_preprocessor.json casts what is observed to {before[-1]} (float_dtype of its "
-            f"device_processor), and the weights are {', '.join(weights)}: set float_dtype there to null."
+            f"{policy.folder}: policy_preprocessor.json casts observations to {before[-1]} (float_dtype of its "
+            f"device_processor), but the weights are {', '.join(weights)}: set float_dtype there to null."
         )
     if coarse := [cast for cast in after if cast in ("bfloat16", "float16")]:
         warnings.warn(
-            f"{policy.folder}: policy_postprocessor.json rounds actions to {coarse[0]}, two or three digits ("
-            "float_dtype of its device_processor): null there keeps them as they are.",
+            f"{policy.folder}: policy_postprocessor.json rounds actions to {coarse[0]}, two or three digits "
+            "(float_dtype of its device_processor): set it to null to keep full precision.",
             RobopolicyWarning,
             stacklevel=3,
         )
@@ -100,16 +100,16 @@ def _require_sizes(policy: LeRobotReader) -> None:
                 shape = tuple(torch.as_tensor(statistics[each]).shape) if each in statistics else (size,)
                 if shape != (size,) and not math.prod(shape) == size == 1:
                     raise CheckpointError(
-                        f"The processors beside this checkpoint normalise '{name}' by statistics of shape "
-                        f"{list(shape)} ({each}), and its config.json says {[size]}: they are of another robot or data "
-                        f"set. {_TAKE}"
+                        f"The processors of this checkpoint normalise '{name}' with statistics of shape "
+                        f"{list(shape)} ({each}), but its config.json declares {[size]}: they belong to another "
+                        f"robot or dataset. {_TAKE}"
                     )
             _require_sense(
                 name, {each: torch.as_tensor(statistics[each]) for each in _asked(step, name) if each in statistics}
             )
 
 
-_TAKE = "Take the processors that were saved with these weights."
+_TAKE = "Use the processors that were saved with these weights."
 
 
 def _require_sense(name: str, asked: dict[str, Tensor]) -> None:
@@ -119,15 +119,15 @@ def _require_sense(name: str, asked: dict[str, Tensor]) -> None:
     problem = "NaN or infinite" if not all(bool(each.isfinite().all()) for each in values) else ""
     if problem or bool((spread < 0).any()):
         raise CheckpointError(
-            f"The processors beside this checkpoint normalise '{name}' by statistics that no data has: "
-            f"{' or '.join(asked)} {problem or 'spread by less than 0'}. {_TAKE}"
+            f"The processors of this checkpoint normalise '{name}' with invalid statistics: {' or '.join(asked)} "
+            f"{problem or 'negative'}. {_TAKE}"
         )
 
 
 def _said(policy: LeRobotReader, missing: tuple[str, ...]) -> str:
     statistic_names = sorted({each for step in _normalisers(policy) for name in missing for each in _asked(step, name)})
     return (
-        f"The processors beside this checkpoint have no statistics of {', '.join(missing)} that they normalise by "
+        f"The processors of this checkpoint lack the statistics of {', '.join(missing)} that they normalise with "
         f"({', '.join(statistic_names)})."
     )
 
@@ -145,7 +145,8 @@ def fill_in(policy: LeRobotReader, episodes: Episodes) -> None:
         step.stats = {**(step.stats or {}), **{name: statistics[name] for name in _lacking_in(step)}}
         step.to(device=policy.device)
     warnings.warn(
-        f"The checkpoint's processors lacked statistics of {', '.join(missing_names)}: they are those of the data now.",
+        f"The checkpoint's processors lacked statistics of {', '.join(missing_names)}: the data's statistics are "
+        "used now.",
         RobopolicyWarning,
         stacklevel=2,
     )
@@ -177,7 +178,7 @@ def _values(policy: LeRobotReader, episodes: Episodes, name: str) -> Tensor:
         return episodes.actions
     key = policy.key_of(name)
     if key not in episodes.observation:
-        raise ConfigError(f"The processors need statistics of '{name}', and the data has no '{key}'.")
+        raise ConfigError(f"The processors need statistics of '{name}', but the data has no '{key}'.")
     values = episodes.observation[key]
     if not key.startswith(IMAGE_PREFIX):
         return values

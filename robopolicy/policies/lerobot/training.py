@@ -75,7 +75,7 @@ def trainable_lerobot(policy: LeRobotReader, levels_per_sample: int = 1) -> Trai
     inner: Any = policy.policy
     reason = why_not_trainable(inner)
     if reason:
-        raise ConfigError(f"LeRobot's '{inner.config.type}' acts but cannot be trained here: {reason}")
+        raise ConfigError(f"LeRobot's '{inner.config.type}' can act but cannot be trained here: {reason}")
     require_statistics(policy)
     policy_class = {"act": GaussianACT, "pi0_fast": FastTokens}.get(inner.config.type)
     if policy_class is not None:
@@ -118,16 +118,16 @@ def require_read(policy: LeRobotReader, tuning: LeRobotTuning) -> None:
     usual, settings = LeRobotTuning(), policy.settings
     if kind == "act" and settings.log_std is not None and tuning.std not in (usual.std, settings.tuning.std):
         raise ConfigError(
-            f"lerobot.std={tuning.std:g} is what an act begins to explore with, and this one has learned its standard "
-            "deviations: leave it out, or remove log_std from its robopolicy.json."
+            f"lerobot.std={tuning.std:g} is the initial exploration noise of an act policy, but this one has trained "
+            "its standard deviations: unset it, or remove log_std from its robopolicy.json."
         )
     of = kind if kind in WITHOUT_STEPS else FAMILIES[kind](inner).chain(usual)["kind"].value
     for name, readers in READ_BY.items():
         if of not in readers and getattr(tuning, name) != getattr(usual, name):
             its = ", ".join(each for each, kinds in READ_BY.items() if of in kinds)
             raise ConfigError(
-                f"'{kind}' does not read lerobot.{name}, which is of {' and '.join(readers)} policies; it explores by "
-                f"{its}."
+                f"'{kind}' does not read lerobot.{name}, which applies to {' and '.join(readers)} policies; its "
+                f"exploration settings are {its}."
             )
 
 
@@ -263,10 +263,11 @@ class LeRobotNetwork(LeRobotModule):
         adapters.
         """
         if self.adapter_rank:
-            raise ConfigError("Adapters learn in all denoising steps: leave finetuned_steps=null.")
+            raise ConfigError("Adapters train all denoising steps: set finetuned_steps=null.")
         warnings.warn(
-            "LeRobot runs one network in all denoising steps, and the first ones shall be a frozen base's: what "
-            "LeRobot itself makes of the checkpoint is then not what was tuned. finetuned_steps=null tunes all.",
+            "With finetuned_steps set, a frozen base runs the first denoising steps, which LeRobot does not "
+            "support: the checkpoint would behave differently when run by LeRobot itself. finetuned_steps=null "
+            "fine-tunes all steps.",
             RobopolicyWarning,
             stacklevel=2,
         )
@@ -364,12 +365,12 @@ def _read_base(policy: DenoisingPolicy, folder: Path | None) -> None:
     if not isinstance(policy.base, FrozenTwin) or not isinstance(network, LeRobotNetwork):
         return
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist: the policy's first denoising steps are in there.")
+        raise CheckpointError(f"{path} does not exist: it contains the network of the policy's first denoising steps.")
     base_weights, parameters = load_tensors(path), dict(network.named_parameters())
     if "weight_0" in base_weights and len(base_weights) == len(
         policy.base.names
     ):  # numbered, as they were written at first
         base_weights = {name: base_weights[f"weight_{index}"] for index, name in enumerate(policy.base.names)}
     if not all(name in parameters and parameters[name].shape == value.shape for name, value in base_weights.items()):
-        raise CheckpointError(f"{path} does not fit the policy beside it: restore both from a copy.")
+        raise CheckpointError(f"{path} does not match the policy next to it: restore both from a copy.")
     policy.base = FrozenTwin(network, {name: value.to(parameters[name].device) for name, value in base_weights.items()})

@@ -91,19 +91,28 @@ class TokenConfig:
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
-            raise ConfigError(f"token.temperature is {self.temperature}: it must be positive (act deterministically?).")
+            raise ConfigError(
+                f"token.temperature={self.temperature} must be positive (for deterministic actions, act "
+                "deterministically)."
+            )
         if self.decode_steps < 1:
-            raise ConfigError(f"decode_steps is {self.decode_steps}: it is at least 1.")
+            raise ConfigError(f"decode_steps={self.decode_steps} must be at least 1.")
         if min(self.width, self.depth, self.heads, self.feed_forward, self.patch) < 1 or self.lora_rank < 0:
-            raise ConfigError("token.width, depth, heads, feed_forward and patch are at least 1, lora_rank at least 0.")
+            raise ConfigError(
+                "token.width, depth, heads, feed_forward and patch must be at least 1, and lora_rank at least 0."
+            )
         if "{instruction}" not in self.prompt:
-            raise ConfigError(f"token.prompt is '{self.prompt}': write {{instruction}} where the instruction belongs.")
+            raise ConfigError(
+                f"token.prompt is '{self.prompt}': write {{instruction}} at the place of the instruction."
+            )
         if self.vision is TokenVision.CHECKPOINT and not self.model:
-            raise ConfigError("token.vision=checkpoint needs one that sees: set token.model, or token.vision=patches.")
+            raise ConfigError(
+                "token.vision=checkpoint needs a vision-language checkpoint: set token.model, or token.vision=patches."
+            )
         if self.lora_rank and not self.model:
             raise ConfigError(
-                "token.lora_rank adapts a checkpoint, but a model from scratch has random weights: set token.model, or "
-                "train all weights and tune adapters later (lora_rank of fine-tuning)."
+                "token.lora_rank adapts a checkpoint, but a model from scratch has random weights: set token.model, "
+                "or train all weights and fine-tune adapters later (lora_rank of fine-tuning)."
             )
 
 
@@ -136,6 +145,6 @@ class TokenPolicyConfig:
 
     def __post_init__(self) -> None:
         if min(self.chunk, self.history) < 1:
-            raise ConfigError(f"chunk is {self.chunk} and history {self.history}: both are at least 1.")
+            raise ConfigError(f"chunk={self.chunk} and history={self.history} must be at least 1.")
         if max(self.chunk, self.history) > LONGEST:
-            raise ConfigError(f"chunk is {self.chunk} and history {self.history}: both are at most {LONGEST}.")
+            raise ConfigError(f"chunk={self.chunk} and history={self.history} must be at most {LONGEST}.")

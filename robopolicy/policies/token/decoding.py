@@ -259,8 +259,8 @@ class MaskedDecoding(nn.Module):
         order = latents.get("order")
         if order is None or order.shape != tokens.shape or bool((order >= steps).any()):
             raise SpecError(
-                f"Masked decoding scores tokens {list(tokens.shape)} with an 'order' of the same shape, in which of "
-                f"the {steps} passes they were said: give all latents that act of this policy returned."
+                f"Masked decoding needs for tokens {list(tokens.shape)} an 'order' of the same shape, the pass (of "
+                f"{steps}) in which each was generated: pass all latents that act of this policy returned."
             )
         reading = _read(language, prompt)
         # The prefix is the same for all S states of a row: its keys and values are read once and repeated.
@@ -310,8 +310,8 @@ def commit_schedule(length: int, steps: int, schedule: DecodeSchedule) -> tuple[
         return (*(2**step for step in range(passes - 1)), length - 2 ** (passes - 1) + 1)
     if not 1 <= steps <= length:
         raise ConfigError(
-            f"decode_steps is {steps}, but a chunk has {length} tokens and every pass says at least one: "
-            f"set decode_steps to 1 .. {length}, or decode_schedule=ascending."
+            f"decode_steps={steps}, but a chunk has {length} tokens and every pass generates at least one: set "
+            f"decode_steps to 1 .. {length}, or decode_schedule=ascending."
         )
     return tuple((step + 1) * length // steps - step * length // steps for step in range(steps))
 

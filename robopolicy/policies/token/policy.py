@@ -186,7 +186,7 @@ class TokenPolicy(nn.Module):
         `act`.
         """
         if isinstance(self.decoding, MaskedDecoding):
-            raise ConfigError("Masked decoding has no first tokens to go on from: set branch_sampling_step to null.")
+            raise ConfigError("Masked decoding cannot continue from its first tokens: set branch_sampling_step=null.")
         new_latents, logp = self.decoding.sample(
             self._action_language,
             self._prompt(observation),
@@ -219,7 +219,8 @@ class TokenPolicy(nn.Module):
         tokens = latents["tokens"]
         if tuple(tokens.shape[1:]) != (self.action_tokens.length,):
             raise SpecError(
-                f"The tokens have shape {list(tokens.shape)}, this policy's are [N, {self.spec.scored_steps}]."
+                f"The tokens have shape {list(tokens.shape)}, but this policy's tokens have [N, "
+                f"{self.spec.scored_steps}]."
             )
         every = self.decoding.score(self._action_language, self._prompt(observation), latents)
         logp = every.gather(-1, tokens[..., None]).squeeze(-1)
@@ -281,7 +282,7 @@ class TokenPolicy(nn.Module):
         Raises ConfigError when a key is missing or fine-tuning has started.
         """
         if self.finetuning is not None:
-            raise ConfigError("The normalisers are fixed once fine-tuning has begun: fit them before pre-training.")
+            raise ConfigError("The normalisers are fixed after fine-tuning has started: fit them before pre-training.")
         fit_normalizers(self.normalizers(), values)
 
     def prepare_finetuning(self, steps: int | None = None, *, train_encoder: bool = True) -> None:
@@ -292,7 +293,8 @@ class TokenPolicy(nn.Module):
         """
         if steps not in (None, self.action_tokens.length):
             raise ConfigError(
-                f"A token policy is fine-tuned in all its {self.action_tokens.length} tokens, not {steps}."
+                f"A token policy is always fine-tuned in all of its {self.action_tokens.length} tokens, not in "
+                f"{steps} steps."
             )
         train_encoder = train_encoder and (self.finetuning is None or self.finetuning["train_encoder"])
         self.finetuning = {"train_encoder": train_encoder}
@@ -306,7 +308,9 @@ class TokenPolicy(nn.Module):
         Raises ConfigError if there are adapters already.
         """
         if self.adapters is not None or self.config.token.lora_rank:
-            raise ConfigError("The policy has adapters already: they go on learning, or merge_lora() takes them in.")
+            raise ConfigError(
+                "The policy already has adapters: continue training them, or merge them with merge_lora()."
+            )
         self.adapters = {"rank": rank, "alpha": 2.0 * rank if alpha is None else alpha}
         self.requires_grad_(False)
         with torch.random.fork_rng(devices=[]):
@@ -322,7 +326,7 @@ class TokenPolicy(nn.Module):
         Raises ConfigError if there are none.
         """
         if self.adapters is None:
-            raise ConfigError("There are no adapters to merge: add_lora() makes them.")
+            raise ConfigError("There are no adapters to merge: add_lora() creates them.")
         self.language.merge_lora()
         self.adapters = None
         self.requires_grad_(True)

@@ -145,7 +145,7 @@ def best_and_worst(rollouts: Rollouts, context: Context, *, pairs: int = 1) -> t
     pair, all stay, with A = 0. Returns A [B, T] and keep [B] bool. Raises ConfigError if pairs is less than 1.
     """
     if pairs < 1:
-        raise ConfigError(f"options.best_and_worst.pairs={pairs}: a group gives at least 1 pair.")
+        raise ConfigError(f"options.best_and_worst.pairs={pairs} must be at least 1 pair per group.")
     if rollouts.extras.preferred is not None:
         verdict = rollouts.extras.preferred[:, 0].float()
     else:

@@ -240,7 +240,7 @@ def kept_steps(rollouts: Rollouts, depth: int, shift: int) -> Tensor:
     first = int(rollouts.branch_sampling_step.max()) + 1 if rollouts.branch_sampling_step is not None else 1
     if depth > steps - first:
         raise ConfigError(
-            f"branch_grpo.depth is {depth}; of {steps} steps at most the last {steps - first} can be pruned."
+            f"branch_grpo.depth={depth} is too large: of {steps} steps at most the last {steps - first} can be pruned."
         )
     start = max(first, steps - depth - shift)
     step = torch.arange(steps, device=rollouts.mask.device)

@@ -62,8 +62,8 @@ def bnpo(rollouts: Rollouts, context: Context, *, ranges: dict[str, tuple[float,
         value = (totals - least) / (most - least)
         if not bool(((value > -1e-6) & (value < 1 + 1e-6)).all()):
             raise ConfigError(
-                f"ranges[{name!r}]=({least:g}, {most:g}): episodes sum to {float(totals.min()):g} to "
-                f"{float(totals.max()):g}."
+                f"ranges[{name!r}]=({least:g}, {most:g}) does not contain the actual episode sums, "
+                f"{float(totals.min()):g} to {float(totals.max()):g}."
             )
         total = total + _beta_normalised(value.clamp(0, 1), groups)
     return broadcast((total / len(ranges)).float(), rollouts)
@@ -215,7 +215,7 @@ def rank_grpo(rollouts: Rollouts, context: Context, *, per_action: bool = False)
     steps, chunk = rollouts.mask.shape[-1], rollouts.actions.shape[2]
     if steps % chunk:
         raise ConfigError(
-            f"per_action=True: {steps} scored steps of a decision do not share out among {chunk} actions."
+            f"per_action=True: {steps} steps with log-probabilities cannot be divided among {chunk} actions."
         )
     valid = rollouts.valid.flatten(1)
     reward = torch.stack(list(rollouts.rewards.values())).sum(0).flatten(1)

@@ -78,7 +78,9 @@ def distill(
         spread = student_extras["std"].detach().square().clamp(min=1e-6)
         divergence = ((student_extras["mean"] - teacher_extras["mean"]).square() / (2 * spread)).mean((-2, -1))
         return weight * (step_mean(inputs.mask) * torch.where(inputs.mask, divergence, 0.0)).sum()
-    raise ConfigError("auxiliaries=[distill] needs a teacher of the student's kind; auxiliaries=[dagger] imitates any.")
+    raise ConfigError(
+        "auxiliaries=[distill] needs a teacher of the student's policy kind; auxiliaries=[dagger] imitates any teacher."
+    )
 
 
 def _informative(

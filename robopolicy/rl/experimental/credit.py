@@ -109,8 +109,8 @@ def gtpo(
     is_kept = mean <= entropy_limit
     if not bool(is_kept.any()):
         warnings.warn(
-            f"gtpo leaves out every episode: their mean entropies, from {float(mean.min()):.3g} nats, are above "
-            f"entropy_limit={entropy_limit:g}, and nothing is learned. Give it a higher one.",
+            f"gtpo excludes every episode: their mean entropies, from {float(mean.min()):.3g} nats, are above "
+            f"entropy_limit={entropy_limit:g}, so nothing is learned. Increase entropy_limit.",
             RobopolicyWarning,
             stacklevel=2,
         )

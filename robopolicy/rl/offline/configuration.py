@@ -47,7 +47,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.discount < 1 or not 0 < self.tau <= 1:
-            raise ConfigError(f"discount {self.discount} must be in (0, 1), tau {self.tau} in (0, 1].")
+            raise ConfigError(f"discount={self.discount} must be in (0, 1), and tau={self.tau} in (0, 1].")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class IqlConfig(AgentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.expectile < 1:
-            raise ConfigError(f"expectile {self.expectile} must be in (0, 1).")
+            raise ConfigError(f"expectile={self.expectile} must be in (0, 1).")
 
 
 POLICY_NOISE = 0.2
@@ -95,7 +95,7 @@ class Td3Config(AgentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.delay < 1:
-            raise ConfigError(f"delay {self.delay} must be at least 1.")
+            raise ConfigError(f"delay={self.delay} must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Td3BcConfig(Td3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha < 0:
-            raise ConfigError(f"alpha {self.alpha} must be at least 0.")
+            raise ConfigError(f"alpha={self.alpha} must be at least 0.")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class ReBracConfig(Td3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta_actor < 0 or self.beta_critic < 0:
-            raise ConfigError(f"beta_actor {self.beta_actor} and beta_critic {self.beta_critic} must be at least 0.")
+            raise ConfigError(f"beta_actor={self.beta_actor} and beta_critic={self.beta_critic} must be at least 0.")
 
 
 class NeighbourIndex(Enum):
@@ -170,7 +170,7 @@ class PrdcConfig(Td3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.alpha, self.beta) < 0:
-            raise ConfigError(f"alpha {self.alpha} and beta {self.beta} must be at least 0.")
+            raise ConfigError(f"alpha={self.alpha} and beta={self.beta} must be at least 0.")
 
 
 @dataclass(frozen=True)
@@ -207,11 +207,11 @@ class SacConfig(AgentConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critics < 1 or self.diversity < 0:
-            raise ConfigError(f"critics {self.critics} must be at least 1, diversity {self.diversity} at least 0.")
+            raise ConfigError(f"critics={self.critics} must be at least 1, and diversity={self.diversity} at least 0.")
         if self.subset is not None and not 1 <= self.subset <= self.critics:
-            raise ConfigError(f"subset {self.subset} must be 1 to critics, {self.critics}.")
+            raise ConfigError(f"subset={self.subset} must be from 1 to critics={self.critics}.")
         if self.delay < 1:
-            raise ConfigError(f"delay {self.delay} must be at least 1.")
+            raise ConfigError(f"delay={self.delay} must be at least 1.")
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class CqlConfig(SacConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha < 0 or self.samples < 1:
-            raise ConfigError(f"alpha {self.alpha} must be at least 0, samples {self.samples} at least 1.")
+            raise ConfigError(f"alpha={self.alpha} must be at least 0, and samples={self.samples} at least 1.")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def observed_at(episodes: Episodes, frames: Tensor, history: int, keys: Sequence
     """
     for key in keys:
         if key not in episodes.observation:
-            raise SpecError(f"The episodes do not show '{key}'.{did_you_mean(key, episodes.observation)}")
+            raise SpecError(f"The episodes do not contain '{key}'.{did_you_mean(key, episodes.observation)}")
     device = episodes.device
     bounds = episodes.frame_starts + episodes.lengths
     episode = torch.searchsorted(bounds, frames)
@@ -109,8 +109,8 @@ def recorded_decisions(
     """
     rewards = episodes.reward if reward is None else reward
     if rewards is None or episodes.terminated is None:
-        gap = "rewards" if rewards is None else "where the task ended"
-        raise DataError(f"Critics learn from rewards and the end of the task, and this dataset lacks {gap}.")
+        gap = "rewards" if rewards is None else "task ends"
+        raise DataError(f"Critics need rewards and task ends, and this dataset lacks {gap}.")
     chunk, steps = interface.chunk, torch.arange(episodes.step_count, device=episodes.device)
     episode = episodes.episode_of_step
     last, until = (episodes.starts + episodes.lengths - 1)[episode], last_of_turn(episodes)

@@ -51,11 +51,13 @@ class Interface:
         self.features, self.feature_size = features, feature_size
         self.low, self.high = bounds or _range(action)
         if not bool(self.low.isfinite().all() and self.high.isfinite().all()):
-            raise ConfigError("The actions have no range, and agents with critics need a box: give low and high.")
+            raise ConfigError("The actions have no bounds, which agents with critics need: set low and high.")
         tasks = len(self.instructions) if len(self.instructions) > 1 else 0
         self.size = self.vector.size + tasks + feature_size
         if not self.size:
-            raise ConfigError("A critic sees vectors, or features of images by a policy's encoder: there are none.")
+            raise ConfigError(
+                "A critic needs vector observations or encoded image features, and this data has neither."
+            )
         self.actions = chunk * action.size
 
     @staticmethod
@@ -135,7 +137,7 @@ class Interface:
         index_of_text = {text: place for place, text in enumerate(self.instructions)}
         unknown_texts = sorted({str(text) for text in texts} - set(index_of_text))
         if unknown_texts:
-            raise SpecError(f"The critic does not know the instruction '{unknown_texts[0]}'.")
+            raise SpecError(f"The critic was not trained with the instruction '{unknown_texts[0]}'.")
         return torch.eye(len(index_of_text))[[index_of_text[str(text)] for text in texts]]
 
 

@@ -165,7 +165,7 @@ class Cql(Sac):
         """See `OfflineAgent`; raises DataError for Cal-QL if no outcome [N] is known."""
         super().begin(data)
         if self.config.calibrated and not bool(recorded_outcome(data).isfinite().any()):
-            raise DataError("Cal-QL: no recorded return is known, every episode is cut by a time limit: use CQL.")
+            raise DataError("Cal-QL needs recorded returns, but a time limit truncated every episode: use CQL.")
 
     def regulariser(
         self, batch: Transitions, values: Tensor, generator: torch.Generator
@@ -203,5 +203,5 @@ class Cql(Sac):
 def recorded_outcome(batch: Transitions) -> Tensor:
     """Return `outcome` [N]; raises DataError if it is not recorded."""
     if batch.outcome is None:
-        raise DataError("Cal-QL learns from recorded returns, and these transitions lack `outcome`.")
+        raise DataError("Cal-QL needs recorded returns, and these transitions lack `outcome`.")
     return batch.outcome

@@ -177,7 +177,10 @@ class ReBrac(Td3):
         super().begin(data)
         goes_on = ~data.terminated
         if self.config.beta_critic and bool(goes_on.any()) and not bool((goes_on & followed(data)[1]).any()):
-            raise DataError("ReBRAC: no next action is known in this data; beta_critic=0 learns without.")
+            raise DataError(
+                "ReBRAC needs the next action, which no transition of this data has; with beta_critic=0 it is "
+                "not needed."
+            )
 
     def following(self, batch: Transitions, action: Tensor) -> Tensor:
         """Return min Q'(s', a') - beta_critic |a' - a'_data|^2, [B], for a' [B, A]; raises DataError without data."""
@@ -201,7 +204,7 @@ def followed(batch: Transitions) -> tuple[Tensor, Tensor]:
     recorded.
     """
     if batch.next_action is None:
-        raise DataError("ReBRAC learns from next_action, and these transitions lack it; beta_critic=0 learns without.")
+        raise DataError("ReBRAC needs next_action, which these transitions lack; with beta_critic=0 it is not needed.")
     return batch.next_action, torch.ones_like(batch.terminated) if batch.next_known is None else batch.next_known
 
 
@@ -261,7 +264,7 @@ class Prdc(Td3):
         Raises DataError before `begin`.
         """
         if self.index is None or self.recorded is None:
-            raise DataError("PRDC looks for neighbours in its data: call begin(data) first, after restore too.")
+            raise DataError("PRDC searches nearest neighbours in its data: call begin(data) first, also after restore.")
         slack = SLACK if self.config.index is NeighbourIndex.APPROXIMATE else 0.0
         _, neighbours = self.index.query(self._keys(state, action), eps=slack)
         return self.recorded[torch.as_tensor(neighbours, device=self.recorded.device)]

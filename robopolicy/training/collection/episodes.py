@@ -165,8 +165,9 @@ class EpisodeCollector:
         more = self.allocator.extend(won / np.maximum(episode_counts, 1), episode_counts)
         if self.config.overprovision and sum(more):
             raise ConfigError(
-                f"The allocator {type(self.allocator).__name__} adds episodes to groups once it has seen them, and "
-                "overprovision hands groups over at once: set overprovision to 0, or choose another allocator."
+                f"The allocator {type(self.allocator).__name__} adds episodes to a group after seeing its outcomes, "
+                "but with overprovision groups are used as soon as they are complete: set overprovision=0, or "
+                "choose another allocator."
             )
         return list(more)
 

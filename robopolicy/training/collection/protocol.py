@@ -55,4 +55,6 @@ def while_collecting(number: int) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error} It happened while collecting for fine-tuning iteration {number + 1}.") from error
+        raise NonFiniteError(
+            f"{error} This happened during collection for fine-tuning iteration {number + 1}."
+        ) from error

@@ -41,7 +41,7 @@ class StoredPairs:
             raise ConfigError("Stored pairs need an algorithm that compares the episodes of a group, such as grape.")
         playing = [name for name in ("staleness", "delay", "props", "overprovision") if getattr(config, name)]
         if playing:
-            raise ConfigError(f"With stored pairs nothing is played: leave {' and '.join(playing)} at 0.")
+            raise ConfigError(f"Training on stored pairs collects no rollouts: set {' and '.join(playing)} to 0.")
         self.rollouts = _paid_by_verdict(pairs.following(world.instructions).to(device))
         _require_scorable(self.rollouts, policy.spec)
         self.policy, self.instructions = policy, world.instructions
@@ -94,16 +94,20 @@ def _require_scorable(rollouts: Rollouts, policy: PolicySpec) -> None:
     steps = rollouts.mask.shape[2]
     if steps != policy.scored_steps:
         raise DataError(
-            f"Stored decisions have {steps} scored steps, the policy's have {policy.scored_steps}: pairs are learned "
-            "from by the policy that made them, or one with the same steps (finetune.finetuned_steps)."
+            f"Stored chunks have {steps} denoising steps with log-probabilities, the policy has "
+            f"{policy.scored_steps}: train on pairs with the policy that collected them, or with one with the same "
+            "steps (finetune.finetuned_steps)."
         )
     chunk, size = rollouts.actions.shape[2:]
     if (chunk, size) != (policy.chunk, policy.action.size):
         raise DataError(
-            f"Stored actions are {chunk} steps of {size}, the policy's are {policy.chunk} of {policy.action.size}."
+            f"Stored action chunks have {chunk} steps of dimension {size}, the policy's have {policy.chunk} "
+            f"steps of dimension {policy.action.size}."
         )
     for key, field in policy.observation.items():
         shape = (policy.history, *field.shape)
         stored_shape = rollouts.shown.get(key)
         if stored_shape != shape:
-            raise DataError(f"Stored pairs show '{key}' as {stored_shape or 'nothing'}, the policy reads {shape}.")
+            raise DataError(
+                f"Shape of '{key}' in the stored pairs: {stored_shape or 'nothing'}; in the policy: {shape}."
+            )

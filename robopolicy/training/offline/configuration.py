@@ -82,7 +82,7 @@ class WeightedImitationConfig:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.temperature < 0 or self.cap <= 0:
-            raise ConfigError("steps and batch_size must be at least 1, temperature at least 0, cap above 0.")
+            raise ConfigError("steps and batch_size must be at least 1, temperature at least 0, and cap above 0.")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class FilteredImitationConfig:
         if min(self.steps, self.batch_size, self.decisions) < 1:
             raise ConfigError("steps, batch_size and decisions must be at least 1.")
         if not 0 < self.positive < 1:
-            raise ConfigError("positive is between 0 and 1.")
+            raise ConfigError("positive must be between 0 and 1.")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class DiffusionQlConfig:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.eta < 0:
-            raise ConfigError("steps and batch_size must be at least 1, eta at least 0.")
+            raise ConfigError("steps and batch_size must be at least 1, and eta at least 0.")
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class AdjointMatchingConfig:
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or min(self.strength, self.pessimism) < 0:
-            raise ConfigError("steps and batch_size must be at least 1, strength and pessimism at least 0.")
+            raise ConfigError("steps and batch_size must be at least 1, and strength and pessimism at least 0.")
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class RecapConfig:
         if min(self.steps, self.batch_size, self.decisions) < 1:
             raise ConfigError("steps, batch_size and decisions must be at least 1.")
         if not 0 < self.positive < 1 or not 0 <= self.dropout < 1:
-            raise ConfigError("positive and dropout are between 0 and 1.")
+            raise ConfigError("positive and dropout must be between 0 and 1.")
 
 
 @dataclass(frozen=True)
@@ -303,9 +303,9 @@ class DsrlConfig:
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_size, self.critics, self.width, self.depth) < 1 or self.bound <= 0:
-            raise ConfigError("steps, batch_size, critics, width and depth must be at least 1, bound above 0.")
+            raise ConfigError("steps, batch_size, critics, width and depth must be at least 1, and bound above 0.")
         if not 0 <= self.own_share <= 1:
-            raise ConfigError(f"own_share {self.own_share} must be in [0, 1].")
+            raise ConfigError(f"own_share={self.own_share} must be in [0, 1].")
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class IdqlConfig:
 
     def __post_init__(self) -> None:
         if self.candidates < 2:
-            raise ConfigError(f"candidates is {self.candidates}: there is a choice among 2 or more.")
+            raise ConfigError(f"candidates={self.candidates} must be at least 2.")
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class GuidedConfig:
     def __post_init__(self) -> None:
         if min(self.count, self.steps, self.width, self.batch_size) < 1 or self.length < 2 or self.guidance < 0:
             raise ConfigError(
-                "count, steps, width and batch_size must be at least 1, length at least 2, guidance at least 0."
+                "count, steps, width and batch_size must be at least 1, length at least 2, and guidance at least 0."
             )
 
 

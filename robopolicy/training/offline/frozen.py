@@ -62,7 +62,7 @@ class Dsrl:
     def prepare(self, policy: Trainable) -> None:
         """Do nothing; raises ConfigError for a policy that was not wrapped."""
         if not isinstance(policy, SteeredPolicy):
-            raise ConfigError(f"dsrl changes a SteeredPolicy, not {type(policy).__name__}: wrap() makes one.")
+            raise ConfigError(f"dsrl changes a SteeredPolicy, not a {type(policy).__name__}: wrap() creates one.")
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str
@@ -160,7 +160,7 @@ class Idql:
     def prepare(self, policy: Trainable) -> None:
         """Do nothing; raises ConfigError for a policy that was not wrapped."""
         if not isinstance(policy, BestOfPolicy):
-            raise ConfigError(f"idql changes a BestOfPolicy, not {type(policy).__name__}: wrap() makes one.")
+            raise ConfigError(f"idql changes a BestOfPolicy, not a {type(policy).__name__}: wrap() creates one.")
 
     def improve(
         self, policy: Trainable, lesson: Lesson, generators: Generators, step: float, where: str

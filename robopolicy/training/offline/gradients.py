@@ -77,19 +77,20 @@ class AdjointMatching:
 def require_flow(policy: Trainable) -> DenoisingPolicy:
     """Return `policy` if it is a flow policy whose steps are all trained; else raises ConfigError with the reason."""
     message = (
-        f"adjoint_matching regresses on velocities, and {type(policy).__name__}%s is no flow: train one "
-        "(policy.kind=flow), or climb the critic through a diffusion's steps (diffusion_ql)."
+        f"adjoint_matching needs a flow policy, which {type(policy).__name__}%s is not: train one "
+        "(policy.kind=flow), or use diffusion_ql, which follows the critic's gradient through the steps of a "
+        "diffusion policy."
     )
     flow = require_denoising(policy, message % "")
     if not isinstance(flow.schedule, FlowSchedule):
         raise ConfigError(message % f" with kind={flow.config.kind.value}")
     if flow.first_step:
         raise ConfigError(
-            f"adjoint_matching moves the velocities of all steps, and the first {flow.first_step} of this policy are "
-            "taken by a frozen base (it was fine-tuned): give it the policy before fine-tuning."
+            "adjoint_matching trains the velocities of all steps, but in this fine-tuned policy a frozen base takes "
+            f"the first {flow.first_step} steps: use the policy before fine-tuning."
         )
     if flow.schedule.steps < 2:
-        raise ConfigError("adjoint_matching needs a chain of two steps or more, and this flow takes one.")
+        raise ConfigError("adjoint_matching needs at least two denoising steps, and this flow policy has one.")
     return flow
 
 
@@ -201,9 +202,9 @@ class DiffusionQl:
         """Do nothing; see `Improver`."""
         if not isinstance(policy, DecidesFromNoise):
             raise ConfigError(
-                f"diffusion_ql follows a critic's gradient through the denoising steps, and {type(policy).__name__} "
-                "does not decide from noise (see DecidesFromNoise in robopolicy/core/policy.py): best_of and "
-                "weighted_imitation take any policy."
+                f"diffusion_ql needs the critic's gradient through the denoising steps, but {type(policy).__name__} "
+                "cannot act from given noise (see DecidesFromNoise in robopolicy/core/policy.py): use best_of or "
+                "weighted_imitation, which work with any policy."
             )
 
     def improve(

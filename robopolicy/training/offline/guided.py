@@ -64,15 +64,16 @@ def require_vectors(policy: Policy, episodes: Episodes) -> None:
     cameras = sorted({*policy.spec.cameras, *episodes.cameras})
     if cameras:
         raise ConfigError(
-            f"Guided episodes are drawn as vectors, and here are images (camera '{cameras[0]}'): imagined ones, of a "
-            "world model that shows images, take their place."
+            f"Guided episodes support vector observations only, but the policy reads images (camera '{cameras[0]}'): "
+            "use imagined episodes of a world model that decodes images instead."
         )
     if len(set(episodes.tasks)) > 1:
         raise ConfigError(
-            f"Guided episodes are of one task, and here are {len(set(episodes.tasks))} instructions: give those of one."
+            f"Guided episodes need data of one task, but this data has {len(set(episodes.tasks))} instructions: "
+            "use episodes with one instruction."
         )
     if episodes.step_success is None:
-        raise DataError("Guided episodes end with success, and this data does not say which steps succeeded.")
+        raise DataError("Guided episodes end at success, but this data does not record which steps succeeded.")
 
 
 def decided(policy: Policy, model: TrajectoryDiffusion, instruction: str, seed: int) -> LogProb:

@@ -22,7 +22,9 @@ class ImaginedPpo:
     def prepare(self, policy: Trainable) -> None:
         """Select the last denoising steps (or all tokens) for training; see `Improver`."""
         if not policy.spec.scored_steps:
-            raise ConfigError(f"{type(policy).__name__} has no scored steps: imagined_ppo cannot learn through them.")
+            raise ConfigError(
+                f"{type(policy).__name__} has no log-probabilities of its steps, which imagined_ppo needs."
+            )
         policy.prepare_finetuning(None)
 
     def improve(
@@ -31,7 +33,7 @@ class ImaginedPpo:
         """Fine-tune in imagination; see `Improver`."""
         imagination = lesson.imagination
         if imagination is None:
-            raise ConfigError("imagined_ppo learns in a world model, and there is none.")
+            raise ConfigError("imagined_ppo trains in a world model, and none is given.")
         # A round's own draws: whatever became of the candidates before, this one is made in the same way.
         draws = generators["imagination"]
         seed = derive(int(torch.randint(2**31, (), generator=draws, device=draws.device)), where)

@@ -118,7 +118,7 @@ class ChainPpo:
     def prepare(self, policy: Trainable) -> None:
         """Select the last denoising steps (or all tokens) for training; see `Improver`."""
         if not policy.spec.scored_steps:
-            raise ConfigError(f"{type(policy).__name__} has no scored steps: chain_ppo cannot learn through them.")
+            raise ConfigError(f"{type(policy).__name__} has no log-probabilities of its steps, which chain_ppo needs.")
         policy.prepare_finetuning(None)
 
     def improve(

@@ -59,8 +59,8 @@ class Recap:
 def network_to_tell(policy: Trainable) -> AdvantageConditioned:
     """Return the network of `policy` with an input for the indicator; raises ConfigError when it cannot have one."""
     message = (
-        f"recap tells the policy's network what to do, and {type(policy).__name__} is no DenoisingPolicy: "
-        "weighted_imitation and best_of take any policy."
+        f"recap adds an advantage input to the policy's network, which {type(policy).__name__} (not a "
+        "DenoisingPolicy) does not support: weighted_imitation and best_of work with any policy."
     )
     return condition_on_advantage(require_denoising(policy, message))
 
@@ -87,7 +87,10 @@ class FilteredImitation:
             better = improvements(advantages(policy, lesson, config, generators), config.positive, corrections(lesson))
         indices = better.nonzero().flatten()
         if not len(indices):
-            raise ConfigError("filtered_imitation found no recorded decision that is better than the others.")
+            raise ConfigError(
+                "filtered_imitation: no recorded action chunk is better than the others, so there is nothing to "
+                "imitate."
+            )
 
         def batch(rows: Tensor) -> dict[str, Any]:
             return lesson.recorded(indices[rows], policy.spec)
@@ -122,7 +125,7 @@ def successful(lesson: Lesson) -> Tensor:
     """Return a mask [N] bool of the chunks from successful episodes; raises ConfigError without recorded success."""
     episodes = lesson.episodes
     if episodes.success is None:
-        raise ConfigError("advantage=success asks which episodes succeeded, and the data does not say.")
+        raise ConfigError("advantage=success needs to know which episodes succeeded, and the data does not record it.")
     return episodes.success[episodes.episode_of_step[lesson.data.step]]
 
 
