@@ -66,33 +66,37 @@ def load_controller(dotted_path: str, spec: WorldSpec) -> NamedController:
     """
     make: Any = load_dotted(dotted_path, "Controller")
     if not callable(make):
-        raise ConfigError(f"Controller '{dotted_path}' is {make!r}: it must be a class or a function that makes one.")
+        raise ConfigError(
+            f"Controller '{dotted_path}' is {make!r}: it must be a class, or a function that returns a controller."
+        )
     arguments = fixed_arguments(make)
     required_arguments = [name for name, is_required in arguments.items() if is_required]
     by_name = {"spec": spec} if "spec" in arguments else {}
     by_place = () if by_name or not required_arguments else (spec,)
     if len(set(required_arguments) - set(by_name)) > len(by_place):
         raise ConfigError(
-            f"Controller '{dotted_path}' needs {', '.join(required_arguments)}; it may take one argument, the world's "
-            f"spec."
+            f"Controller '{dotted_path}' needs the arguments {', '.join(required_arguments)}; it may take only one "
+            "argument, the world's spec."
         )
     try:
         controller: Any = make(*by_place, **by_name)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"Controller '{dotted_path}' could not be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"Controller '{dotted_path}' could not be created: {type(error).__name__}: {error}"
+        ) from error
     missing_methods = [name for name in ("reset", "act") if not callable(getattr(controller, name, None))]
     if missing_methods:
         raise ConfigError(
-            f"Controller '{dotted_path}' made {type(controller).__name__}, which lacks "
-            f"{' and '.join(missing_methods)}: a controller has reset(rows) and act(observation) -> actions [B, A]."
+            f"Controller '{dotted_path}' returned {type(controller).__name__}, which lacks "
+            f"{' and '.join(missing_methods)}: a controller needs reset(rows) and act(observation) -> actions [B, A]."
         )
     beyond = [name for name, is_required in list(fixed_arguments(controller.act).items())[1:] if is_required]
     if beyond:
-        problem = "is a policy" if "generator" in beyond else "is no controller"
+        problem = "is a policy" if "generator" in beyond else "is not a controller"
         raise ConfigError(
-            f"'{dotted_path}' {problem}: its act also needs {', '.join(beyond)}, and a controller is called as "
+            f"'{dotted_path}' {problem}: its act also needs {', '.join(beyond)}, but a controller is called as "
             "act(observation) -> actions [B, A]."
         )
     return NamedController(controller, dotted_path)

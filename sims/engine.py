@@ -78,8 +78,8 @@ def load_model(task: Task) -> mujoco.MjModel:
         model.opt.disableflags |= flag.value
     if abs(task.fps * task.substeps * model.opt.timestep - 1.0) > 1e-9:
         raise ConfigError(
-            f"Task '{task.name}': {task.fps} control steps/s x {task.substeps} substeps x {model.opt.timestep} s is "
-            "not one second. Make the timestep 1 / (fps x substeps)."
+            f"Task '{task.name}': {task.fps} control steps/s x {task.substeps} substeps x {model.opt.timestep} s "
+            "must be one second: set the timestep to 1 / (fps x substeps)."
         )
     return model
 
@@ -167,7 +167,7 @@ class MujocoWorld:
     @property
     def available_cameras(self) -> dict[str, str]:
         """Name -> description of the camera's view."""
-        return dict.fromkeys(self.task.cameras, "drawn in any size")
+        return dict.fromkeys(self.task.cameras, "rendered at any size")
 
     @property
     def batch_size(self) -> int:
@@ -203,9 +203,12 @@ class MujocoWorld:
         values.
         """
         if asked.shape != drawn.shape or asked.dtype.kind not in "iu":
-            raise SpecError(f"task has shape {list(asked.shape)} and dtype {asked.dtype}: give an index per row, [R].")
+            raise SpecError(f"task has shape {list(asked.shape)} and dtype {asked.dtype}: pass one index per row, [R].")
         if asked.min(initial=0) < -1 or asked.max(initial=0) >= len(self._spec.instructions):
-            raise SpecError(f"task is {asked.tolist()}: '{self.task.name}' has {len(self._spec.instructions)}, from 0.")
+            raise SpecError(
+                f"task={asked.tolist()} is out of range: '{self.task.name}' has {len(self._spec.instructions)} "
+                "instructions, numbered from 0."
+            )
         return np.where(asked < 0, drawn, asked)
 
     def _start(
@@ -293,7 +296,7 @@ class MujocoWorld:
         Raises ConfigError when the world is closed.
         """
         if self._pool is None:
-            raise ConfigError("This world is closed: make a new one.")
+            raise ConfigError("This world is closed: create a new one.")
         count, steps = control.shape[:2]
         states = np.empty((count, steps, self._layout.size))
         sensors = np.empty((count, steps, self.model.nsensordata))
@@ -320,8 +323,8 @@ class MujocoWorld:
         bad = ~np.isfinite(after).all(axis=(1, 2)) | ~(elapsed > (after.shape[1] - 0.5) / self.task.fps)
         if bad.any():
             raise NonFiniteError(
-                f"The physics of '{self.task.name}' diverged in row(s) {rows[bad][:5].tolist()}: reset them, and use a "
-                "smaller timestep or softer actuators if it happens again."
+                f"The physics of '{self.task.name}' diverged in row(s) {rows[bad][:5].tolist()}: reset them; if it "
+                "happens again, use a smaller timestep or softer actuators."
             )
 
     def _observe(
@@ -344,7 +347,7 @@ class MujocoWorld:
         for key, field in self.task.observation.items():
             if key not in observed or observed[key].shape != (*states.shape[:2], *field.shape):
                 got = observed[key].shape if key in observed else "nothing"
-                raise SpecError(f"Task '{self.task.name}' observed {got} for '{key}', expected [..., *{field.shape}].")
+                raise SpecError(f"Task '{self.task.name}' returned {got} for '{key}', expected [..., *{field.shape}].")
         return {key: observed[key].astype(field.dtype) for key, field in self.task.observation.items()}
 
     def _goals(self, goal: np.ndarray, states: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ class Noise:
 
     def __post_init__(self) -> None:
         if not 0 <= self.gaussian < np.inf or not 0 <= self.random < 1 or self.hold < 1:
-            raise ConfigError(f"Noise needs gaussian >= 0, 0 <= random < 1 and hold >= 1; got {self}.")
+            raise ConfigError(f"Noise needs gaussian >= 0, 0 <= random < 1 and hold >= 1, but got {self}.")
 
 
 NOISE_LEVELS: dict[str, Noise] = {
@@ -68,8 +68,8 @@ class NoisyController:
         self._disturbs = self._noise.gaussian > 0 or self._noise.random > 0
         if self._disturbs and not (np.isfinite(self._low).all() and np.isfinite(self._high).all()):
             raise ConfigError(
-                "Noise is a share of the action's range, and this action has no finite bounds: give it low and high, "
-                "or play without noise, noise=[none]."
+                "Noise is scaled by the action range, and this action has no finite bounds: set low and high, or "
+                "disable noise, noise=[none]."
             )
         self._seed = seed
         self._acted = 0
@@ -105,9 +105,10 @@ class NoisyController:
         self._acted += 1
         if self._acted == COMPARED and self._largest.any() and (self._largest < SMALL * half).all():
             warnings.warn(
-                f"Noise is a share of the action's range, {self._low.min():g} to {self._high.max():g}, of which the "
-                f"controller uses up to {float((self._largest / half).max()):.2g}: its actions drown. If these bounds "
-                "are a formality, play without noise (noise=[none]), or declare true ones.",
+                f"Noise is scaled by the action range, {self._low.min():g} to {self._high.max():g}, but the "
+                f"controller uses at most {float((self._largest / half).max()):.2g} of it, so the noise is larger "
+                "than its actions. If these bounds are not the true ones, disable noise (noise=[none]) or declare "
+                "the true bounds.",
                 RobopolicyWarning,
                 stacklevel=3,
             )

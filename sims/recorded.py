@@ -47,9 +47,9 @@ class DemonstratedWorld:
         seed: int = 0,
     ):
         if not len(lengths):
-            raise ConfigError("There is no demonstration to follow: the dataset has no episode.")
+            raise ConfigError("There is no demonstration to compare with: the dataset has no episode.")
         if tolerance <= 0 or patches < 0:
-            raise ConfigError(f"tolerance={tolerance} must be positive, patches={patches} at least 0.")
+            raise ConfigError(f"tolerance={tolerance} must be positive, and patches={patches} at least 0.")
         self._batch = batch_size
         self._seed = seed
         self._fresh = 0
@@ -62,7 +62,7 @@ class DemonstratedWorld:
             history=history,
             rewards=("agreement",),
             instructions=tuple(dict.fromkeys(tasks)),
-            success=f"The demonstration was followed to its end with at most {patches} disagreements.",
+            success=f"The policy followed the demonstration to its end, with at most {patches} deviations.",
         )
         self._frames = {key: np.asarray(observation[key]) for key in observation_fields}
         self._actions, self._lengths = np.asarray(actions, dtype=np.float64), np.asarray(lengths)

@@ -37,7 +37,7 @@ def load_task(name: str) -> Task:
         raise ConfigError(f"There is no task '{name}'.{did_you_mean(name, TASKS.names())}")
     task = _task(name, WORLDS.load(name))
     if task is None:
-        raise ConfigError(f"'{name}' is a world of its own, not a Task.")
+        raise ConfigError(f"'{name}' is a World, not a Task.")
     return task
 
 
@@ -70,7 +70,7 @@ def make_world(name: str, batch_size: int, **options: Any) -> World:
 def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
     if not isinstance(options.get("env_options") or {}, Mapping):
         raise ConfigError(
-            f"world.options.env_options is {options['env_options']!r}: set its keys, "
+            f"world.options.env_options is {options['env_options']!r}, but must be a mapping: set its keys with "
             "world.options.env_options.KEY=VALUE."
         )
     suite = suite_of(name)
@@ -78,12 +78,14 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
         note(name)
         return load_dotted(suite.make, "Suite")(name.removeprefix(suite.prefix), batch_size, **options)
     if name in ("worldmodel", "demonstrations"):
-        raise ConfigError(f"'{name}' is made of files: robopolicy.make_world makes it, and world.name={name} does.")
+        raise ConfigError(
+            f"The world '{name}' is built from files: create it with robopolicy.make_world, or set world.name={name}."
+        )
     if name not in WORLDS and not is_dotted(name):
         forms = ", ".join(f"'{suite.form}'" for suite in SUITES)
         raise ConfigError(
-            f"There is no world '{name}'.{did_you_mean(name, WORLDS.names())} Outside suites: {forms}. Your own is "
-            "named by its dotted path, package.module:Name."
+            f"There is no world '{name}'.{did_you_mean(name, WORLDS.names())} Outside suites: {forms}. For a custom "
+            "world pass its import path, package.module:Name."
         )
     target = WORLDS.load(name)
     task = _task(name, target)
@@ -93,7 +95,7 @@ def _made(name: str, batch_size: int, options: dict[str, Any]) -> World:
         option_names = [each for each in signature(MujocoWorld).parameters if each not in ("task", "batch_size")]
         for option in options:
             if option not in option_names:
-                listing = f"There are {', '.join(option_names)}."
+                listing = f"Known options: {', '.join(option_names)}."
                 raise ConfigError(
                     f"World '{name}' has no option '{option}'.{did_you_mean(option, option_names)} {listing}"
                 )
@@ -126,8 +128,8 @@ def trusted_options(origin: WorldOrigin, where: object, given: Mapping[str, Any]
         for path in texts(value):
             if is_dotted(path) and not asked_for(path):
                 raise CheckpointError(
-                    f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust it, "
-                    f"name it: world.options.{key}={path} or run.plugins=[{path.partition(':')[0]}]."
+                    f"{where} comes from a world with {key}={path}, which is not part of robopolicy. If you trust "
+                    f"it, set it yourself: world.options.{key}={path}, or run.plugins=[{path.partition(':')[0]}]."
                 )
     return saved_options
 
@@ -141,8 +143,8 @@ def require_trusted(name: str, where: object, way_out: str) -> None:
     foreign = bool(module) if suite is not None else is_dotted(name)
     if foreign and not asked_for(name) and not (module and asked_for(module)):
         raise CheckpointError(
-            f"{where} comes from the world '{name}', which is not part of robopolicy. If you trust it, name it: "
-            f"{way_out}."
+            f"{where} comes from the world '{name}', which is not part of robopolicy. If you trust it, set it "
+            f"yourself: {way_out}."
         )
 
 
@@ -179,13 +181,13 @@ def _is_environment(found: Any) -> bool:
     packages = {base.__module__.split(".")[0] for base in getattr(found, "__mro__", ()) if base.__name__ == "Env"}
     if "gym" in packages and "gymnasium" not in packages:
         raise ConfigError(
-            f"{found.__name__} is an environment of gym, whose interface gymnasium has replaced: derive it from "
-            "gymnasium.Env, or register with gymnasium what wraps it, shimmy.GymV21CompatibilityV0(env=...)."
+            f"{found.__name__} is an environment of the old gym package, which gymnasium has replaced: derive it "
+            "from gymnasium.Env, or register it with gymnasium in a wrapper, shimmy.GymV21CompatibilityV0(env=...)."
         )
     if any(base.__name__ == "VectorEnv" for base in getattr(found, "__mro__", ())):
         raise ConfigError(
-            f"{found.__name__} steps several environments at once: name the class or id of one, of which "
-            "world.batch_size=NUMBER makes as many."
+            f"{found.__name__} steps several environments at once: use the class or id of a single environment, of "
+            "which world.batch_size=NUMBER creates several."
         )
     return "gymnasium" in packages
 
@@ -201,13 +203,13 @@ def _called(name: str, make: Any, batch_size: int, options: dict[str, Any]) -> W
         raise
     except Exception as error:
         raise ConfigError(
-            f"World '{name}' could not be made: {type(error).__name__}: {error}. It is called as "
+            f"World '{name}' could not be created: {type(error).__name__}: {error}. It is called as "
             f"{getattr(make, '__name__', 'make')}({batch_size}, {', '.join(options)})."
         ) from error
     missing_parts = [part for part in ("spec", "batch_size", "reset", "step", "close") if not hasattr(world, part)]
     if missing_parts:
         raise ConfigError(
-            f"World '{name}' made {type(world).__name__}, which lacks {', '.join(missing_parts)}: see World in "
-            "robopolicy/core/world.py, and try `robopolicy check`."
+            f"World '{name}' returned {type(world).__name__}, which lacks {', '.join(missing_parts)}: see World in "
+            "robopolicy/core/world.py, and run `robopolicy check`."
         )
     return cast(World, world)

@@ -121,7 +121,7 @@ def model_path(task: Task) -> Path:
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         searched = ", ".join(dict.fromkeys(map(str, places)))
-        raise ConfigError(f"Task '{task.name}' names the model {task.model}, which does not exist: {searched}.")
+        raise ConfigError(f"Task '{task.name}' uses the model {task.model}, which does not exist: {searched}.")
     return path
 
 
@@ -159,5 +159,5 @@ def elements(field: Field, names: str) -> slice:
     first = field.names.index(each[0]) if each and each[0] in field.names else 0
     place = slice(first, first + len(each))
     if not each or field.names[place] != each:
-        raise SpecError(f"'{names}' are not neighbours in this order in {' '.join(field.names)}.")
+        raise SpecError(f"'{names}' are not adjacent in this order in {' '.join(field.names)}.")
     return place

@@ -86,11 +86,16 @@ def require_consistent(task: Task) -> None:
     for attribute, listed_texts in (("held_out", task.held_out), ("paraphrases", task.paraphrases)):
         for text in listed_texts:
             if text not in task.instructions:
-                raise ConfigError(f"Task '{task.name}': {attribute} names '{text}', which is no instruction of it.")
+                raise ConfigError(
+                    f"Task '{task.name}': {attribute} contains '{text}', which is not one of its instructions."
+                )
     texts = [*task.instructions, *(text for paraphrases in task.paraphrases.values() for text in paraphrases)]
     twice = sorted({text for text in texts if texts.count(text) > 1})
     if twice:
-        raise ConfigError(f"Task '{task.name}' says '{twice[0]}' for two things: give every paraphrase one meaning.")
+        raise ConfigError(
+            f"Task '{task.name}' uses the paraphrase '{twice[0]}' for two instructions: every paraphrase needs "
+            "one meaning."
+        )
 
 
 class InPlainWords:
@@ -116,4 +121,4 @@ class InPlainWords:
 
 def _require_known(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise ConfigError(f"{option}={value!r} is none of {', '.join(known)}.{did_you_mean(value, known)}")
+        raise ConfigError(f"{option}={value!r} must be one of {', '.join(known)}.{did_you_mean(value, known)}")

@@ -213,7 +213,7 @@ def test_a_checkpoint_does_not_choose_what_is_imported(push_t, tmp_path, monkeyp
     monkeypatch.chdir(home)
     folder = planted(push_t, tmp_path / "planted", world)
     assert run("evaluate", str(folder), home=home) == 2
-    assert "If you trust it, name it: world." in said(capsys)
+    assert "If you trust it, set it yourself: world." in said(capsys)
     assert not (home / "imported").exists()
 
 
@@ -313,7 +313,7 @@ def test_a_world_model_carries_the_world_that_it_imitates(push_t, tmp_path, caps
     description["world"] = {"name": "push_t", "options": {"success": "planted_world:success"}}
     (model / "config.json").write_text(json.dumps(description))
     assert run("evaluate", *inside, "run.overwrite=true", home=tmp_path) == 2
-    assert "If you trust it, name it: world.options.success=planted_world:success" in said(capsys)
+    assert "If you trust it, set it yourself: world.options.success=planted_world:success" in said(capsys)
 
 
 def test_a_policy_of_lerobot_may_be_given_a_world(tmp_path):

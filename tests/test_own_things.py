@@ -58,7 +58,7 @@ def test_a_world_a_task_and_an_environment_by_dotted_path(monkeypatch):
         ("own_things:Lime", r"Did you mean 'Line'"),
         ("own_thing:Line", "no module 'own_thing'"),
         ("own_things:ACTION", "must be a class"),
-        ("own_things:Towards", "could not be made: TypeError"),
+        ("own_things:Towards", "could not be created: TypeError"),
         ("push_cubes", r"Did you mean 'push_cube'.*metaworld/<task>-v3.*gymnasium:<id>"),
     ],
 )

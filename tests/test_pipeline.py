@@ -161,7 +161,7 @@ def test_a_pipeline_is_one_job_that_goes_on_where_it_was_interrupted(tmp_path: P
         ({"stages": {"one": ["trian"]}}, "Did you mean 'train'"),
         ({"stages": {"one": ["bench"]}}, "'bench' is not a verb that can be a stage"),
         ({"stages": {"one": ["train", "train.data={two}/dataset"], "two": ["collect"]}}, "is not an earlier stage"),
-        ({"stages": {"one": "train"}}, "is a list"),
+        ({"stages": {"one": "train"}}, "must be a list"),
         ({"stages": {"one": []}}, "its verb, then its settings"),
         ({"stages": {"seed": ["train"]}}, "used as a folder name"),
         ({"stages": {"one": ["train"]}, "changes": {"oen": ["train.episodes=1"]}}, "Did you mean 'one'"),

@@ -59,7 +59,7 @@ def _kind_in(checkpoint: Checkpoint) -> str:
     name = _name_in(checkpoint.description)
     if name is None:
         kind, kinds = str(checkpoint.description.get("kind")), [PREFIX + each for each in WORLD_MODELS.names()]
-        raise CheckpointError(f"{checkpoint.folder} holds '{kind}', not a world model.{did_you_mean(kind, kinds)}")
+        raise CheckpointError(f"{checkpoint.folder} contains '{kind}', not a world model.{did_you_mean(kind, kinds)}")
     return name
 
 

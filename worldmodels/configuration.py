@@ -36,7 +36,7 @@ class ReadoutConfig:
             raise ConfigError("The readout's batch_size, members and imagined_steps must be at least 1.")
         shares = self.positive_share, self.imagined_share
         if min(shares) < 0 or max(shares) > 1:
-            raise ConfigError("positive_share and imagined_share are between 0 and 1.")
+            raise ConfigError("positive_share and imagined_share must be between 0 and 1.")
 
 
 class ImageConfig(Protocol):
@@ -126,7 +126,7 @@ class LatentEnsembleConfig:
 
     def __post_init__(self) -> None:
         if min(self.features, self.batch_size) < 1 or self.encoder_share <= 0:
-            raise ConfigError("features and batch_size are at least 1, encoder_share above 0.")
+            raise ConfigError("features and batch_size must be at least 1, and encoder_share above 0.")
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class TrajectoryConfig:
     def __post_init__(self):
         if self.length % 2 ** (self.depth - 1):
             raise ConfigError(
-                f"length {self.length} must be a multiple of {2 ** (self.depth - 1)} at depth {self.depth}."
+                f"length={self.length} must be a multiple of {2 ** (self.depth - 1)} at depth={self.depth}."
             )
 
 
@@ -271,7 +271,7 @@ class RssmConfig:
         if min(self.layers, self.burn_in, self.length, self.batch_size, self.images, self.members) < 1:
             raise ConfigError("layers, burn_in, length, batch_size, images and members must be at least 1.")
         if not 0 <= self.seen_share <= 1:
-            raise ConfigError(f"seen_share is {self.seen_share}; a share is between 0 and 1.")
+            raise ConfigError(f"seen_share={self.seen_share} must be between 0 and 1.")
 
     @property
     def networks(self) -> RssmSize:
@@ -353,15 +353,15 @@ class PixelDiffusionConfig:
 
     def __post_init__(self):
         if self.size not in PIXEL_SIZES:
-            raise ConfigError(f"size is '{self.size}', not one of {', '.join(PIXEL_SIZES)}.")
+            raise ConfigError(f"size='{self.size}' must be one of {', '.join(PIXEL_SIZES)}.")
         if min(self.context, self.batch_size) < 1:
             raise ConfigError("context and batch_size must be at least 1.")
         if not 0 <= self.first_share <= 1 or self.unroll < 0:
-            raise ConfigError("first_share is between 0 and 1, and unroll is 0 or more.")
+            raise ConfigError("first_share must be between 0 and 1, and unroll at least 0.")
         if min(self.context_noise, self.temperature, self.change_threshold) < 0:
-            raise ConfigError("context_noise, temperature and change_threshold are at least 0.")
+            raise ConfigError("context_noise, temperature and change_threshold must be at least 0.")
         if any(channels % 8 for channels in self.networks.channels):
-            raise ConfigError(f"channels are {self.networks.channels}; group norm needs multiples of 8.")
+            raise ConfigError(f"channels={self.networks.channels} must be multiples of 8, because of group norm.")
 
     @property
     def networks(self) -> PixelSize:
@@ -480,20 +480,20 @@ class VideoConfig:
 
     def __post_init__(self):
         if self.size not in VIDEO_SIZES:
-            raise ConfigError(f"size is '{self.size}', not one of {', '.join(VIDEO_SIZES)}.")
+            raise ConfigError(f"size='{self.size}' must be one of {', '.join(VIDEO_SIZES)}.")
         counts = self.recent, self.stride, self.chunk, self.batch_size, self.view_batch_size, self.bootstrap_steps
         if min(counts) < 1 or self.memory < 0:
-            raise ConfigError("recent, stride, chunk, batch sizes and steps must be at least 1, memory at least 0.")
+            raise ConfigError("recent, stride, chunk, batch sizes and steps must be at least 1, and memory at least 0.")
         shares = self.collapse, self.first_share, self.bootstrap
         if min(shares) < 0 or max(shares) > 1:
-            raise ConfigError("collapse, first_share and bootstrap are between 0 and 1.")
+            raise ConfigError("collapse, first_share and bootstrap must be between 0 and 1.")
         noise = self.memory_noise, self.present_noise, self.temperature
         if min(*noise, self.motion_weight, self.kl_weight, self.change_threshold) < 0:
-            raise ConfigError("Noise, temperature, motion_weight, kl_weight and change_threshold are at least 0.")
+            raise ConfigError("Noise, temperature, motion_weight, kl_weight and change_threshold must be at least 0.")
         if min(self.autoencoder_share, self.readout_share) <= 0:
             raise ConfigError("autoencoder_share and readout_share must be above 0.")
         if any(channels % 8 for channels in self.sizes.channels):
-            raise ConfigError(f"channels are {self.sizes.channels}; group norm needs multiples of 8.")
+            raise ConfigError(f"channels={self.sizes.channels} must be multiples of 8, because of group norm.")
 
     @property
     def sizes(self) -> VideoSize:

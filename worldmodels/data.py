@@ -225,8 +225,9 @@ def require_fields(spec: WorldSpec, fields: Mapping[str, Field], episodes: Episo
     }
     if actual_shapes != expected_shapes or episodes.actions.shape[1:] != spec.action.shape:
         raise DataError(
-            f"World '{spec.name}' shows {expected_shapes} and takes actions {list(spec.action.shape)}, the episodes "
-            f"hold {actual_shapes} and {list(episodes.actions.shape[1:])}: the data comes from another world."
+            f"The data comes from another world: '{spec.name}' outputs {expected_shapes} and takes actions "
+            f"{list(spec.action.shape)}, but the episodes contain {actual_shapes} and "
+            f"{list(episodes.actions.shape[1:])}."
         )
 
 
@@ -238,5 +239,5 @@ def recorded_transitions(episodes: Episodes, vector: StateVector | None = None) 
     """
     progress = progress_reward(episodes)
     if episodes.terminated is None:
-        raise DataError("A world model learns where the task ends: the dataset lacks next.terminated.")
+        raise DataError("A world model needs the task ends, but the dataset lacks next.terminated.")
     return replace(episodes.transitions(vector), reward=progress).check()

@@ -44,7 +44,7 @@ def encode(model: DecoderFree, frames: Mapping[str, Tensor]) -> dict[str, Tensor
     """
     for key in model.reads:
         if key not in frames:
-            raise SpecError(f"The model of '{model.spec.name}' reads '{key}', and what is observed lacks it.")
+            raise SpecError(f"The model of '{model.spec.name}' reads '{key}', which the observation lacks.")
     # One frame of history each, so that a model with a memory encodes every frame as an episode's first.
     arrays = {key: frames[key].cpu().numpy()[:, None] for key in model.reads}
     context = Context(arrays)

@@ -37,7 +37,9 @@ class Truncation:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"Imagination of {self.steps} steps is none: use 1 or more, or null for no cut.")
+            raise ConfigError(
+                f"steps={self.steps} is not a valid imagination horizon: use 1 or more, or null for no limit."
+            )
 
 
 class ImaginedWorld:
@@ -66,7 +68,7 @@ class ImaginedWorld:
     ):
         require_sizes(batch_size=batch_size, history=history, debounce=debounce)
         if penalty < 0:
-            raise ConfigError(f"penalty={penalty}: uncertainty costs, so its price is at least 0.")
+            raise ConfigError(f"penalty={penalty} must be at least 0: it is the penalty per unit of uncertainty.")
         self.model, self._starts = model, starts
         self._truncation = truncation or Truncation()
         self._penalty, self._debounce = penalty, debounce

@@ -164,16 +164,16 @@ class LatentEnsembleModel(nn.Module):
         assert config.encoder is not None
         other = load_world_model(config.encoder)
         if not isinstance(other, LatentEnsembleModel):
-            raise ConfigError(f"{config.encoder} holds a {type(other).__name__}, which has no encoder of images.")
+            raise ConfigError(f"{config.encoder} contains a {type(other).__name__}, which has no image encoder.")
         weights, other_weights = self.autoencoder.state_dict(), other.autoencoder.state_dict()
         same = weights.keys() == other_weights.keys() and all(
             weights[name].shape == other_weights[name].shape for name in weights
         )
         if other.reads != self.reads or not same:
             raise ConfigError(
-                f"The encoder of {config.encoder} reads {', '.join(other.reads)} and makes {other.autoencoder.size} "
-                f"features, this model's reads {', '.join(self.reads)} and makes {self.autoencoder.size}: give both "
-                "the same cameras, image size and settings of the encoder."
+                f"The encoder of {config.encoder} reads {', '.join(other.reads)} and outputs "
+                f"{other.autoencoder.size} features, but this model's encoder reads {', '.join(self.reads)} and "
+                f"outputs {self.autoencoder.size}: give both the same cameras, image size and encoder settings."
             )
         self.autoencoder.load_state_dict(other_weights)
 
@@ -289,5 +289,5 @@ def fields_seen(spec: WorldSpec) -> dict[str, Field]:
     """
     reads = {key: field for key, field in spec.observation.items() if key != ENVIRONMENT_STATE}
     if not any(key.startswith(IMAGE_PREFIX) for key in reads):
-        raise ConfigError(f"World '{spec.name}' shows no images: add world.cameras, or use worldmodel.kind=ensemble.")
+        raise ConfigError(f"World '{spec.name}' outputs no images: set world.cameras, or use worldmodel.kind=ensemble.")
     return reads

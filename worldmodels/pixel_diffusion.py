@@ -67,8 +67,8 @@ class PixelDenoiser(nn.Module):
         coarsest = self.patch * 2 ** (len(sizes.channels) - 1)
         if height % coarsest or width % coarsest:
             raise ConfigError(
-                f"This U-Net halves images down to squares of {coarsest} pixels, {height} x {width} do not divide: "
-                f"use another camera size, grid or number of channels."
+                f"This U-Net halves images down to squares of {coarsest} pixels, which does not divide {height} x "
+                f"{width}: use another camera size, grid or number of channels."
             )
         count, area = len(sizes.channels), 3 * self.patch**2
         self.unet = UNet2DModel(

@@ -122,7 +122,7 @@ class PlannedPolicy(nn.Module):
         missing_fields = [key for key in fields if key not in observation]
         if missing_fields:
             raise ConfigError(
-                f"The world model that plans sees {', '.join(missing_fields)}, and what is observed lacks it."
+                f"The observation lacks {', '.join(missing_fields)}, which the planning world model reads."
             )
         frames = {key: value.cpu().numpy() for key in fields if isinstance(value := observation[key], Tensor)}
         task = np.array(observation[TASK]) if TASK in observation else None
@@ -138,14 +138,14 @@ def _require_same_task(policy: Policy, model: WorldModel) -> None:
     policy_spec, its = policy.spec, fields_read(model)
     both = {f"'{key}'": (field, its[key]) for key, field in policy_spec.observation.items() if key in its}
     pairs = {**both, "actions": (policy_spec.action, model.spec.action)}
-    prefix = "The world model that plans is of another task than the policy:"
+    prefix = "The planning world model belongs to another task than the policy:"
     for label, (policy_field, model_field) in pairs.items():
         if policy_field.shape != model_field.shape:
             raise ConfigError(
-                f"{prefix} by {label} it means {list(model_field.shape)}, the policy {list(policy_field.shape)}. "
-                f"{_ELSEWHERE}"
+                f"{prefix} its {label} has shape {list(model_field.shape)}, but the policy's has "
+                f"{list(policy_field.shape)}. {_ELSEWHERE}"
             )
-    sides = ("to the policy", "to the world model that plans")
+    sides = ("for the policy", "for the planning world model")
     rates = (policy_spec.fps, model.spec.fps)
     require_alike(pairs, sides, rates=rates, error=ConfigError, renamed=_ELSEWHERE, converted=_ELSEWHERE)
 

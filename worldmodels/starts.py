@@ -48,7 +48,7 @@ def keyframes(episodes: Episodes, parts: int = 4) -> Tensor:
     episodes have no rewards.
     """
     if episodes.reward is None:
-        raise ConfigError("Key frames are where progress is made, and this dataset records no rewards.")
+        raise ConfigError("Keyframes need recorded rewards to measure progress, and this dataset has none.")
     won = episodes.success if episodes.success is not None and bool(episodes.success.any()) else None
     starts = []
     for episode in range(len(episodes)) if won is None else won.nonzero()[:, 0].tolist():

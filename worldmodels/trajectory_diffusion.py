@@ -229,5 +229,5 @@ def beginnings(episodes: Episodes, length: int) -> Tensor:
     terminated = torch.zeros(len(episodes), dtype=torch.bool) if episodes.terminated is None else episodes.terminated
     rows = ((remaining >= length) | terminated[episodes.episode_of_step]).nonzero()[:, 0]
     if not len(rows):
-        raise DataError(f"No episode has {length} steps or ends the task: use a shorter length.")
+        raise DataError(f"No episode has {length} steps, or ends the task earlier: use a shorter length.")
     return rows

@@ -39,8 +39,8 @@ from sims.suites.success import SUCCESS_KEYS, SuccessRule, numbers, truth
 
 MakeEnvironment = Callable[[], gymnasium.Env]
 OLD = (
-    "reset(*, seed, options) returns (observation, info), and step (observation, reward, terminated, truncated, "
-    "info), info a dictionary; an environment of gym's old interface is wrapped, for instance in "
+    "reset(*, seed, options) must return (observation, info), and step (observation, reward, terminated, truncated, "
+    "info), with info a dictionary; wrap an environment with gym's old interface, for example in "
     "shimmy.GymV21CompatibilityV0(env=...)"
 )
 """Description of gymnasium's interface, for error messages."""
@@ -69,7 +69,7 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
     except Exception as error:  # an environment is foreign code
         text = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"'{env_id}' could not be made with options {dict(env_options)}: {type(error).__name__}: {text}"
+            f"'{env_id}' could not be created with the options {dict(env_options)}: {type(error).__name__}: {text}"
         ) from error
     return FamilyMember(environment, family) if family else environment
 
@@ -94,7 +94,7 @@ def registered(env_id: str) -> EnvSpec:
         family.register()
     if name not in gymnasium.registry:
         raise ConfigError(
-            f"Gymnasium knows no environment '{name}'. If a package registers it on import, name that package first: "
+            f"Gymnasium has no environment '{name}'. If a package registers it on import, put that package first: "
             f"'gymnasium:PACKAGE:{name}'.{did_you_mean(name, gymnasium.registry)}"
         )
     return gymnasium.registry[name]
@@ -175,13 +175,15 @@ class RowEnvironment:
             for camera, picture in self.layout.pictures.items()
         }
         if names and len(names) != len(low):
-            self._note(f"action_names has {len(names)} names, the action {len(low)} elements: they are not used.")
+            self._note(
+                f"action_names has {len(names)} names, but the action has {len(low)} elements: the names are ignored."
+            )
         reports, repeats, tasks = self._tried()
         return Description(
             layout=self.layout,
             action=Field((len(low),), low=low, high=high, names=names if len(names) == len(low) else ()),
             fps=1.0 / seconds if (seconds := control_rate(step_time)) else rate,
-            cameras={**dict.fromkeys(own_cameras, "drawn in any size"), **picture_cameras},
+            cameras={**dict.fromkeys(own_cameras, "rendered at any size"), **picture_cameras},
             is_goal_environment=self._has_goals(),
             reports_success=reports,
             repeats=repeats,
@@ -298,7 +300,7 @@ class RowEnvironment:
             raise SpecError(f"step returned {_described(done)}: {OLD}.")
         observation, reward, terminated, truncated, info = done
         ends = [
-            each if isinstance(each, bool) else truth(each, f"'{name}' of step", "let step return True or False")
+            each if isinstance(each, bool) else truth(each, f"'{name}' of step", "step must return True or False")
             for name, each in (("terminated", terminated), ("truncated", truncated))
         ]
         return observation, _one_number(reward), ends[0], ends[1], info if isinstance(info, Mapping) else {}
@@ -332,8 +334,8 @@ class RowEnvironment:
         image = self.environment.render()
         if not isinstance(image, np.ndarray):
             raise ConfigError(
-                f"The environment draws no images: render() returned {kind_of(image)}. It needs the render mode "
-                "'rgb_array' and an array [height, width, 3]."
+                f"The environment renders no images: render() returned {kind_of(image)}. It needs the render mode "
+                "'rgb_array' and must return an array [height, width, 3]."
             )
         return resized(image, height, width)
 
@@ -348,19 +350,19 @@ def continuous(space: spaces.Space | None) -> spaces.Box:
     """Return the action space if policies can use it (a Box of floats); raises ConfigError for any other."""
     if isinstance(space, spaces.Box) and space.dtype.kind == "f" and np.prod(space.shape):
         if (space.low > space.high).any():
-            raise ConfigError(f"Its action_space {space} has bounds whose low exceeds their high: exchange them.")
+            raise ConfigError(f"Its action_space {space} has lower bounds above its upper bounds: exchange them.")
         return space
     wrapped = "gymnasium.wrappers.TransformAction(env, FUNCTION, gymnasium.spaces.Box(-1, 1, (NUMBER,)))"
     if isinstance(space, spaces.Dict | spaces.Tuple):
         problem = "has several parts"
         wrapped += ", whose FUNCTION may use gymnasium.spaces.unflatten"
     elif isinstance(space, (*CHOICES, spaces.Box)):
-        problem = "is chosen among whole numbers" if np.prod(space.shape or (1,)) else "is empty"
+        problem = "is an integer choice" if np.prod(space.shape or (1,)) else "is empty"
     else:
-        problem = "is no list of numbers"
+        problem = "is not a vector of numbers"
     raise ConfigError(
-        f"Its action {problem}, {' '.join(str(space).split())[:120]}, and policies here give continuous numbers: wrap "
-        f"it, {wrapped}, and register the result."
+        f"Its action {problem}, {' '.join(str(space).split())[:120]}, but policies here output continuous numbers: "
+        f"wrap it, {wrapped}, and register the result."
     )
 
 

@@ -37,8 +37,8 @@ def make_environment_world(
     limit = horizon if horizon is not None else getattr(kind, "max_episode_steps", None)
     if limit is None:
         raise ConfigError(
-            f"'{name}' has no time limit: give world.options.horizon=NUMBER of control steps (in Python: "
-            "horizon=NUMBER), or the class an attribute max_episode_steps."
+            f"'{name}' has no time limit: set world.options.horizon=NUMBER of control steps (in Python: "
+            "horizon=NUMBER), or add an attribute max_episode_steps to the class."
         )
     return GymnasiumWorld(
         name,
@@ -60,5 +60,5 @@ def open_class(path: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
         return kind(**{**images, **env_options})
     except Exception as error:
         raise ConfigError(
-            f"'{path}' could not be made with options {dict(env_options)}: {type(error).__name__}: {error}"
+            f"'{path}' could not be created with the options {dict(env_options)}: {type(error).__name__}: {error}"
         ) from error

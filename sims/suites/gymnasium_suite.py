@@ -99,7 +99,10 @@ class GymnasiumWorld:
         require_types(GymnasiumWorld, arguments, "world.options.")
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         if workers is not None and workers < 0:
-            raise ConfigError(f"world.options.workers is {workers}: 0 steps rows in this process, null is one a core.")
+            raise ConfigError(
+                f"world.options.workers={workers} must be at least 1, 0 (all rows in this process) or null (one "
+                "worker per core)."
+            )
         self._batch_size, self._history = batch_size, history
         increase = reward == INCREASE
         row = partial(RowEnvironment, make_environment, state_keys, success_key, success, seed_globals, increase)
@@ -273,9 +276,9 @@ class GymnasiumWorld:
             more = f" and {len(bad_elements) - 5} more" if len(bad_elements) > 5 else ""
             raise NonFiniteError(
                 f"The observation of '{self._spec.name}' is not finite in row(s) "
-                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(bad_elements[:5])}{more}. Either a sensor says "
-                f"so (then replace these values in the environment, for instance with numpy.nan_to_num), or the "
-                f"simulation diverged: reset these rows; gentler actions avoid the latter."
+                f"{rows[bad.any(axis=(1, 2))][:5].tolist()}: {', '.join(bad_elements[:5])}{more}. If a sensor "
+                "returns these values, replace them in the environment, for example with numpy.nan_to_num. If the "
+                "simulation diverged, reset these rows; gentler actions avoid this."
             )
 
 
@@ -283,7 +286,7 @@ def _rate(name: str, rate: float | None) -> float:
     """Return the control rate of the environment `name`; raises ConfigError when none is reported."""
     if rate is None:
         raise ConfigError(
-            f"'{name}' does not say how many control steps make a second, a number above 0: give "
+            f"The frame rate of '{name}' (control steps per second, above 0) is unknown: set "
             "world.options.fps=NUMBER (in Python: fps=NUMBER)."
         )
     return rate
@@ -299,17 +302,17 @@ def first_notes(name: str, description: Description, seed_globals: bool) -> list
     notes = []
     if not description.repeats:
         remedy = (
-            "It draws from a generator that neither reset(seed) nor world.options.seed_globals=true seeds: its reset "
-            "should call super().reset(seed=seed) and draw from self.np_random."
+            "It uses a random generator that neither reset(seed) nor world.options.seed_globals=true seeds: its "
+            "reset should call super().reset(seed=seed) and use self.np_random."
             if seed_globals
-            else "If it draws from Python's or numpy's global generators, set world.options.seed_globals=true."
+            else "If it uses Python's or numpy's global random generators, set world.options.seed_globals=true."
         )
         notes.append(
-            f"'{name}' begins otherwise when it is reset with the same seed again: episodes of two policies are not "
-            f"the same, so paired comparisons say little. {remedy}"
+            f"Resetting '{name}' twice with the same seed gives different episodes, so paired comparisons of two "
+            f"policies are unreliable. {remedy}"
         )
     if description.layout.notes:
-        notes.append(f"Of the observation of '{name}', {'; '.join(description.layout.notes)}.")
+        notes.append(f"Observation of '{name}': {'; '.join(description.layout.notes)}.")
     return notes
 
 
@@ -327,7 +330,7 @@ def observation_fields(
     if not fields:
         picture_names = ", ".join(layout.pictures)
         raise ConfigError(
-            f"The environment shows pictures alone ({picture_names}), and none is asked for: set "
+            f"The environment has only image observations ({picture_names}), and no camera is selected: set "
             f"world.cameras=[{picture_names}] (in Python: cameras=...)."
         )
     return fields
@@ -362,7 +365,7 @@ def make_gymnasium_world(
     }
     if settings["horizon"] is None:
         raise ConfigError(
-            f"'{env_id}' is registered without a time limit: give world.options.horizon=NUMBER of control steps (in "
+            f"'{env_id}' is registered without a time limit: set world.options.horizon=NUMBER of control steps (in "
             "Python: horizon=NUMBER)."
         )
     return GymnasiumWorld(

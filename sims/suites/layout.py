@@ -70,8 +70,8 @@ class Picture:
             faint = value.dtype.kind == "f" and self.scale == 1 and most <= 1 and bool((value % 1).any())
             if not (least >= 0 and most <= limit * 1.001) or faint:
                 raise SpecError(
-                    f"The picture '{self.name}' is declared {self.declared} and goes from {least:g} to {most:g}: "
-                    "correct the environment's observation_space, or what it returns."
+                    f"The image '{self.name}' is declared {self.declared}, but its values range from {least:g} to "
+                    f"{most:g}: correct the environment's observation_space, or its returned images."
                 )
             value = np.rint(np.asarray(value, np.float32) * self.scale).clip(0, 255).astype(np.uint8)
         return value[..., None] if self.axis is None else np.moveaxis(value, self.axis, -1)
@@ -167,8 +167,8 @@ def entry_at(observation: Any, path: Path) -> Any:
 def misfit(path: Path, declared: Sequence[int], value: Any) -> SpecError:
     """Return the error for an entry whose shape or type differs from the declared [..]."""
     return SpecError(
-        f"Observation entry '{dotted(path)}' is declared {list(declared)} and comes as {kind_of(value)}: correct the "
-        "environment's observation_space, or what reset and step return."
+        f"Observation entry '{dotted(path)}' is declared {list(declared)}, but is {kind_of(value)}: correct the "
+        "environment's observation_space, or the observations returned by reset and step."
     )
 
 
@@ -198,7 +198,7 @@ def observation_layout(
     lacks.
     """
     if space is None:
-        raise ConfigError("The environment declares no observation_space: set it, for instance to a Box of numbers.")
+        raise ConfigError("The environment declares no observation_space: set it, for example to a Box of numbers.")
     as_vector = [bool(path) and str(path[0]) in (state_keys or ()) for path, _ in leaves(space, ())]
     readings = {
         path: reading(leaf, is_whole) for (path, leaf), is_whole in zip(leaves(space, ()), as_vector, strict=True)
@@ -206,7 +206,7 @@ def observation_layout(
     entry_names = [dotted(path) for path in readings]
     if len(set(entry_names)) < len(entry_names):
         twice = next(name for name in entry_names if entry_names.count(name) > 1)
-        raise ConfigError(f"Two entries of the observation are both called '{twice}': rename one of them.")
+        raise ConfigError(f"Two entries of the observation have the name '{twice}': rename one of them.")
     notes = [_noted(path, entry) for path, entry in readings.items() if entry.note]
     vectors = {path: entry for path, entry in readings.items() if entry.kind == "numbers"}
     pictures, rename_notes = named_pictures(
@@ -214,14 +214,14 @@ def observation_layout(
     )
     if not vectors and not pictures:
         raise ConfigError(
-            f"Nothing of the observation can be read. {'; '.join(notes) or f'It is {space}'}. A world needs a "
-            "Box of numbers or pictures (uint8 [height, width, 3]): wrap the environment in "
+            f"The observation has no usable entry. {'; '.join(notes) or f'It is {space}'}. A world needs a Box of "
+            "numbers or images (uint8 [height, width, 3]): wrap the environment in "
             "gymnasium.wrappers.TransformObservation and register the result."
         )
     top_keys = {str(path[0]) for path in vectors if path}
     for key in state_keys or ():
         if key not in top_keys:
-            raise ConfigError(f"state_keys names '{key}', which the observation lacks.{did_you_mean(key, top_keys)}")
+            raise ConfigError(f"state_keys contains '{key}', which the observation lacks.{did_you_mean(key, top_keys)}")
     robot = set(state_keys or ROBOT_KEYS)
     first = {path: str(path[0]) if path and state_keys else lerobot_name(path).split(".")[0] for path in vectors}
     if robot.isdisjoint(first.values()):
@@ -247,7 +247,10 @@ def observation_layout(
         if elements:
             fields[key], names[key] = slice(begin, start), tuple(elements)
     if not names_used:
-        notes.append(f"element_names, {len(element_names)}, are not used: it is no Box of as many numbers")
+        notes.append(
+            f"element_names ({len(element_names)}) are ignored: the observation is not a Box with the same "
+            "number of elements"
+        )
     texts = tuple(path for path, entry in readings.items() if entry.kind == "text")
     return Layout(start, tuple(parts), fields, names, pictures, (*notes, *rename_notes), texts)
 
@@ -269,11 +272,13 @@ def distinct_names(names: Any, attribute: str) -> tuple[str, ...]:
     if names is None:
         return ()
     if isinstance(names, str):
-        raise ConfigError(f"The environment's {attribute} is the text '{names}': it is a list, one name an element.")
+        raise ConfigError(
+            f"The environment's {attribute} is the text '{names}', but must be a list with one name per element."
+        )
     element_names = tuple(map(str, names))
     if len(set(element_names)) < len(element_names):
         twice = next(name for name in element_names if element_names.count(name) > 1)
-        raise ConfigError(f"The environment's {attribute} has '{twice}' twice: every element has a name of its own.")
+        raise ConfigError(f"The environment's {attribute} has '{twice}' twice: every element needs a unique name.")
     return element_names
 
 
@@ -307,10 +312,10 @@ def named_pictures(found: Mapping[Path, "Reading"]) -> tuple[dict[str, Picture],
         camera = (short if all(short not in map(str, other) for other in found) else camera).replace("/", "_")
         camera = f"observation.{camera}" if camera == OWN_VIEW else camera
         if camera in pictures:
-            raise ConfigError(f"Two pictures of the observation are both called '{camera}': rename one of them.")
+            raise ConfigError(f"Two images of the observation have the name '{camera}': rename one of them.")
         pictures[camera] = Picture(path, entry.shape, entry.axis, entry.scale)
         if path and camera != str(path[-1]):
-            notes.append(f"'{dotted(path)}' {list(entry.shape)} is the camera '{camera}'")
+            notes.append(f"'{dotted(path)}' {list(entry.shape)} is used as the camera '{camera}'")
     return pictures, notes
 
 
@@ -341,11 +346,11 @@ def reading(space: spaces.Space, as_numbers: bool = False) -> Reading:
     if isinstance(space, CHOICES):
         size = int(spaces.flatdim(space))
         if size <= MOST or as_numbers:
-            one_hot = "" if isinstance(space, spaces.MultiBinary) else ", a 1 for each choice"
+            one_hot = "" if isinstance(space, spaces.MultiBinary) else ", one-hot"
             return Reading("numbers", (size,), size, space, note=f"{space} is read as {size} numbers{one_hot}")
-        return Reading("out", note=f"{space} is left out: {size} choices are no list of numbers")
+        return Reading("out", note=f"{space} is ignored: {size} choices cannot be read as numbers")
     kind = type(space).__name__
-    return Reading("out", note=f"is left out: a {kind} has no fixed number of numbers (a Box, Discrete or Dict has)")
+    return Reading("out", note=f"is ignored: a {kind} has no fixed size (a Box, Discrete or Dict has)")
 
 
 def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
@@ -355,7 +360,7 @@ def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
         shape = shape[1:]
     size, described = int(np.prod(shape)), f"{list(box.shape)} {box.dtype}"
     if not size:
-        return Reading("out", note=f"{described} is left out: it is empty")
+        return Reading("out", note=f"{described} is ignored: it is empty")
     least, most = float(box.low.min()), float(box.high.max())
     scale = {1.0: 255}.get(most, 1 if 128 <= most <= 255 else 0) if least == 0 else 0
     axis, byte = channel_axis(shape), box.dtype == np.uint8
@@ -365,33 +370,36 @@ def box_reading(box: spaces.Box, as_numbers: bool) -> Reading:
         return Reading("picture", shape, axis=axis, scale=scale, note=_converted(described, shape, axis, byte, scale))
     flat = Reading("numbers", tuple(box.shape), size)
     if len(shape) < 2:
-        long = f"{described} is read as {size} numbers: is it a flattened picture?" if size > 2 * MOST else ""
+        long = f"{described} is read as {size} numbers: is it a flattened image?" if size > 2 * MOST else ""
         return flat if not long else Reading("numbers", tuple(box.shape), size, note=long)
     shaped = (len(shape) > 2 and (large or byte)) or (axis is not None and large)
     if as_numbers or (size <= MOST and not shaped):
         return Reading("numbers", tuple(box.shape), size, note=f"{described} is read as {size} numbers, row by row")
     reason = _no_picture(shape, axis, (least, most))
-    return Reading("out", size=size, note=f"{described} is left out: {reason}")
+    return Reading("out", size=size, note=f"{described} is ignored: {reason}")
 
 
 def _converted(described: str, shape: Sequence[int], axis: int | None, byte: bool, scale: int) -> str:
     """Return a note on the conversion of an image of this shape [..] to a camera's format; "" when nothing changes."""
-    changes = ["as uint8 (0 to 1 becomes 0 to 255)"] if scale > 1 else [] if byte else ["rounded to uint8"]
+    changes = ["converted to uint8 (0 to 1 becomes 0 to 255)"] if scale > 1 else [] if byte else ["rounded to uint8"]
     if axis is not None and shape[axis] == 4:
         changes.append("without its fourth channel")
-    return f"{described} is shown {', '.join(changes)}" if changes else ""
+    return f"{described} is {', '.join(changes)}" if changes else ""
 
 
 def _no_picture(shape: Sequence[int], axis: int | None, bounds: tuple[float, float]) -> str:
     """Return the reason why an entry of this shape [..] is not an image."""
-    stack = f"a stack of {shape[0]} pictures? Policies have a history of their own: register it without the stack"
+    stack = f"a stack of {shape[0]} images? Policies have their own history: register it without the stack"
     if len(shape) > 3:
         return stack
     if axis is None and len(shape) == 3 and shape[-1] < SMALLEST:
-        return f"a picture has 1, 3 or 4 channels, not {shape[-1]}"
+        return f"an image has 1, 3 or 4 channels, not {shape[-1]}"
     if axis is None and len(shape) == 3:
-        return f"{stack}, or a picture of {shape[0]} channels? Of those only 1, 3 or 4, the last axis, are one"
-    return f"a picture's bounds are 0 to 255 or 0 to 1, these are {bounds[0]:g} to {bounds[1]:g} (depth, classes?)"
+        return f"{stack}, or an image of {shape[0]} channels? Images need 1, 3 or 4 channels, on the last axis"
+    return (
+        f"the bounds of an image must be 0 to 255 or 0 to 1, but these are {bounds[0]:g} to {bounds[1]:g} (depth, "
+        "classes?)"
+    )
 
 
 def channel_axis(shape: Sequence[int]) -> int | None:
@@ -414,7 +422,7 @@ def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
     axis = channel_axis(image.shape)
     if axis is None or image.dtype != np.uint8:
         description = f"{list(image.shape)} {image.dtype}"
-        raise ConfigError(f"The environment draws {description}: an image is uint8 and has 1, 3 or 4 channels.")
+        raise ConfigError(f"The environment renders {description}: an image must be uint8 with 1, 3 or 4 channels.")
     image = np.moveaxis(image, axis, -1)[..., :3]
     # The middle of each new pixel falls into one old pixel, whose colour it takes.
     rows = (np.arange(height) + 0.5) * image.shape[0] / height

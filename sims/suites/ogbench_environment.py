@@ -66,7 +66,7 @@ def require_id(env_id: str) -> None:
     if env_id not in ids:
         if env_id.startswith("visual-"):
             raise ConfigError(
-                f"'{env_id}': name the task without 'visual-'; images are world.cameras=[front_pixels], with "
+                f"'{env_id}': use the task name without 'visual-'; for images set world.cameras=[front_pixels], with "
                 "world.image_size=64."
             )
         raise ConfigError(f"OGBench has no manipulation task '{env_id}'.{did_you_mean(env_id, ids)}")
@@ -81,8 +81,8 @@ def open_inner(env_id: str, env_options: Mapping[str, Any]) -> Any:
     for name in env_options:
         if name in FIXED:
             raise ConfigError(
-                f"'{name}' of OGBench is fixed here: the task is in the world's name, the world ends episodes, and "
-                "images are world.cameras."
+                f"'{name}' of OGBench cannot be set here: the task is in the world's name, the world ends episodes, "
+                "and images are set with world.cameras."
             )
     try:
         return duplicate(compiled(env_id, tuple(sorted(env_options.items()))))
@@ -91,7 +91,8 @@ def open_inner(env_id: str, env_options: Mapping[str, Any]) -> Any:
     except Exception as error:  # foreign code
         text = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"OGBench's '{env_id}' could not be made with options {dict(env_options)}: {type(error).__name__}: {text}"
+            f"OGBench's '{env_id}' could not be created with the options {dict(env_options)}: "
+            f"{type(error).__name__}: {text}"
         ) from error
 
 
@@ -180,7 +181,7 @@ class OGBenchEnvironment(gymnasium.Wrapper):
         draws = np.random.default_rng(seed)
         reset_options = {"task_id": int(draws.integers(1, inner.num_tasks + 1)), **(options or {})}
         if set(reset_options) != {"task_id"} or not 1 <= reset_options["task_id"] <= inner.num_tasks:
-            raise ConfigError(f"Options of an OGBench reset are task_id, 1 to {inner.num_tasks}; got {options}.")
+            raise ConfigError(f"Options of an OGBench reset are task_id, 1 to {inner.num_tasks}, but got {options}.")
         flat, _ = inner.reset(seed=seed, options=reset_options)
         return self._shown(self._scatter() if self._scattered else flat), {"success": False}
 
@@ -243,7 +244,7 @@ def observed_entries(inner: Any) -> Entries:
         entries += [(name, 1) for name in ("drawer_pos", "drawer_vel", "window_pos", "window_vel")]
     shape = inner.compute_observation().shape
     if shape != (sum(size for _, size in entries),):
-        raise ConfigError(f"OGBench's observation has shape {shape}, which is not known here: install ogbench 1.2.")
+        raise ConfigError(f"OGBench's observation has shape {shape}, which is not supported: install ogbench 1.2.")
     return entries
 
 

@@ -50,17 +50,17 @@ class Reward:
             potential = np.asarray(self.potential(path), dtype=np.float64)
             if potential.shape != (own.shape[0], own.shape[1] + 1):
                 raise SpecError(
-                    f"The reward function returned shape {potential.shape} for observations "
-                    f"[{own.shape[0]}, {own.shape[1] + 1}, n]: it must return one number for each, [..., n] -> [...]."
+                    f"The reward function returned shape {potential.shape} for observations [{own.shape[0]}, "
+                    f"{own.shape[1] + 1}, n]: it must return one number per observation, [..., n] -> [...]."
                 )
             dense = np.diff(potential, axis=1)
         dense = np.where(valid, dense, 0.0)
         if not np.isfinite(dense).all():
             bad = np.flatnonzero(~np.isfinite(dense).all(axis=1))[:5].tolist()
             raise NonFiniteError(
-                f"The reward '{self.dense}' is not finite in row(s) {bad}: the environment (or your potential) pays "
-                "NaN, infinity, or what is not one number. world.options.reward=package.module:function pays by the "
-                "observation instead."
+                f"The reward '{self.dense}' in row(s) {bad} is not finite: the environment (or your potential) "
+                "returned NaN, infinity or not a single number. To compute rewards from observations instead, set "
+                "world.options.reward=package.module:function."
             )
         terms = {self.dense: dense}
         if self.bonus:
@@ -98,8 +98,8 @@ def choose_reward(choice: str | Reward | None, scale: float, description: Descri
         except Exception as error:
             shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in path.items())
             raise SpecError(
-                f"The reward function '{choice}' failed: {type(error).__name__}: {error} (at {place_of(error)}). It is "
-                f"called with observations of many steps, arrays by key: {shapes}."
+                f"The reward function '{choice}' failed: {type(error).__name__}: {error} (at {place_of(error)}). It "
+                f"is called with the observations of many steps, a dictionary of arrays: {shapes}."
             ) from error
 
     return Reward("progress", potential, 1.0)
@@ -113,9 +113,9 @@ def goal_potential(description: Description, scale: float) -> Potential:
     """
     if not description.is_goal_environment:
         raise ConfigError(
-            "reward=progress needs observations with achieved_goal and desired_goal, as many numbers of each, which "
-            "this environment lacks: use "
-            "world.options.reward=environment, or your own potential, world.options.reward=package.module:function."
+            "reward=progress needs observations with achieved_goal and desired_goal of the same size, which this "
+            "environment lacks: use world.options.reward=environment, or a custom potential, "
+            "world.options.reward=package.module:function."
         )
     achieved, desired = (_elements(description, goal) for goal in GOAL_KEYS)
 

@@ -22,8 +22,8 @@ from gymnasium import spaces
 from robopolicy.core.errors import ConfigError, RobopolicyError, did_you_mean, require_extra
 
 VERSIONS = (
-    "robosuite 1.5.1 with mujoco 3.3 is known to work: pip install 'robopolicy[robosuite]', in an environment of its "
-    "own where another package needs a newer mujoco"
+    "robosuite 1.5.1 with mujoco 3.3 is known to work: pip install 'robopolicy[robosuite]', in a separate "
+    "environment if another package needs a newer mujoco"
 )
 CAMERA = "agentview"
 """Default camera."""
@@ -84,7 +84,8 @@ def open_robosuite(task: str, env_options: Mapping[str, Any]) -> gymnasium.Env:
         raise
     except Exception as error:  # foreign code
         raise ConfigError(
-            f"robosuite's '{task}' could not be made with options {dict(env_options)}: {_told(error)}. {VERSIONS}."
+            f"robosuite's '{task}' could not be created with the options {dict(env_options)}: {_told(error)}. "
+            f"{VERSIONS}."
         ) from error
 
 
@@ -112,8 +113,8 @@ class RobosuiteEnvironment(gymnasium.Env):
         fixed = {"hard_reset", "ignore_done", "has_renderer", "has_offscreen_renderer", "use_camera_obs", "horizon"}
         for name in fixed & set(options):
             raise ConfigError(
-                f"'{name}' of robosuite is fixed here: scenes are built once, time limits are world.options.horizon, "
-                "and images are world.cameras."
+                f"'{name}' of robosuite cannot be set here: scenes are built once, time limits are set with "
+                "world.options.horizon, and images with world.cameras."
             )
         suite = _imported()
         robot_names = robots if robots is not None else (["Panda", "Panda"] if task.startswith("TwoArm") else "Panda")
@@ -217,8 +218,8 @@ def controller_configuration(suite: Any, controller: str, robots: str | list[str
     controller_names = sorted(parts.ALL_PART_CONTROLLERS)
     if controller not in controller_names:
         raise ConfigError(
-            f"robosuite has no arm controller '{controller}'.{did_you_mean(controller, controller_names)} A whole "
-            f"robot's is given by its JSON file."
+            f"robosuite has no arm controller '{controller}'.{did_you_mean(controller, controller_names)} Set the "
+            "controller of a whole robot with its JSON file."
         )
     configurations = []
     for robot in [robots] if isinstance(robots, str) else robots:

@@ -107,7 +107,7 @@ class RobosuiteLiftController:
             names = spec.observation[key].names if key in spec.observation else ()
             columns = [index for index, name in enumerate(names) if name.startswith(f"{entry}[")]
             if not columns:
-                raise ConfigError(f"The expert of Lift reads '{entry}', which '{spec.name}' does not show.")
+                raise ConfigError(f"The expert of Lift reads '{entry}', which '{spec.name}' does not output.")
             self._columns[part] = (key, columns)
 
     def reset(self, rows: Rows = None) -> None:

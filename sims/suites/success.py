@@ -20,7 +20,7 @@ TERMINATED = "terminated"
 """Value of `success` for tasks that the environment ends when they are done."""
 SO_FAR = re.compile(rf"return\s+so\s+far\s*>=\s*({NUMBER})")
 """Pattern of a threshold that the sum of rewards may meet at any step, whatever follows."""
-UNEXPECTED = "It says success in info after all, as"
+UNEXPECTED = "info contains success after all, as"
 """Prefix of notes that matter when a world reports no success."""
 WAYS = "package.module:function, 'return >= NUMBER', 'return so far >= NUMBER' or terminated"
 
@@ -70,7 +70,7 @@ class SuccessRule:
         least = self._so_far if self._whole is None else self._whole
         if least is not None:
             if np.isnan(total):
-                raise NonFiniteError("A reward of this episode is NaN or missing, so that its return is unknown.")
+                raise NonFiniteError("A reward of this episode is NaN or missing, so its return is unknown.")
             return total >= least and (over or self._whole is None)
         if self._judge is not None:
             return judged(self._judge, observation())
@@ -86,10 +86,10 @@ class SuccessRule:
                 first, second = truth(info[key], f"info['{key}']"), truth(info[other], f"info['{other}']")
                 if first != second:
                     self._note(
-                        f"info says {key} {first} and {other} {second} of one step: {key} counts, "
-                        f"world.options.success_key={other} counts the other."
+                        f"In one step info has {key} {first} but {other} {second}: {key} is used; to use the other, "
+                        f"set world.options.success_key={other}."
                     )
-            self._note(f"{UNEXPECTED} '{key}': world.options.success_key={key} counts it.")
+            self._note(f"{UNEXPECTED} '{key}': to use it, set world.options.success_key={key}.")
             return truth(info[key], f"info['{key}']")
         value = entry(info, self._key)
         if value is not None:
@@ -97,9 +97,9 @@ class SuccessRule:
         if over:
             has = f"info has: {', '.join(map(str, info))}" if info else "info is empty"
             self._note(
-                f"An episode ended with no '{self._key}' (success_key) in its last step ({has}), which counts as no "
-                f"success.{did_you_mean(self._key, info)} An environment that says it only where it ends the episode "
-                "itself needs a time limit (world.options.horizon) that comes no earlier."
+                f"An episode ended without '{self._key}' (success_key) in its last info ({has}); it counts as "
+                f"failure.{did_you_mean(self._key, info)} If the environment reports it only when it ends the "
+                "episode itself, set a later time limit (world.options.horizon)."
             )
         return False
 
@@ -109,9 +109,9 @@ def load_judge(success: str) -> Judge:
     try:
         judge = load_dotted(success, "Success")
     except ConfigError as error:
-        raise ConfigError(f"{error} world.options.success is {WAYS}.") from error
+        raise ConfigError(f"{error} Set world.options.success to {WAYS}.") from error
     if not callable(judge):
-        raise ConfigError(f"success={success} is {judge!r}: name a function of the observation.")
+        raise ConfigError(f"success={success} is {judge!r}: pass a function of the observation.")
     return judge
 
 
@@ -124,7 +124,7 @@ def entry(info: Mapping[str, Any], key: str) -> Any:
 
 
 SAY = (
-    "say when the task is done with world.options.success=package.module:function, or name another entry, "
+    "define success with world.options.success=package.module:function, or use another entry, "
     "world.options.success_key=NAME"
 )
 
@@ -158,11 +158,11 @@ def judged(success: Judge, observation: Mapping[str, np.ndarray]) -> bool:
         result = np.asarray(success(observation))
     except Exception as error:
         raise SpecError(
-            f"{name} failed: {type(error).__name__}: {error} (at {place_of(error)}). It is called with one observation "
-            f"at a time, arrays by key: {shapes}."
+            f"{name} failed: {type(error).__name__}: {error} (at {place_of(error)}). It is called with one "
+            f"observation at a time, a dictionary of arrays: {shapes}."
         ) from error
     if result.shape != ():
-        raise SpecError(f"{name} returned shape {list(result.shape)} of {shapes}: it must return one truth.")
+        raise SpecError(f"{name} returned shape {list(result.shape)} for {shapes}: it must return a single boolean.")
     return bool(result)
 
 

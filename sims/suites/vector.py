@@ -315,7 +315,7 @@ class Pool:
         if self._lost is not None:
             raise self._lost
         if not self._connections:
-            raise ConfigError("This world is closed: make a new one.")
+            raise ConfigError("This world is closed: create a new one.")
         for worker, call_arguments in enumerate(arguments):
             if call_arguments is not None:
                 try:
@@ -345,9 +345,9 @@ class Pool:
         # From here on other workers may hold answers that nobody read, so the pool is of no more use.
         self._lost = WorkerError(
             f"Simulation worker {worker} of '{self._name}' (process {process.pid}, rows {share[0]} to {share[-1]}) "
-            f"died: {reason}. Its episodes are lost: make the world again. SIGKILL is often the kernel running out of "
-            "memory (use a smaller batch or fewer workers); world.options.workers=0 runs the environments in this "
-            "process, where an error shows itself."
+            f"died: {reason}. Its episodes are lost: create the world again. SIGKILL often means that the system ran "
+            "out of memory (use a smaller batch or fewer workers); with world.options.workers=0 the environments "
+            "run in this process, which shows the error."
         )
         return self._lost
 
@@ -370,7 +370,7 @@ def _begin(name: str, make_row: Callable[[], RowEnvironment], count: int, images
         raise
     except Exception as error:
         raise WorkerError(
-            f"'{name}' could not be made: {type(error).__name__}: {error} (at {place_of(error)})."
+            f"'{name}' could not be created: {type(error).__name__}: {error} (at {place_of(error)})."
         ) from error
 
 
@@ -383,7 +383,8 @@ def _run(rows: EnvironmentRows, name: str, method: str, arguments: tuple) -> Any
     except Exception as error:
         raise WorkerError(
             f"The environment '{name}' failed in {method}: {type(error).__name__}: {error} (at {place_of(error)}). "
-            "The error comes from the environment itself: reset the world, or make it again if it happens repeatedly."
+            "The error comes from the environment itself: reset the world, or create it again if it happens "
+            "repeatedly."
         ) from error
 
 

@@ -142,7 +142,7 @@ def task() -> Task:
         substeps=10,
         horizon=40,
         cameras=("top", "front"),
-        action=Field((2,), low=-1.0, high=1.0, unit="share of 0.4 m/s", names=("velocity_x", "velocity_y")),
+        action=Field((2,), low=-1.0, high=1.0, unit="fraction of 0.4 m/s", names=("velocity_x", "velocity_y")),
         observation={
             STATE: PUSHER_FIELD,
             ENVIRONMENT_STATE: CUBES_FIELD,

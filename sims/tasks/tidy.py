@@ -194,7 +194,7 @@ def _goals(task: np.ndarray) -> np.ndarray:
     texts = [str(text) for text in task.ravel()]
     for text in texts:
         if text not in index_of_text:
-            raise SpecError(f"'{text}' is no instruction of 'tidy'.{did_you_mean(text, INSTRUCTIONS)}")
+            raise SpecError(f"'{text}' is not an instruction of 'tidy'.{did_you_mean(text, INSTRUCTIONS)}")
     return np.array([index_of_text[text] for text in texts], dtype=np.int64).reshape(task.shape)
 
 

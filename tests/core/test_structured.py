@@ -49,7 +49,7 @@ def test_round_trip_is_exact():
         ({"name": "a", "inner": {"rate": "fast"}}, "inner.rate"),
         ({"name": "a", "inner": {"kind": "flo"}}, "Did you mean 'flow'"),
         ({"name": "a", "inner": {"rate": -1.0}}, "rate must be positive"),
-        ({"name": "a", "inner": {"widths": 3}}, "is a list"),
+        ({"name": "a", "inner": {"widths": 3}}, "must be a list"),
         ({"name": "a", "flag": 3}, "flag"),
         ({"name": "a", "inner": {"rate": True}}, "inner.rate"),
     ],

@@ -76,7 +76,7 @@ def test_robomimic(tmp_path, capsys):
     assert np.array_equal(episodes.rewards["reward"].numpy(), np.concatenate([e.success for e in recorded()]))
     shown = " ".join(capsys.readouterr().out.split())
     assert "obs/agentview_image pictures uint8 [16, 24, 3] observation.images.agentview" in shown
-    assert "states float64 [5] left out" in shown
+    assert "states float64 [5] dropped" in shown
 
 
 def test_libero_is_turned_upright_and_says_its_instruction(tmp_path, capsys):

@@ -77,7 +77,7 @@ def test_recoveries_corrections_and_own_successes_are_imitated_and_never_what_le
     assert interventions_in_words(data) == (
         "Interventions: in 1 of 4 episodes; 1 steps recover, 2 correct, 2 led to one"
     )
-    assert "Imitates 9 of 14 steps" in imitated_in_words(data) and "left out: 5" in imitated_in_words(data)
+    assert "Imitates 9 of 14 steps" in imitated_in_words(data) and "excluded: 5" in imitated_in_words(data)
 
 
 def test_who_acted_is_kept_by_selecting_joining_and_splitting():

@@ -210,4 +210,4 @@ def test_chains_are_recorded_of_no_engine(tmp_path, capsys):
     policy_of(make_world(WORLD, 4)).save(tmp_path / "policy")
     settings = [f"collect.policy={tmp_path / 'policy'}", f"run.root={tmp_path}", "collect.chains=true"]
     assert main(["collect", f"world={WORLD}", *settings, "inference.engine=lean"]) == 2
-    assert "inference.engine=lean does not say" in " ".join(capsys.readouterr().err.split())
+    assert "inference.engine=lean does not return" in " ".join(capsys.readouterr().err.split())

@@ -315,7 +315,7 @@ def test_ordinary_datasets_have_none_of_it(tmp_path):
     with pytest.raises(DataError, match=r"collect\.quality=medium"):
         read_quality(tmp_path / "plain")
     (tmp_path / "plain" / QUALITY).write_text("[1]")
-    with pytest.raises(DataError, match="holds a list"):
+    with pytest.raises(DataError, match="contains a list"):
         read_quality(tmp_path / "plain")
     assert torch.equal(read_columns(tmp_path / "plain", ["action"])["action"], moving_episodes(image=False).actions)
 

@@ -355,7 +355,7 @@ def test_weights_of_another_kind_are_not_rounded_in_silence(copy, dtype):
     tensors = load_file(path)
     name = next(name for name, value in tensors.items() if value.is_floating_point())
     save_file({**tensors, name: tensors[name].to(dtype)}, path)
-    with pytest.raises(CheckpointError, match=rf"holds '{name}' as {str(dtype)[6:]}, but it is used as float32"):
+    with pytest.raises(CheckpointError, match=rf"contains '{name}' as {str(dtype)[6:]}, but it is used as float32"):
         load_policy(copy)
     save_file({**tensors, name: tensors[name].bfloat16()}, path)
     load_policy(copy)

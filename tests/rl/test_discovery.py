@@ -73,7 +73,7 @@ def test_a_broken_package_is_said_and_stops_nobody(module, tmp_path, monkeypatch
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **chosen: [point])
     registry._installed.cache_clear()
     try:
-        with pytest.warns(RobopolicyWarning, match=f"left out .entry point theirs = {module}.*{said}"):
+        with pytest.warns(RobopolicyWarning, match=f"not available .entry point theirs = {module}.*{said}"):
             assert find(Slot.ADVANTAGE, "grpo").name == "grpo"
         assert find(Slot.ADVANTAGE, "gae")  # and it is said once
     finally:

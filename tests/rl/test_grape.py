@@ -135,7 +135,7 @@ def test_stages_come_from_the_task_or_from_a_dotted_path(tmp_path: Path, monkeyp
         guided_cost(rollouts, CONTEXT, stages="progres")
     with pytest.raises(ConfigError, match="needs a reward other than success"):
         guided_cost(replace(rollouts, rewards={"success": rollouts.rewards["reward"]}), CONTEXT)
-    with pytest.raises(ConfigError, match="not by most"):
+    with pytest.raises(ConfigError, match="over=most: "):
         Constraint(np.abs, over="most")  # type: ignore[arg-type]
 
 

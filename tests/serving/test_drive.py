@@ -104,7 +104,7 @@ def test_elements_that_are_not_there_cannot_keep_their_value():
             ConfigError, match=f"positions contains 'griper', which is not an element of the action.*{text}"
         ):
             holding(RobotSettings(positions=("griper",)), names, 2)
-    with pytest.raises(ConfigError, match="positions names 'nonsense'"):
+    with pytest.raises(ConfigError, match="positions contains 'nonsense'"):
         drive(Carrier(), Forecaster(), [1], robot=RobotSettings(positions=("nonsense",)))
 
 

@@ -442,7 +442,7 @@ def test_what_goes_round_takes_the_short_way_and_what_switches_changes_at_once()
     assert blended("")[1][:, 1].tolist() == [3.1] * 4  # a yaw of which nobody says how long a turn is
     _, chunk = blended("", switches=["lamp"], turns={"yaw": 6.2, "gripper": 0.0})
     assert chunk[0].tolist() == pytest.approx([0.1, 3.1, 0.25, 1.0])
-    with pytest.raises(ConfigError, match="turns names 'yau'"):
+    with pytest.raises(ConfigError, match="turns contains 'yau'"):
         blended("", turns={"yau": 6.2})
     # A limit of change counts the short way round too.
     driver.limits = ActionLimits(change=0.05)

@@ -192,7 +192,7 @@ def test_what_neither_name_nor_unit_says_is_asked_once():
     # A setting comes before names, for elements that are shown too.
     wiring = wiring_of(("a.pos", "b.vel"), positions=("b.vel",), neutral={"a.pos": 7.0})
     assert wiring.still({"a.pos": 3.0, "b.vel": 0.5}, np.zeros(2)).tolist() == [7.0, 0.5]
-    with pytest.raises(ConfigError, match="neutral names 'motor_2'"):
+    with pytest.raises(ConfigError, match="neutral contains 'motor_2'"):
         wiring_of(names, neutral={"motor_2": 0.0}).standing
     with pytest.raises(ConfigError, match=r"'motor_0' is in both positions \(keeps its value\) and neutral"):
         wiring_of(names, positions=("motor_0",), neutral={"motor_0": 0.0}).standing

@@ -158,7 +158,7 @@ def test_wrong_use_is_explained():
         MujocoWorld(task, 1, cameras=("topp",))
     with pytest.raises(ConfigError, match="batch_size"):
         MujocoWorld(task, 0)
-    with pytest.raises(ConfigError, match="not one second"):
+    with pytest.raises(ConfigError, match="must be one second"):
         MujocoWorld(dataclasses.replace(task, substeps=7), 1)
     with pytest.raises(ConfigError, match="does not exist"):
         MujocoWorld(dataclasses.replace(task, model="planar/none.xml"), 1)

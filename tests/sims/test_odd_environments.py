@@ -64,20 +64,20 @@ READ = {
         [
             "observation.state [2] (agent.qpos[0] to [1])",
             "base_camera.rgb (12 x 16, 'sensor_data.base_camera.rgb' of the observation), hand_camera.rgb (8 x 8",
-            "'sensor_data.base_camera.depth' [12, 16, 1] int16 is left out: a picture's bounds are 0 to 255",
+            "'sensor_data.base_camera.depth' [12, 16, 1] int16 is ignored: the bounds of an image must be 0 to 255",
             "state_keys=[sensor_data]",
-            "is the camera 'hand_camera.rgb'",
+            "is used as the camera 'hand_camera.rgb'",
         ],
     ),
     "entries called default": (
         lambda: odd.CalledDefault("rgb_array"),
-        ["default (drawn in any size), observation.default (8 x 8", "cam.default (8 x 8"],
+        ["default (rendered at any size), observation.default (8 x 8", "cam.default (8 x 8"],
     ),
     "choices in dictionaries and tuples": (
         odd.Choices,
         [
             "observation.state [17]",
-            "'robot.mode' Discrete(3, start=1) is read as 3 numbers, a 1 for each choice",
+            "'robot.mode' Discrete(3, start=1) is read as 3 numbers, one-hot",
             "'flags' MultiBinary(4) is read as 4 numbers",
             "'dials' MultiDiscrete([2 3]) is read as 5 numbers",
             "'pair.1' Discrete(2) is read as 2",
@@ -86,10 +86,10 @@ READ = {
     "what is no number": (
         odd.NoNumbers,
         [
-            "'path' is left out: a Sequence has no fixed number",
-            "'scene' is left out: a Graph",
-            "'cell' Discrete(100000) is left out",
-            "'nothing' [0] float32 is left out: it is empty",
+            "'path' is ignored: a Sequence has no fixed size",
+            "'scene' is ignored: a Graph",
+            "'cell' Discrete(100000) is ignored",
+            "'nothing' [0] float32 is ignored: it is empty",
         ],
     ),
     "numbers of all types": (
@@ -104,10 +104,10 @@ READ = {
     "stacks of pictures": (
         odd.StackOfColour,
         [
-            "'rgb' [4, 16, 16, 3] uint8 is left out: a stack of 4 pictures? Policies have a history of their own",
-            "'gray' [4, 16, 16] uint8 is left out: a stack of 4 pictures? Policies have a history of their own: "
+            "'rgb' [4, 16, 16, 3] uint8 is ignored: a stack of 4 images? Policies have their own history",
+            "'gray' [4, 16, 16] uint8 is ignored: a stack of 4 images? Policies have their own history: "
             "register it without the stack, or a picture of 4 channels?",
-            "'maps' [4, 16, 16] float32 is left out",
+            "'maps' [4, 16, 16] float32 is ignored",
         ],
     ),
     "a float picture": (
@@ -125,11 +125,11 @@ READ = {
     "classes": (shows(ids=(box(16, 16, 1, low=0, high=10, dtype=np.uint8), 10.0)), ["'ids' [16, 16, 1] uint8 is left"]),
     "a mask of truths": (shows(mask=(box(16, 16, 1, low=0, high=1, dtype=bool), 1.0)), ["mask (16 x 16"]),
     "no metadata": (odd.NoMetadata, ["observation.state [2]"]),
-    "depth in m": (shows(depth=(box(48, 48), 2.0)), ["'depth' [48, 48] float32 is left out", "(depth, classes?)"]),
-    "a normalised picture": (shows(rgb=(box(16, 16, 3, low=-1, high=1), 1.0)), ["left out", "these are -1 to 1"]),
+    "depth in m": (shows(depth=(box(48, 48), 2.0)), ["'depth' [48, 48] float32 is ignored", "(depth, classes?)"]),
+    "a normalised picture": (shows(rgb=(box(16, 16, 3, low=-1, high=1), 1.0)), ["is ignored", "but these are -1 to 1"]),
     "a flattened picture": (
         returns(lambda place: np.resize(place, 3072).astype(np.float32), box(3072)),
-        ["'observation' [3072] float32 is read as 3072 numbers: is it a flattened picture?"],
+        ["'observation' [3072] float32 is read as 3072 numbers: is it a flattened image?"],
     ),
     "tensors with a leading 1": (odd.Tensors, ["'state' [1, 2] float32 is read as 2", "rgb (8 x 8"]),
     "one buffer for all": (odd.Aliasing, ["rgb (8 x 8"]),
@@ -162,11 +162,11 @@ READ = {
         odd.Openpis,
         ["observation.state [2] (observation/state[0] to [1])", "image (8 x 8, 'observation/image' of", "top (8 x 8"],
     ),
-    "more names than elements": (odd.NamedTooOften, ["element_names, 3, are not used", "action_names has 3 names"]),
+    "more names than elements": (odd.NamedTooOften, ["element_names (3) are ignored", "action_names has 3 names"]),
     "a success that is never said": (odd.says({"success": None}), ["not reported"]),
     "two successes that differ": (
         odd.says({"is_success": False, "success": True}),
-        ["is_success counts, world.options.success_key=success counts the other"],
+        ["is_success is used; to use the other, set world.options.success_key=success"],
     ),
     "goals of two sizes": (odd.GoalsOfTwoSizes, ["observation.environment_state [5]"]),
     "what cannot be closed": (odd.CannotBeClosed, ["RuntimeError: the window is gone (at "]),
@@ -183,49 +183,53 @@ def test_check_says_how_an_odd_environment_is_read(case, checked):
 
 
 REFUSED = {
-    "discrete actions": (acts(spaces.Discrete(4)), {}, "action is chosen among whole numbers.*TransformAction"),
-    "several discrete actions": (acts(spaces.MultiDiscrete([2, 3])), {}, "chosen among whole numbers.*TransformAction"),
-    "switches": (acts(spaces.MultiBinary(3)), {}, "chosen among whole numbers.*TransformAction"),
-    "a Box of integers": (acts(spaces.Box(0, 9, (2,), np.int64)), {}, "chosen among whole numbers.*TransformAction"),
+    "discrete actions": (acts(spaces.Discrete(4)), {}, "action is an integer choice.*TransformAction"),
+    "several discrete actions": (acts(spaces.MultiDiscrete([2, 3])), {}, "is an integer choice.*TransformAction"),
+    "switches": (acts(spaces.MultiBinary(3)), {}, "is an integer choice.*TransformAction"),
+    "a Box of integers": (acts(spaces.Box(0, 9, (2,), np.int64)), {}, "is an integer choice.*TransformAction"),
     "a tuple of actions": (acts(spaces.Tuple((odd.FREE, odd.FREE))), {}, "several parts.*unflatten"),
     "a dictionary of actions": (acts(spaces.Dict(arm=odd.FREE)), {}, "several parts.*unflatten"),
-    "texts as actions": (acts(spaces.Text(5)), {}, "no list of numbers.*TransformAction"),
+    "texts as actions": (acts(spaces.Text(5)), {}, "not a vector of numbers.*TransformAction"),
     "no actions": (acts(box(0)), {}, "is empty.*TransformAction"),
-    "a picture alone": (odd.PictureAlone, {}, r"pictures alone \(pixels\).*world.cameras=\[pixels\]"),
+    "a picture alone": (odd.PictureAlone, {}, r"only image observations \(pixels\).*world.cameras=\[pixels\]"),
     "nothing to see": (
         returns(lambda place: {}, spaces.Dict()),
         {},
-        r"Nothing of the observation can be read. It is Dict\(\)",
+        r"The observation has no usable entry. It is Dict\(\)",
     ),
     "depth alone": (
         returns(lambda place: None, box(48, 48)),
         {},
-        r"Nothing.*\[48, 48\] float32 is left out.*TransformObs",
+        r"no usable entry.*\[48, 48\] float32 is ignored.*TransformObs",
     ),
-    "a space of its own": (returns(lambda place: None, odd.Strange()), {}, "Nothing.*a Strange has no fixed number"),
-    "two entries of one name": (odd.OneName, {}, "both called 'a.b': rename one"),
+    "a space of its own": (
+        returns(lambda place: None, odd.Strange()),
+        {},
+        "no usable entry.*a Strange has no fixed size",
+    ),
+    "two entries of one name": (odd.OneName, {}, "the name 'a.b': rename one"),
     "no space": (returns(lambda place: None, None), {}, "declares no observation_space: set it"),
-    "no actions declared": (acts(None), {}, "no list of numbers, None.*TransformAction"),
-    "a text alone": (returns(lambda place: "", spaces.Text(9)), {}, "Nothing of the observation can be.*It is Text"),
+    "no actions declared": (acts(None), {}, "not a vector of numbers, None.*TransformAction"),
+    "a text alone": (returns(lambda place: "", spaces.Text(9)), {}, "The observation has no usable entry.*It is Text"),
     "more numbers from time to time": (
         returns(lambda place: np.zeros(2 + int(place[0] > 0), np.float32)),
         {},
-        r"declared \[2\] and comes as \[3\]",
+        r"declared \[2\], but is \[3\]",
     ),
     "an old reset": (
         odd.OldReset,
         {},
-        r"reset takes no seed.*reset\(\*, seed, options\).*gym's old interface is wrapped",
+        r"reset takes no seed.*reset\(\*, seed, options\).*with gym's old interface",
     ),
     "what an old reset returns": (odd.OldReturn, {}, r"reset returned one value, \[2\] float32: .*old interface"),
     "an old step": (odd.OldStep, {}, "step returned 4 values: .*old interface"),
     "a wrong shape": (
         returns(lambda place: np.zeros(3, np.float32)),
         {},
-        r"'observation' is declared \[2\] and comes as \[3\] float32: correct the environment's observation_space",
+        r"'observation' is declared \[2\], but is \[3\] float32: correct the environment's observation_space",
     ),
-    "one number for many": (returns(lambda place: np.float32(1)), {}, r"declared \[2\] and comes as \[\] float32"),
-    "texts for numbers": (returns(lambda place: "here"), {}, r"declared \[2\] and comes as a str"),
+    "one number for many": (returns(lambda place: np.float32(1)), {}, r"declared \[2\], but is \[\] float32"),
+    "texts for numbers": (returns(lambda place: "here"), {}, r"declared \[2\], but is a str"),
     "an entry which is missing": (
         returns(lambda place: {"pos": place}, spaces.Dict(pos=odd.FREE, vel=odd.FREE)),
         {},
@@ -239,17 +243,17 @@ REFUSED = {
     "a choice that there is none of": (
         returns(lambda place: 7, spaces.Discrete(3)),
         {},
-        r"declared \[3\] and comes as",
+        r"declared \[3\], but is",
     ),
     "a picture of another size": (
         returns(lambda place: np.zeros((9, 8, 3), np.uint8), byte(8, 8, 3)),
         {"cameras": ("pixels",)},
-        r"declared \[8, 8, 3\] and comes as \[9, 8, 3\] uint8",
+        r"declared \[8, 8, 3\], but is \[9, 8, 3\] uint8",
     ),
     "a picture from 0 to 1 that is declared as bytes": (
         returns(lambda place: np.full((8, 8, 3), 0.4), byte(8, 8, 3)),
         {"cameras": ("pixels",)},
-        "'observation' is declared 0 to 255 and goes from 0.4 to 0.4: correct",
+        "'observation' is declared 0 to 255, but its values range from 0.4 to 0.4: correct",
     ),
     "a picture of bytes that is declared 0 to 1": (
         returns(lambda place: np.full((8, 8, 3), 200.0), box(8, 8, 3, low=0, high=1)),
@@ -257,7 +261,11 @@ REFUSED = {
         "declared 0 to 1 and goes from 200 to 200",
     ),
     "an infinite sensor": (odd.Infinite, {}, r"not finite in row\(s\) \[0, 1, 2, 3\]: force\[1\]"),
-    "no reward": (pays(None), {}, "reward 'reward' is not finite.*world.options.reward=package.module:function"),
+    "no reward": (
+        pays(None),
+        {},
+        "reward 'reward' in row.* is not finite.*world.options.reward=package.module:function",
+    ),
     "several rewards": (pays(np.zeros(3)), {}, "not one number.*world.options.reward="),
     "a text as reward": (pays("good"), {}, "not one number.*world.options.reward="),
     "an end that is no truth": (
@@ -267,13 +275,13 @@ REFUSED = {
     ),
     "a step that fails": (odd.Fails, {}, "failed in step: RuntimeError: the arm has no power .*odd_environments"),
     "a reset that fails": (odd.FailsAtFirst, {}, "failed in reset: FileNotFoundError: scene.xml"),
-    "no rate": (odd.Rateless, {}, "give world.options.fps=NUMBER"),
+    "no rate": (odd.Rateless, {}, "set world.options.fps=NUMBER"),
     "two elements of one name": (odd.NamedTwice, {}, "element_names has 'x' twice"),
     "a text for names": (odd.NamedByAText, {}, "action_names is the text 'xy'"),
-    "complex numbers": (returns(lambda place: place + 1j), {}, r"declared \[2\] and comes as \[2\] complex128"),
-    "numbers in texts": (returns(lambda place: ["0.5", "1"]), {}, r"declared \[2\] and comes as a list"),
+    "complex numbers": (returns(lambda place: place + 1j), {}, r"declared \[2\], but is \[2\] complex128"),
+    "numbers in texts": (returns(lambda place: ["0.5", "1"]), {}, r"declared \[2\], but is a list"),
     "an info that is a list": (odd.says([{"success": True}]), {}, "info a dictionary"),
-    "goals of two sizes": (odd.GoalsOfTwoSizes, {"reward": "progress"}, "as many numbers of each"),
+    "goals of two sizes": (odd.GoalsOfTwoSizes, {"reward": "progress"}, "of the same size"),
     "a reward function that fails": (
         Odd,
         {"reward": "odd_environments:fails_to_pay"},
@@ -299,7 +307,7 @@ def test_a_space_with_bounds_the_wrong_way_round_is_refused():
         action_space = spaces.Box(-1, 1, (2,))
 
     Reversed.action_space.low = np.array([2.0, -1.0], np.float32)
-    with pytest.raises(RobopolicyError, match="low exceeds their high"):
+    with pytest.raises(RobopolicyError, match="lower bounds above its upper bounds"):
         made(Reversed)
 
 
@@ -404,9 +412,9 @@ def test_what_says_that_it_draws_and_takes_no_render_mode_is_made_without(tmp_pa
     assert isinstance(open_class("odd_environments:NoRenderMode", {}), odd.NoRenderMode)
     gymnasium.register("NoRenderMode-v0", entry_point=odd.NoRenderMode, max_episode_steps=3)
     assert make_world("gymnasium:NoRenderMode-v0", 1).spec.horizon == 3
-    with pytest.raises(RobopolicyError, match=r"no time limit: give world.options.horizon=NUMBER.*max_episode_steps"):
+    with pytest.raises(RobopolicyError, match=r"no time limit: set world.options.horizon=NUMBER.*max_episode_steps"):
         make_world("odd_environments:Endless", 1)
-    with pytest.raises(RobopolicyError, match=r"could not be made.*OSError: no licence"):
+    with pytest.raises(RobopolicyError, match=r"could not be created.*OSError: no licence"):
         make_world("odd_environments:CannotBeMade", 1)
 
 
@@ -415,7 +423,7 @@ def test_what_says_that_it_draws_and_takes_no_render_mode_is_made_without(tmp_pa
     [
         (None, "render.. returned a NoneType.*rgb_array"),
         ([np.zeros((8, 8, 3), np.uint8)], "render.. returned a list"),
-        (np.zeros((8, 8, 3)), r"draws \[8, 8, 3\] float64: an image is uint8"),
+        (np.zeros((8, 8, 3)), r"renders \[8, 8, 3\] float64: an image must be uint8"),
     ],
 )
 def test_a_view_that_is_no_picture_is_named(drawn, said):
@@ -434,7 +442,7 @@ def test_what_seeds_nothing_is_told_so_once_the_global_generators_are_seeded():
 
 def test_an_environment_of_gym_is_named_as_one():
     base = type("Env", (), {"__module__": "gym.core"})
-    with pytest.raises(RobopolicyError, match=r"Old is an environment of gym, .*GymV21CompatibilityV0"):
+    with pytest.raises(RobopolicyError, match=r"Old is an environment of the old gym package, .*GymV21CompatibilityV0"):
         _is_environment(type("Old", (base,), {}))
     assert _is_environment(Odd) and not _is_environment(dict) and not _is_environment(len)
 
@@ -461,7 +469,9 @@ def test_noise_of_a_range_that_is_a_formality_is_noticed():
         for _ in range(steps):
             controller.act({})
 
-    with pytest.warns(RobopolicyWarning, match=r"-1e\+06 to 1e\+06.*up to 5e-07: its actions drown.*\(noise=\[none\]"):
+    with pytest.warns(
+        RobopolicyWarning, match=r"-1e\+06 to 1e\+06.*at most 5e-07 of it, so the noise is larger.*\(noise=\[none\]"
+    ):
         played(1e6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -470,7 +480,7 @@ def test_noise_of_a_range_that_is_a_formality_is_noticed():
 
 @pytest.mark.parametrize("rate", [0, -5, float("nan"), "fast"])
 def test_a_rate_that_is_none_is_asked_for(rate):
-    with pytest.raises(RobopolicyError, match=r"a number above 0: give world.options.fps=NUMBER"):
+    with pytest.raises(RobopolicyError, match=r"above 0\) is unknown: set world.options.fps=NUMBER"):
         made(odd.rated(rate))
     assert quietly(odd.rated("30")).spec.fps == 30 and quietly(odd.rated(rate), fps=4).spec.fps == 4
 
@@ -520,4 +530,4 @@ def test_an_unknown_id_says_what_to_do_first_and_lists_a_handful():
     with pytest.raises(RobopolicyError) as refusal:
         make_world("gymnasium:zzzzzz", 1)
     text = str(refusal.value)
-    assert text.index("name that package first") < text.index("most similar") and len(text) < 350
+    assert text.index("put that package first") < text.index("most similar") and len(text) < 350

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long
 POINT = "suite_toys:Point-v0"
 
 
-FLAT = pytest.mark.filterwarnings("ignore:Of the observation of 'gymnasium.suite_toys.Plain-v0'")
+FLAT = pytest.mark.filterwarnings("ignore:Observation of 'gymnasium.suite_toys.Plain-v0'")
 
 
 def point(batch=3, **options):
@@ -120,7 +120,7 @@ def test_images_follow_the_episode():
     assert (world.render(height=6, width=4)[:, 0, 0, 0] == images[:, 1, 0, 0, 0]).all()
 
 
-@pytest.mark.filterwarnings("ignore:Of the observation")
+@pytest.mark.filterwarnings("ignore:Observation of")
 @pytest.mark.parametrize("shape", [(10, 20, 1), (1, 10, 20), (10, 20, 4), (3, 10, 20)])
 def test_images_of_other_channels_are_shown_with_three(shape):
     worlds = [
@@ -134,13 +134,15 @@ def test_images_of_other_channels_are_shown_with_three(shape):
 
 
 def test_an_image_of_two_channels_is_no_camera():
-    with pytest.warns(RobopolicyWarning, match=r"'pixels' \[10, 20, 2\] uint8 is left out: a picture has 1, 3 or 4"):
+    with pytest.warns(RobopolicyWarning, match=r"'pixels' \[10, 20, 2\] uint8 is ignored: an image has 1, 3 or 4"):
         world = point(env_options={"image": (10, 20, 2)})
     assert world.spec.observation.keys() == point().spec.observation.keys()
     with pytest.raises(ConfigError, match="no camera 'pixels'"):
         point(cameras=("pixels",), env_options={"image": (10, 20, 2)})
     world.reset(seeds=[1, 2, 3])
-    with pytest.raises(ConfigError, match=r"draws \[10, 20, 2\] uint8: an image is uint8 and has 1, 3 or 4 channels"):
+    with pytest.raises(
+        ConfigError, match=r"renders \[10, 20, 2\] uint8: an image must be uint8 with 1, 3 or 4 channels"
+    ):
         world.render()
 
 
@@ -155,8 +157,8 @@ def test_the_fourth_channel_says_how_opaque_a_pixel_is():
         (lambda: make_gymnasium_world("Pendulun-v1", 1), ConfigError, "Did you mean 'Pendulum-v1'"),
         (lambda: make_gymnasium_world("no_such_package:Id-v0", 1), ConfigError, "no module 'no_such_package'"),
         (lambda: make_gymnasium_world("suite_toys:Press-v0", 1), ConfigError, "continuous numbers"),
-        (lambda: make_gymnasium_world("suite_toys:Plain-v0", 1), ConfigError, "give world.options.fps="),
-        (lambda: make_gymnasium_world("suite_toys:Endless-v0", 1), ConfigError, "give world.options.horizon="),
+        (lambda: make_gymnasium_world("suite_toys:Plain-v0", 1), ConfigError, "set world.options.fps="),
+        (lambda: make_gymnasium_world("suite_toys:Endless-v0", 1), ConfigError, "set world.options.horizon="),
         (lambda: make_gymnasium_world("FrozenLake-v1", 1), ConfigError, "TransformAction"),
         (lambda: point(hisotry=2), ConfigError, "Did you mean 'history'"),
         (lambda: point(cameras=("pixel",)), ConfigError, "Did you mean 'pixels'"),
@@ -181,7 +183,7 @@ def test_trouble_while_running_is_told():
         world.step(towards_goal(3, 3))
     world = point(reward="suite_toys:one_number")
     world.reset(seeds=[1, 2, 3])
-    with pytest.raises(SpecError, match="one number for each"):
+    with pytest.raises(SpecError, match="one number per observation"):
         world.step(towards_goal(3, 3))
     world = point()
     with pytest.raises(SpecError, match="call reset"):
@@ -211,7 +213,7 @@ def test_success_may_be_said_in_an_episodes_last_step_alone(workers, reward, cut
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [("is_success", "needs a time limit"), ("is_sucess", "Did you mean 'is_success'")]
+    ("key", "said"), [("is_success", "set a later time limit"), ("is_sucess", "Did you mean 'is_success'")]
 )
 def test_success_that_is_said_too_late_or_under_another_name_is_a_failure_with_a_note(key, said):
     world = point(success_key=key, env_options={"says_from": 13 if key == "is_success" else 0})

@@ -194,8 +194,8 @@ def test_single_tasks_pay_minus_what_is_unmet_and_begin_anywhere_in_play(install
     [
         ("cube-singel-v0", {}, "Did you mean 'cube-single-v0'"),
         ("visual-cube-single-v0", {}, "without 'visual-'"),
-        ("cube-single-v0", {"env_options": {"mode": "data_collection"}}, "'mode' of OGBench is fixed"),
-        ("cube-single-v0", {"env_options": {"permute_block": True}}, "could not be made.*permute_block"),
+        ("cube-single-v0", {"env_options": {"mode": "data_collection"}}, "'mode' of OGBench cannot be set here"),
+        ("cube-single-v0", {"env_options": {"permute_block": True}}, "could not be created.*permute_block"),
         ("cube-single-v0", {"worker": 1}, "Did you mean 'workers'"),
         ("cube-single-v0", {"cameras": ["fron"]}, "Did you mean 'front'"),
     ],

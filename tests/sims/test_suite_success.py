@@ -115,7 +115,7 @@ def test_success_that_is_said_only_where_it_happens_is_false_elsewhere_with_one_
     )
     assert walk(make(won, success_key="is_success")).success.all()
     world = make(lost, success_key="is_success")
-    with pytest.warns(RobopolicyWarning, match=r"no 'is_success'.*other.*counts as no success") as notes:
+    with pytest.warns(RobopolicyWarning, match=r"without 'is_success'.*other.*counts as failure") as notes:
         for _ in range(3):
             step = walk(world)
     assert len(notes) == 1 and not step.success.any() and step.truncated.all()
@@ -225,5 +225,5 @@ def test_a_module_that_lacks_another_and_a_constructor_that_fails_are_told_apart
         raise AssertionError("spec is None\nand more")
 
     gymnasium.register("Fails-v0", entry_point=fails, max_episode_steps=3)
-    with pytest.raises(ConfigError, match=r"could not be made.*AssertionError: spec is None and more"):
+    with pytest.raises(ConfigError, match=r"could not be created.*AssertionError: spec is None and more"):
         make_gymnasium_world("Fails-v0", 1)

@@ -85,10 +85,10 @@ def test_notes_cross_the_border():
 def test_errors_of_ours_keep_their_kind_across_the_border():
     world = make_gymnasium_world(POINT, 2, workers=1, success_key="solved", success="suite_toys:one_number")
     world.reset(seeds=[1, 2])
-    with pytest.raises(SpecError, match="must return one truth"):
+    with pytest.raises(SpecError, match="must return a single boolean"):
         world.step(np.zeros((2, 12, 2)))
     world.close()
-    with pytest.raises(ConfigError, match="could not be made"):
+    with pytest.raises(ConfigError, match="could not be created"):
         make_gymnasium_world(POINT, 2, workers=1, env_options={"unknown": 1})
 
 

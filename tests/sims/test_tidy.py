@@ -221,5 +221,5 @@ def test_success_by_hand(text):
 
 def test_a_text_that_is_no_instruction_is_judged_by_nobody():
     good, _ = finished(tidy.CLOSE)
-    with pytest.raises(SpecError, match="'shut the drawers' is no instruction"):
+    with pytest.raises(SpecError, match="'shut the drawers' is not an instruction"):
         succeeded({**good, TASK: np.array(["shut the drawers"])})

@@ -100,10 +100,13 @@ def test_what_a_task_does_not_have_is_refused(options, text):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"held_out": ("push",)}, "held_out names 'push', which is no instruction"),
-        ({"paraphrases": {"push": ("shove",)}}, "paraphrases names 'push', which is no instruction"),
-        ({"paraphrases": {INSTRUCTIONS[0]: ("go",), INSTRUCTIONS[1]: ("go",)}}, "says 'go' for two things"),
-        ({"paraphrases": {INSTRUCTIONS[0]: (INSTRUCTIONS[1],)}}, "for two things"),
+        ({"held_out": ("push",)}, "held_out contains 'push', which is not one of its instructions"),
+        ({"paraphrases": {"push": ("shove",)}}, "paraphrases contains 'push', which is not one of its instructions"),
+        (
+            {"paraphrases": {INSTRUCTIONS[0]: ("go",), INSTRUCTIONS[1]: ("go",)}},
+            "uses the paraphrase 'go' for two instructions",
+        ),
+        ({"paraphrases": {INSTRUCTIONS[0]: (INSTRUCTIONS[1],)}}, "for two instructions"),
     ],
 )
 def test_a_task_whose_texts_are_at_odds_is_refused(task, changes, text):

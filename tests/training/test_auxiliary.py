@@ -147,7 +147,7 @@ def test_who_asks_for_what_cannot_be_told_hears_why():
             pretrain(policy, data, CONFIG)
     with pytest.raises(ConfigError, match=r"already reads 'observation.environment_state'"):
         pretrain(student(data, ()), data, CONFIG)
-    with pytest.raises(DataError, match=r"no such vector. Did you mean 'observation.environment_state'"):
+    with pytest.raises(DataError, match=r"not a vector in the data. Did you mean 'observation.environment_state'"):
         pretrain(student(data), data, replace(CONFIG, auxiliary_keys=("observation.environment_stat",)))
     spoilt = data.observation[ENVIRONMENT_STATE].clone()
     spoilt[3] = float("nan")

@@ -75,7 +75,9 @@ def test_too_little_is_an_error_with_ways_out():
     with warnings.catch_warnings(action="error"):
         budget.require(37 * 10**9)
         budget.require(None)
-    with pytest.raises(ConfigError, match=r"needs about 28 GB more memory, and 16 GB are free. micro_batch=11 fits"):
+    with pytest.raises(
+        ConfigError, match=r"needs about 28 GB more memory, but only 16 GB are free. micro_batch=11 fits"
+    ):
         budget.require(16 * 10**9)
     fits = replace(budget, at_once=24, activations=20 * 10**9 - 40 * each)
     with pytest.warns(RobopolicyWarning, match="may be too small"):
@@ -112,7 +114,9 @@ def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():
     policy = denoising_policy(SeeingWorld(1), cameras=True)
     just = next(size for size in range(0, 10**9, 10_000) if _fits(policy, 3, size))
     enough = int(1.3 * just) + 1
-    with pytest.raises(ConfigError, match=r"micro_batch=3 fits: activations of 8 decisions .* lower batch_size=8"):
+    with pytest.raises(
+        ConfigError, match=r"micro_batch=3 fits: the activations of 8 chunks at once .* lower batch_size=8"
+    ):
         plan_pretraining(policy, 8, enough)
     assert "activations of 3 decisions" in plan_pretraining(policy, 8, enough, 3)
     with pytest.warns(RobopolicyWarning, match="may be too small"):

@@ -77,7 +77,7 @@ def test_a_bandit_improves(algorithm: str):
 
 
 def test_ways_of_collecting_exclude_one_another():
-    with pytest.raises(ConfigError, match="choose one"):
+    with pytest.raises(ConfigError, match="set only one"):
         replace(CONFIG, delay=2)
     with pytest.raises(ConfigError, match="props_past=1 needs props"):
         replace(CONFIG, props=0, props_past=1)

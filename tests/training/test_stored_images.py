@@ -115,7 +115,7 @@ def test_pairs_whose_latents_are_other_actions_are_refused(stored):
     for given in ({"guidance": Guidance(pairs=read_pairs(stored))}, {}):
         folder = {} if given else {"preferences": {"share": 1.0, "folder": str(stored)}}
         config = replace(CONFIG, options={**CONFIG.options, **folder})
-        with pytest.raises(DataError, match="of a policy with another action normaliser"):
+        with pytest.raises(DataError, match="by a policy with another action normaliser"):
             finetune(policy, None, SeeingWorld(16), config, **given)
 
 

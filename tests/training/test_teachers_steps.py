@@ -101,5 +101,5 @@ def test_any_teacher_is_imitated_in_what_it_does():
 def test_policies_that_do_not_describe_their_steps_are_compared_by_number():
     assert difference_of_steps(ChainPolicy(), ChainPolicy(seed=1)) == ""
     assert difference_of_steps(ChainPolicy(), ChainPolicy(steps=3)) == "its number of scored steps: 3, the policy's: 2"
-    assert difference_of_steps(ChainPolicy(), made(FLOW)).startswith("ChainPolicy does not say")
-    assert difference_of_steps(made(FLOW), ChainPolicy()).startswith("ChainPolicy does not say")
+    assert difference_of_steps(ChainPolicy(), made(FLOW)).startswith("ChainPolicy does not describe")
+    assert difference_of_steps(made(FLOW), ChainPolicy()).startswith("ChainPolicy does not describe")

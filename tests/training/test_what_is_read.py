@@ -113,7 +113,7 @@ def test_train_says_what_it_reads_and_what_it_leaves_out(tmp_path, capsys):
     assert "policy.text_encoder=words makes the policy read them" in said
     first, last = result["first_losses"]["denoising"], result["losses"]["denoising"]
     assert first != last
-    assert f"Loss 'denoising': {first:.4g} at first, {last:.4g} at last Training steps: 20" in said
+    assert f"Loss 'denoising': {first:.4g} at first, {last:.4g} at the end Training steps: 20" in said
 
 
 def test_a_policy_with_a_text_encoder_reads_the_instructions(tmp_path, capsys):

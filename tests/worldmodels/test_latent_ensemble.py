@@ -77,7 +77,7 @@ def test_it_reads_what_a_robot_sees_and_not_what_only_a_simulator_knows(learned)
     assert set(learned.reads) == {STATE, IMAGE} and ENVIRONMENT_STATE not in learned.reads
     assert list(learned.spec.observation) == [LATENT]
     blind = replace(SPEC, observation={STATE: SPEC.observation[STATE]})
-    with pytest.raises(ConfigError, match=r"shows no images: add world\.cameras"):
+    with pytest.raises(ConfigError, match=r"outputs no images: set world\.cameras"):
         LatentEnsembleModel.build(SMALL, blind, recorded(5), 0)
 
 
@@ -134,11 +134,13 @@ def test_a_model_that_is_trained_on_keeps_its_encoder(learned, place):
 
 
 def test_an_encoder_of_something_else_is_refused(place, tmp_path):
-    with pytest.raises(ConfigError, match=r"makes 8 features, this model's reads .* makes 4: give both"):
+    with pytest.raises(
+        ConfigError, match=r"outputs 8 features, but this model's encoder reads .* outputs 4: give both"
+    ):
         LatentEnsembleModel.build(replace(SMALL, features=4, encoder=place), SPEC, recorded(5), 0)
     states = EnsembleModel.build(EnsembleConfig(members=2, width=8), SPEC, recorded(5), 0)
     save_world_model(states, tmp_path / "states")
-    with pytest.raises(ConfigError, match="EnsembleModel, which has no encoder"):
+    with pytest.raises(ConfigError, match="EnsembleModel, which has no image encoder"):
         LatentEnsembleModel.build(replace(SMALL, encoder=tmp_path / "states"), SPEC, recorded(5), 0)
     with pytest.raises(ConfigError, match="encoder_share above 0"):
         LatentEnsembleConfig(encoder_share=0)

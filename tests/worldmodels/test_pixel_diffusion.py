@@ -192,7 +192,7 @@ def test_bad_settings_and_data_are_refused():
     blind = point_world.recorded(4)
     with pytest.raises(ConfigError, match="no images"):
         PixelDiffusionModel.build(TINY, point_world.SPEC, blind, 0)
-    with pytest.raises(ConfigError, match="do not divide"):
+    with pytest.raises(ConfigError, match="does not divide"):
         PixelDenoiser(TINY, 18, 17, 2, 3)
     with pytest.raises(ConfigError, match="multiples of 8"):
         PixelDiffusionConfig(channels=(12, 24))

@@ -132,11 +132,11 @@ def test_a_model_of_another_task_is_named_as_such():
     for changes, what in (
         (
             {"action": Field((1,), names=("lift",))},
-            "Element 0 of actions is 'push' to the policy, but 'lift' to the world model that plans",
+            "Element 0 of actions is 'push' for the policy, but 'lift' for the planning world model",
         ),
         (
             {"observation": {STATE: Field((2,))}},
-            "of another task than the policy: by 'observation.state' it means \\[2\\], the policy \\[1\\]",
+            "to another task than the policy: its 'observation.state' has shape \\[2\\], but the policy's has \\[1\\]",
         ),
     ):
         policy, model = Wanderer(), Line()

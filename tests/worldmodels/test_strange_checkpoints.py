@@ -172,7 +172,7 @@ def put(description: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
         ("joint", "model.config.depth", 10**9, "far more memory"),
         ("joint", "spec.fps", 0, "its fps is 0, not a positive number"),
         ("ensemble", "model.config.members", 10**9, "far more memory"),
-        ("ensemble", "model.config.success_head", "\n\n", "holds '\\n\\n', not a success head"),
+        ("ensemble", "model.config.success_head", "\n\n", "contains '\\n\\n', which is not a known success head"),
         ("ensemble", "spec.fps", "x", "its fps is x, not a positive number"),
         ("rssm", "model.config.layers", 10**9, "far more memory"),
         ("rssm", "spec.horizon", -1, "its horizon is -1"),

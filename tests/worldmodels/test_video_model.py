@@ -341,14 +341,14 @@ def test_bad_settings_and_data_are_refused():
         VideoModel.build(TINY, SPEC, replace(data, actions=data.actions[:, :1]), 0)
     with pytest.raises(ConfigError, match="no images"):
         VideoModel.build(TINY, point_world.SPEC, point_world.recorded(4), 0)
-    for height, width, text in ((PIXELS, 2 * PIXELS, "one width"), (2 * PIXELS, PIXELS, "one size")):
+    for height, width, text in ((PIXELS, 2 * PIXELS, "the same width"), (2 * PIXELS, PIXELS, "the same size")):
         wide = {**SPEC.observation, "observation.images.side": Field((height, width, 3), "uint8")}
         side = torch.zeros(len(data.observation[IMAGE]), height, width, 3, dtype=torch.uint8)
         more = {**data.observation, "observation.images.side": side}
         unequal = replace(data, observation_fields=wide, observation=more)
         with pytest.raises(ConfigError, match=text):
             VideoModel.build(TINY, replace(SPEC, observation=wide), unequal, 0)
-    with pytest.raises(ConfigError, match="do not divide"):
+    with pytest.raises(ConfigError, match="does not divide"):
         VideoModel.build(replace(TINY, channels=(8, 8, 8, 8, 8)), SPEC, data, 0)
     with pytest.raises(ConfigError, match="patches of 3"):
         VideoModel.build(replace(TINY, patch=3), SPEC, data, 0)

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"kind": "denoising_policy"}, "holds 'denoising_policy', not a world model"),
+        ({"kind": "denoising_policy"}, "contains 'denoising_policy', not a world model"),
         ({"kind": "world_model/ensembel"}, r"Did you mean 'world_model/ensemble'"),
         ({"format": 99}, "format 99"),
         ({"format": None}, "format None"),

@@ -62,14 +62,14 @@ def test_a_world_model_and_recordings_are_worlds_by_name(files):
     assert world.reset(seeds=[0, 1])[TOP].shape == (2, 1, 8, 12, 3)
     with pytest.raises(ConfigError, match=r"world\.modle.*Did you mean 'world\.?model'|Did you mean 'model'"):
         robopolicy.make_world("worldmodel", modle=files / "model")
-    with pytest.raises(ConfigError, match=r"robopolicy\.make_world makes it"):
+    with pytest.raises(ConfigError, match=r"create it with robopolicy\.make_world"):
         make_simulated("worldmodel", 1)
 
 
 def test_worlds_of_files_show_their_own_images_and_say_so_where_others_are_asked_for(files):
     imagined = WorldSection("worldmodel", model=files / "model", data=files / "data")
     imagined = replace(imagined, imagination=ImaginationSection(initial_states="data"))
-    with pytest.raises(ConfigError, match=r"world\.cameras is \[wrist\], and the world model .*model shows no camera"):
+    with pytest.raises(ConfigError, match=r"world\.cameras is \[wrist\], but the world model .*model has no camera"):
         build_world(replace(imagined, cameras=("wrist",)))
     told = WorldSection("demonstrations", data=files / "data")
     assert build_world(replace(told, cameras=("wrist",))).spec.cameras == ("wrist",)

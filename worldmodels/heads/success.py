@@ -105,7 +105,7 @@ def make_success_head(name: str, inputs: int, width: int, depth: int) -> Success
         losses = tuple(loss(torch.zeros(2, inputs), torch.tensor([False, True])).shape)
     if logits != (2, 3) or losses != (2,):
         raise ConfigError(
-            f"The success head '{name}' returns logits {logits} for inputs (2, 3, {inputs}) and losses {losses} for 2 "
-            "rows: they must be (2, 3) and (2,), one number a row."
+            f"The success head '{name}' returns logits {logits} for inputs (2, 3, {inputs}) and losses {losses} for "
+            "2 rows: they must be (2, 3) and (2,), one number per row."
         )
     return cast(SuccessHead, head.train())

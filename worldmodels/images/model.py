@@ -295,11 +295,11 @@ def stacked_size(spec: WorldSpec) -> tuple[int, int]:
     """
     shapes = [field.shape for key, field in spec.observation.items() if key.startswith(IMAGE_PREFIX)]
     if not shapes:
-        raise ConfigError(f"World '{spec.name}' shows no images: add world.cameras, or use worldmodel.kind=ensemble.")
+        raise ConfigError(f"World '{spec.name}' outputs no images: set world.cameras, or use worldmodel.kind=ensemble.")
     if len({shape[1] for shape in shapes}) > 1:
         raise ConfigError(
-            f"Cameras are stacked in height, so they need one width, not {shapes}: record with one world.image_size, "
-            "or learn from one of them, world.cameras=[NAME]."
+            f"Cameras are stacked vertically, so they need the same width, but have {shapes}: record with one "
+            "world.image_size, or train on one of them, world.cameras=[NAME]."
         )
     return sum(shape[0] for shape in shapes), shapes[0][1]
 

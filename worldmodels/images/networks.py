@@ -98,8 +98,8 @@ def image_channels(size: tuple[int, ...], depth: int) -> list[int]:
     stages = round(math.log2(size[0])) - 2
     if tuple(size) != (2 ** (stages + 2), 2 ** (stages + 2), 3) or stages < 1:
         raise ConfigError(
-            f"This model reads square images whose side is a power of two from 8 up, not {list(size[:2])}: record with "
-            "world.image_size=64, or use worldmodel.kind=pixel_diffusion, which takes others."
+            f"This model needs square images whose side is a power of two from 8, not {list(size[:2])}: record with "
+            "world.image_size=64, or use worldmodel.kind=pixel_diffusion, which supports other sizes."
         )
     return [3] + [depth * min(2**stage, 4) for stage in range(stages)]
 

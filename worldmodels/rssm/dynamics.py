@@ -86,7 +86,7 @@ class RecurrentCore(nn.Module):
     def __init__(self, *, deter: int, blocks: int, hidden: int, stochastic: int, classes: int, inputs: int):
         super().__init__()
         if deter % blocks:
-            raise ConfigError(f"{deter} deterministic units do not make {blocks} equal blocks.")
+            raise ConfigError(f"{deter} deterministic units cannot be divided into {blocks} equal blocks.")
         self.blocks = blocks
         self.stochastic = stochastic
         flat, width = stochastic * classes, deter // blocks

@@ -65,7 +65,9 @@ class VideoModel(ImageModel[VideoConfig]):
             self.reader = FrameReader(*fields, depth=sizes.readout, hidden=sizes.hidden, success_head=head)
             shapes = {field.shape for field in self.reader.images.values()}
             if len(shapes) > 1:
-                raise ConfigError(f"One autoencoder reads all cameras, so they need one size, not {sorted(shapes)}.")
+                raise ConfigError(
+                    f"One autoencoder encodes all cameras, so they need the same size, but have {sorted(shapes)}."
+                )
             height, width, _ = next(iter(shapes))
             self.autoencoder = ViewAutoencoder(sizes, len(self.reader.images), height, width, config.precision)
             factor = self.autoencoder.factor

@@ -56,8 +56,8 @@ class ViewAutoencoder(nn.Module):
         self.factor = 2**count
         if height % self.factor or width % self.factor:
             raise ConfigError(
-                f"This autoencoder shrinks views by {self.factor}, {height} x {width} do not divide: use another "
-                "camera size, or fewer worldmodel.config.channels."
+                f"This autoencoder reduces images by a factor of {self.factor}, which does not divide {height} x "
+                f"{width}: use another camera size, or fewer worldmodel.config.channels."
             )
         make: Any = AutoencoderKL
         self.network = make(
@@ -237,9 +237,9 @@ class VideoTransformer(nn.Module):
         super().__init__()
         channels, height, width = latent
         if height % sizes.patch or width % sizes.patch:
-            raise ConfigError(f"Latents of {height} x {width} do not divide into patches of {sizes.patch}.")
+            raise ConfigError(f"Latents of {height} x {width} cannot be divided into patches of {sizes.patch}.")
         if sizes.width % sizes.heads:
-            raise ConfigError(f"width {sizes.width} is not a multiple of heads {sizes.heads}: choose one that is.")
+            raise ConfigError(f"width={sizes.width} must be a multiple of heads={sizes.heads}.")
         self.history = history
         self.chunk = chunk
         self.precision = precision

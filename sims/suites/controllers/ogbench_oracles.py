@@ -277,8 +277,9 @@ class Twin:
         expected = [f"{name}[{index}]" for name, size in (*self._entries, *goal_parts) for index in range(size)]
         if names != expected:
             raise ConfigError(
-                f"The oracles of OGBench read all that its environment shows, in its order; '{spec.name}' shows "
-                f"{', '.join(names[:3])}, ... ({len(names)} numbers, not {len(expected)})."
+                "OGBench's oracles read the complete observation of its environment, in its order, but "
+                f"'{spec.name}' outputs {', '.join(names[:3])}, ... ({len(names)} numbers instead of "
+                f"{len(expected)})."
             )
         if goal_parts:
             return None, goal_parts
