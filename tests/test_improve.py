@@ -223,6 +223,20 @@ def test_with_both_the_simulator_is_used_and_the_plan_says_why(root: Path, capsy
 
 
 @pytest.mark.long
+def test_where_there_are_several_instructions_the_log_is_imitated_as_well(root: Path, capsys):
+    few = "world=push_choice", "run.threads=1", f"run.root={root}", "run.name=choice"
+    assert main(["collect", *few, "collect.episodes=8"]) == 0
+    sizes = "policy.width=16", "policy.depth=1", "policy.sampling_steps=2"
+    assert main(["train", *few, *sizes, "train.fit.steps=2", "train.evaluate_episodes=0"]) == 0
+    policy, data = root / "train" / "choice" / "0" / "checkpoint", root / "collect" / "choice" / "0" / "dataset"
+    capsys.readouterr()
+    plan = "world=push_choice", "improve.plan_only=true", "improve.recipe=none"
+    assert improve(root, *plan, f"data={data}", policy=policy) == 0
+    text = said(capsys)
+    assert f"finetune.experts=[{data}]" in text and "84.3 to 92.2 %" in text
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from rich.rule import Rule
+from torch import nn
 
 from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
@@ -43,6 +44,7 @@ from robopolicy.core.structured import to_plain
 from robopolicy.data.lerobot_reading import read_information
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.tables import difference_text
+from robopolicy.policies.abilities import HoldsModule
 from robopolicy.policies.loading import foreign_format
 from robopolicy.runs import finish, finished, open_run, output, run_path
 from robopolicy.verbs.verb import VERBS, Verb, declaration
@@ -115,8 +117,8 @@ def require_something(config: Config) -> None:
         raise ConfigError("world=demonstrations replays recordings and reports no success: give them as data=LOG.")
     if not name and config.improve.data is None:
         raise ConfigError(
-            f"{config.improve.policy} does not name the world that it was trained in, so nothing says what success is. "
-            "Name a simulator (world=NAME), a log (data=LOG), or both."
+            f"{config.improve.policy} does not name a world of robopolicy's, so nothing says what success is. Name "
+            "a simulator (world=NAME), a log (data=LOG), or both."
         )
 
 
@@ -128,7 +130,8 @@ def plan_of(config: Config, root: Path) -> dict[str, Any]:
     section, device = config.improve, choose_device(config.run)
     path = section.policy or Path()
     foreign, policy = foreign_format(path), load_policy(path, device)
-    weights = sum(weight.numel() for weight in getattr(policy, "parameters", tuple)())
+    module = policy.module if isinstance(policy, HoldsModule) else policy
+    weights = sum(weight.numel() for weight in module.parameters()) if isinstance(module, nn.Module) else 0
     reads = ", ".join(policy.spec.observation)
     graphics = "cuda" if torch.cuda.is_available() else "no GPU"
     plan: dict[str, Any] = {
@@ -168,16 +171,17 @@ def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, A
     plan["found"]["simulator"] = f"{name}: compared by {by}; episodes of at most {spec.horizon} control steps"
     recipe = recipe_of(config, policy)
     stage = partial(stage_of, config, root)
-    several = len(spec.instructions) > 1 and "success" in plan.get("labels", ())
     tuning = [f"recipe={recipe}", setting("finetune.policy", path), "finetune.videos=0"]
-    if several:
+    if len(spec.instructions) > 1 and "success" in plan.get("labels", ()):
         tuning += ["finetune.auxiliaries=[experts]", setting("finetune.experts", [str(section.data)])]
+        plan["reasons"].append(IMITATING)
     elif section.data is not None:
         plan["reasons"].append(f"{SIMULATED} The log is therefore not used.")
     else:
         plan["reasons"].append(f"There is a simulator. {SIMULATED.partition(';')[0]} (docs/results.md).")
-    if several:
-        plan["reasons"].append(IMITATING)
+        if "experts" in (composed(stage("tuned", "finetune", tuning)).finetune.auxiliaries or ()):
+            tuning.append("finetune.auxiliaries=[]")
+            plan["reasons"].append("The recipe also imitates demonstrations, which data=DEMONSTRATIONS would add.")
     plan["reasons"].append(f"Settings: {'defaults' if recipe == 'none' else f'recipe={recipe}'}.")
     count = f"evaluate.episodes={section.episodes}"
     tuned = stage("tuned", "finetune", tuning)
@@ -378,7 +382,7 @@ def speed_of_offline(stage: Mapping[str, Any]) -> tuple[float, float]:
     for part in PARTS:
         small = [f"{key}={max(1, round(part * steps))}" for key, steps in plain.items()]
         seconds.append(trial(stage, [*small, "offline.rounds=1"])[0])
-    slope = max(seconds[1] - seconds[0], 0.0) / (PARTS[1] - PARTS[0])
+    slope = max(seconds[1] - seconds[0], 0.01) / (PARTS[1] - PARTS[0])
     return slope, max(seconds[0] - PARTS[0] * slope, 0.0)
 
 
