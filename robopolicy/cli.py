@@ -2,7 +2,6 @@
 
 import re
 import signal
-import string
 import sys
 import textwrap
 import threading
@@ -10,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -29,7 +27,7 @@ from robopolicy.core.errors import (
 )
 from robopolicy.core.registry import ask_for
 from robopolicy.core.status import ending, note
-from robopolicy.verbs.verb import VERBS, Verb, declaration
+from robopolicy.verbs.verb import VERBS, Verb, declaration, overrides
 
 if TYPE_CHECKING:
     from robopolicy.configuration import Config, Described
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 HELP = ("-h", "--help")
-
-PLAIN = frozenset(string.ascii_letters + string.digits + "_-./~@%+")
-"""Characters that a value may contain without quotes."""
 
 WIDEST = 120
 """Maximum width of help in columns, and its width when the output is not a terminal."""
@@ -126,7 +121,7 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
     if name not in VERBS:
         raise ConfigError(f"'{name}' is not a verb.{did_you_mean(name, VERBS.names())}")
     verb = declaration(name)
-    from robopolicy.configuration import compose  # imports hydra: only once a verb is known
+    from robopolicy.configuration import compose, with_downloads  # imports hydra: only once a verb is known
 
     help_place = next((place for place, argument in enumerate(arguments) if argument in HELP), None)
     if help_place is not None:
@@ -137,7 +132,7 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
         return 0
     origin = partial(_in_origin, verb) if verb.world_from else None
     all_overrides = overrides(name, verb, arguments)
-    config = compose(all_overrides, origin, verb.sections)
+    config = with_downloads(compose(all_overrides, origin, verb.sections), verb.sections)
     _say_unread(name, verb, config, all_overrides)
     if config.json is not None:
         from robopolicy.core.storage import require_writable  # imports safetensors
@@ -156,6 +151,9 @@ def run_verb(name: str, arguments: list[str], output: Console) -> int:
 
 def _in_origin(verb: Verb, config: "Config") -> "Config":
     """Return `config`, which names no world, with the world of the checkpoint, dataset or server given to `verb`."""
+    from robopolicy.configuration import with_downloads
+
+    config = with_downloads(config, verb.sections)
     from robopolicy.building.origins import with_origin  # imports torch: only for verbs that need it
 
     return with_origin(config, verb.world_from)
@@ -171,42 +169,6 @@ def _say_unread(name: str, verb: Verb, config: "Config", given: Sequence[str]) -
     if unread:
         text = f"'{name}' does not read {', '.join(unread)}: it reads only {', '.join(verb.sections)}."
         Console(stderr=True, emoji=False).print(f"[dim]{escape(text)}[/]", highlight=False, soft_wrap=True)
-
-
-def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
-    """Turn positional words into the verb's target settings; keep `key=value` unchanged."""
-    result: list[str] = []
-    targets = list(verb.targets)
-    for argument in arguments:
-        is_path = bool(targets) and _exists(argument)
-        if "=" in argument and not is_path:
-            key, _, value = argument.partition("=")
-            written = _quoted(value) if key in verb.short and _exists(value) else value
-            result.append(f"{verb.short.get(key, key)}={written}")
-        elif argument.startswith("-"):
-            raise ConfigError(
-                f"'{argument}' is not an option: write settings as key=value. See: robopolicy {name} --help"
-            )
-        elif not targets:
-            more = "no further positional argument" if verb.targets else "no positional argument"
-            raise ConfigError(f"'{name}' takes {more} ('{argument}'): write settings as key=value.")
-        else:
-            key, text = targets.pop(0), _quoted(argument) if is_path else argument
-            result.append(f"{key}=[{text}]" if key in verb.lists else f"{key}={text}")
-    return result
-
-
-def _exists(argument: str) -> bool:
-    """Whether an argument is an existing path; an argument too long for a path is not."""
-    try:
-        return Path(argument).exists()
-    except OSError:
-        return False
-
-
-def _quoted(path: str) -> str:
-    """Return a path quoted so that it is parsed back unchanged, whatever characters it contains."""
-    return path if set(path) <= PLAIN else "'" + path.replace("'", "\\'") + "'"
 
 
 def print_overview(output: Console) -> None:

@@ -13,8 +13,9 @@ from robopolicy.building.origins import with_origin
 from robopolicy.building.policies import choose_device
 from robopolicy.building.policies import load_policy as load_checkpoint
 from robopolicy.building.worlds import build_world, made_of_files
-from robopolicy.configuration import compose
+from robopolicy.configuration import Config, compose, with_downloads
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, RunSection, WorldSection
+from robopolicy.core.hub import local_folder
 from robopolicy.core.policy import Policy, is_policy
 from robopolicy.core.randomness import episode_seeds
 from robopolicy.core.registry import ask_for
@@ -29,8 +30,11 @@ from robopolicy.verbs.verb import VERBS, declaration
 
 
 def load_policy(path: Path | str, device: torch.device | str = "cpu") -> Policy:
-    """Load the policy of a checkpoint, robopolicy's or LeRobot's. Raises CheckpointError naming what is missing."""
-    return load_checkpoint(Path(path), device)
+    """Load the policy of a checkpoint, robopolicy's or LeRobot's. Raises CheckpointError naming what is missing.
+
+    path: a folder, or a repository on the Hugging Face hub, USER/NAME or hf://USER/NAME@REVISION, which is downloaded.
+    """
+    return load_checkpoint(local_folder(path, "model"), device)
 
 
 def make_world(name: str, batch_size: int = 128, **options: Any) -> World:
@@ -128,8 +132,12 @@ def report(run: Path | str) -> Path:
 
 def _run(verb: str, settings: tuple[str, ...]) -> dict[str, Any]:
     """Run a verb and return its results, with the run folder as "run". Raises as the verb does (RobopolicyError)."""
-    sources = declaration(verb).world_from
-    config = compose(list(settings), lambda config: with_origin(config, sources))
+    declared = declaration(verb)
+
+    def origin(config: Config) -> Config:
+        return with_origin(with_downloads(config, declared.sections), declared.world_from)
+
+    config = with_downloads(compose(list(settings), origin), declared.sections)
     ask_for(config.run.plugins)
     with ending():
         VERBS.load(verb)(config)

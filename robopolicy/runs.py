@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ def run_path(config: Config, verb: str) -> Path:
     graded = verb == "collect" and config.collect.quality and not config.run.name
     name = f"{run_name(config)}-{config.collect.quality}" if graded else run_name(config)
     return config.run.root / verb / name / str(config.run.seed)
+
+
+def input_path(config: Config, verb: str) -> Path:
+    """Return the results folder of `verb` that this run reads by default: that of the name run.inputs, else its own."""
+    if not config.run.inputs:
+        return run_path(config, verb)
+    return run_path(config.replaced(run=replace(config.run, name=config.run.inputs)), verb)
 
 
 def claim(path: Path, way_out: str = "name this run with run.name=NAME") -> None:
@@ -270,11 +278,11 @@ def publish(config: Config, result: Mapping[str, Any]) -> None:
 
 
 def default_path(config: Config, verb: str, part: str, given: Path | None, key: str) -> Path:
-    """Return `given`, else the path of `verb`'s output with the same name and seed.
+    """Return `given`, else the path of `verb`'s output with the same seed and name (or run.inputs).
 
     Raises CheckpointError naming the verb that creates it, or the setting to change.
     """
-    path = given if given is not None else run_path(config, verb) / part
+    path = given if given is not None else input_path(config, verb) / part
     if not path.exists() and not recover_folder(path).exists():
         advice = f"create it with 'robopolicy {verb}', or set" if given is None else "check"
         raise CheckpointError(f"{path} does not exist: {advice} {key}=PATH.")

@@ -23,7 +23,7 @@ from robopolicy.core.world import World
 from robopolicy.data.lerobot_format import recorded_origin
 from robopolicy.data.lerobot_reading import is_dataset
 from robopolicy.policies.loading import saved_origin, untrusted_kind
-from robopolicy.runs import output, run_path
+from robopolicy.runs import input_path, output
 from sims.registry import require_trusted, trusted_options
 
 SERVER, UNASSUMED = "server", "unassumed"
@@ -172,7 +172,7 @@ def _places(config: Config, key: str, default: str) -> list[Path]:
     if value:
         return [Path(value)]
     verb, _, part = default.partition("/")
-    return [run_path(config, verb) / part] if part else []
+    return [input_path(config, verb) / part] if part else []
 
 
 def _described(origin: WorldOrigin) -> str:

@@ -30,7 +30,9 @@ from robopolicy.configuration.sections.tools import (
     DemoSection,
     ImprovementSection,
     PipelineSection,
+    PushSection,
     ReportSection,
+    SweepSection,
     WatchSection,
 )
 from robopolicy.configuration.sections.worldmodel import ImagineSection, PlanSection, RankSection, WorldModelSection
@@ -74,6 +76,8 @@ class Config:
     demo: DemoSection = field(default_factory=DemoSection)
     improve: ImprovementSection = field(default_factory=ImprovementSection)
     check: CheckSection = field(default_factory=CheckSection)
+    push: PushSection = field(default_factory=PushSection)
+    sweep: SweepSection = field(default_factory=SweepSection)
     json: Path | None = None
 
     def __init__(self, **sections: Any):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from robopolicy.core.errors import DataError, RobopolicyWarning, in_one_line
+from robopolicy.core.hub import blobs_of
 from robopolicy.core.machine import free_memory, in_bytes
 from robopolicy.core.spec import camera_key
 
@@ -127,7 +128,8 @@ def file_within(folder: Path, path: str, what: str) -> Path:
         raise DataError(
             f"{what} should be at {path[:100]!r}, which is not a valid file path ({in_one_line(error, 60)})."
         ) from error
-    if not resolved.is_relative_to(folder.resolve()):
+    blobs = blobs_of(folder.resolve())  # in the hub's cache, files are links to there
+    if not (resolved.is_relative_to(folder.resolve()) or (blobs is not None and resolved.is_relative_to(blobs))):
         raise DataError(f"{what} should be at {path[:100]}, outside {folder}: it is not read.")
     try:
         regular = stat.S_ISREG(resolved.stat().st_mode)

@@ -175,6 +175,23 @@ def success_bars(rates: Sequence[Rate]) -> str:
         return as_svg(figure)
 
 
+def swept_settings(
+    values: Mapping[str, Sequence[float]], intervals: Mapping[str, tuple[float, float]], metric: str
+) -> str:
+    """Plot a sweep: per setting one point per seed, their mean, and the pooled interval where there is one."""
+    with drawing():
+        figure, axes = new_axes(height=max(1.8, 0.42 * len(values) + 1.0))
+        for place, (name, found) in enumerate(reversed(values.items())):
+            if name in intervals:
+                axes.plot(intervals[name], [place, place], color=TUNED, linewidth=5, alpha=0.2, solid_capstyle="butt")
+            axes.plot(found, [place] * len(found), "o", color=BASE, markersize=4, alpha=0.8)
+            if found:
+                axes.plot([float(np.mean(found))], [place], "D", color=TUNED, markersize=6)
+        axes.set_yticks(range(len(values)), list(reversed(values)))
+        axes.set(xlabel=metric, ylim=(-0.6, len(values) - 0.4))
+        return as_svg(figure)
+
+
 def ways_of_deciding(ways: Mapping[str, Mapping[str, Any]], chosen: str) -> str:
     """Plot the minimum milliseconds per policy call of every inference method, one row each, on a logarithmic axis; see
     `ways.way_rows`.

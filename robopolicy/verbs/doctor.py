@@ -27,7 +27,7 @@ from robopolicy.data.lerobot_reading import is_dataset, require_known
 from robopolicy.doctor import Finding, Health, examine
 from robopolicy.doctor.data import check_columns, check_statistics
 from robopolicy.doctor.policy import check_plan
-from robopolicy.runs import default_path, output, publish, run_path
+from robopolicy.runs import default_path, input_path, output, publish
 from robopolicy.verbs.verb import Verb
 
 VERB = Verb(
@@ -49,7 +49,7 @@ def run(config: Config) -> int:
         raise ConfigError(
             f"{data} is a checkpoint, but doctor needs a dataset. Usage: robopolicy doctor DATA doctor.policy={data}"
         )
-    trained = config.doctor.policy or run_path(config, "train") / "checkpoint"
+    trained = config.doctor.policy or input_path(config, "train") / "checkpoint"
     policy = load_policy(trained, device) if config.doctor.policy is not None or trained.exists() else None
     require_known(config.doctor.rename, (data,))
     all_episodes = read_dataset(data, rename=config.doctor.rename or renaming_of(policy))

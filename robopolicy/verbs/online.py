@@ -37,7 +37,7 @@ from robopolicy.evaluation.success import compared
 from robopolicy.rl.offline.configuration import AGENTS
 from robopolicy.rl.offline.decisions import recorded_decisions
 from robopolicy.rl.offline.interface import Interface, recorded_range
-from robopolicy.runs import default_path, output, run_path
+from robopolicy.runs import default_path, input_path, output
 from robopolicy.training.configuration import OnlineConfig
 from robopolicy.training.critics import (
     AgentPolicy,
@@ -130,7 +130,7 @@ def run(config: Config) -> int:
 def policy_path(config: Config) -> Path | None:
     """Return the path of the given policy; None for an agent with online.method=actions, which needs none."""
     section = config.online
-    usual = recover_folder(run_path(config, "train") / "checkpoint")
+    usual = recover_folder(input_path(config, "train") / "checkpoint")
     if section.method == "actions" and section.policy is None and not usual.exists():
         return None
     return default_path(config, "train", "checkpoint", section.policy, "online.policy")

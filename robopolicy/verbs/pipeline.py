@@ -16,14 +16,14 @@ from typing import Any
 
 from rich.rule import Rule
 
-from robopolicy.configuration import Config, compose
+from robopolicy.configuration import Config, compose, with_downloads
 from robopolicy.core.errors import ConfigError, did_you_mean
 from robopolicy.core.run import RunFolder
 from robopolicy.core.storage import read_object, write_json
 from robopolicy.evaluation.report import report_for_run
 from robopolicy.evaluation.tables import STAGES, stage_rows, stage_summary
 from robopolicy.runs import finish, finished, open_run, output, print_table, run_path
-from robopolicy.verbs.verb import VERBS, Verb
+from robopolicy.verbs.verb import VERBS, Verb, declaration
 
 VERB = Verb(
     summary="Run several verbs as one resumable job with one report",
@@ -84,7 +84,7 @@ def stages_of(config: Config, root: Path) -> dict[str, tuple[str, Config]]:
             raise ConfigError(f"pipeline.stages.{name} uses {later[0]}, which is not an earlier stage.")
         overrides = [_filled(setting, places) for setting in (*section.overrides, *settings)]
         basis = [f"recipe={section.recipe}", *shared, f"run.device={config.run.device}", f"run.name={name}"]
-        stages[name] = verb, compose([*basis, *overrides])
+        stages[name] = verb, with_downloads(compose([*basis, *overrides]), declaration(verb).sections)
         places[name] = str(run_path(stages[name][1], verb))
     return stages
 

@@ -6,6 +6,8 @@ Declarations are parsed from the source, so help on any verb imports neither tor
 
 import ast
 import importlib.util
+import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any
 
 from robopolicy.core.errors import ConfigError
 from robopolicy.core.registry import Registry
+
+PLAIN = frozenset(string.ascii_letters + string.digits + "_-./~@%+")
+"""Characters that a value may contain without quotes."""
 
 NAMES = (
     "demo",
@@ -32,6 +37,7 @@ NAMES = (
     "distill",
     "optimize",
     "pipeline",
+    "sweep",
     "evaluate",
     "rank",
     "serve",
@@ -42,6 +48,7 @@ NAMES = (
     "algorithms",
     "report",
     "watch",
+    "push",
 )
 VERBS = Registry("verb", "robopolicy.verbs", {name: f"robopolicy.verbs.{name}:run" for name in NAMES})
 """All verbs, in the order of the overview; other packages add theirs through entry points."""
@@ -54,7 +61,8 @@ class Verb:
     its module. short: other spellings of settings, name -> setting. world_from: settings whose checkpoint or dataset
     determines the world when none is named -> its default location "verb/part" ("" for none, "server" for the policy
     server, "unassumed": no world is assumed, "alone": where it is given, there is no world). resumes: whether the same
-    command resumes an interrupted run.
+    command resumes an interrupted run. rest: a setting that takes all words and settings but the
+    verb's own, as they are written, for a verb that runs others.
     """
 
     summary: str
@@ -66,6 +74,7 @@ class Verb:
     short: Mapping[str, str] = field(default_factory=dict[str, str])
     world_from: Mapping[str, str] = field(default_factory=dict[str, str])
     resumes: bool = False
+    rest: str = ""
 
 
 def declaration(name: str) -> Verb:
@@ -92,3 +101,49 @@ def _literals(call: ast.Call, module: str) -> dict[str, Any]:
         raise ConfigError(
             f"{module}: VERB is parsed without running the module: pass keyword arguments that are literals."
         ) from error
+
+
+def overrides(name: str, verb: Verb, arguments: list[str]) -> list[str]:
+    """Turn positional words into the verb's target settings; keep `key=value` unchanged."""
+    if verb.rest:
+        own = [argument for argument in arguments if argument.startswith((f"{name}.", "json="))]
+        rest = ",".join(_in_quotes(argument) for argument in arguments if argument not in own)
+        return [*own, f"{verb.rest}=[{rest}]"]
+    result: list[str] = []
+    targets = list(verb.targets)
+    for argument in arguments:
+        is_path = bool(targets) and _exists(argument)
+        if "=" in argument and not is_path:
+            key, _, value = argument.partition("=")
+            written = _quoted(value) if key in verb.short and _exists(value) else value
+            result.append(f"{verb.short.get(key, key)}={written}")
+        elif argument.startswith("-"):
+            raise ConfigError(
+                f"'{argument}' is not an option: write settings as key=value. See: robopolicy {name} --help"
+            )
+        elif not targets:
+            more = "no further positional argument" if verb.targets else "no positional argument"
+            raise ConfigError(f"'{name}' takes {more} ('{argument}'): write settings as key=value.")
+        else:
+            key, text = targets.pop(0), _quoted(argument) if is_path else argument
+            result.append(f"{key}=[{text}]" if key in verb.lists else f"{key}={text}")
+    return result
+
+
+def _exists(argument: str) -> bool:
+    """Whether an argument is an existing path; an argument too long for a path is not."""
+    try:
+        return Path(argument).exists()
+    except OSError:
+        return False
+
+
+def _quoted(path: str) -> str:
+    """Return a path quoted so that it is parsed back unchanged, whatever characters it contains."""
+    return path if set(path) <= PLAIN else _in_quotes(path)
+
+
+def _in_quotes(text: str) -> str:
+    """Return a text in Hydra's quotes: backslashes count as such only before a quote."""
+    doubled = re.sub(r"(\\+)('|$)", r"\1\1\2", text)
+    return "'" + doubled.replace("'", r"\'") + "'"

@@ -39,7 +39,7 @@ from robopolicy.evaluation.intervals import shown
 from robopolicy.evaluation.report import IMAGINED
 from robopolicy.evaluation.video import above, write_video
 from robopolicy.evaluation.world_model import examine, follow, images_imagined
-from robopolicy.runs import default_path, output, print_table, run_path
+from robopolicy.runs import default_path, input_path, output, print_table
 from robopolicy.training.fit import fit_stages
 from robopolicy.verbs.job import Job
 from robopolicy.verbs.verb import Verb
@@ -150,7 +150,7 @@ def gather(config: Config, world: World, generator: torch.Generator) -> Episodes
 
 def base_of(config: Config) -> Path:
     """Return the checkpoint of `train` with the same name and seed; ConfigError when it does not exist."""
-    path = run_path(config, "train") / "checkpoint"
+    path = input_path(config, "train") / "checkpoint"
     if not recover_folder(path).exists():
         raise ConfigError(
             f"{path} does not exist, and worldmodel.include_base=true needs its rollouts: create it with 'robopolicy "

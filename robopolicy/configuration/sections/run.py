@@ -19,6 +19,8 @@ class RunSection:
     """Folder of all runs: a run is ROOT/<verb>/<name>/<seed>, where the verb is a command such as train or finetune."""
     name: str = ""
     """Name of the run; empty for the name of the world (environment)."""
+    inputs: str = ""
+    """Name of the runs whose dataset, policy and world model this one reads by default; empty for its own name."""
     seed: Seed = 0
     """Seed of all random number generators. Runs repeat exactly on the same kind of CPU with the same number of threads
     and versions (versions.json). Elsewhere rounding differs, and results of single seeds vary by percentage points.

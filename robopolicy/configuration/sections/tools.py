@@ -141,3 +141,33 @@ class WatchSection:
     """Folder of runs, or one run (default: run.root)."""
     port: Annotated[int, Range(0, 65535)] = 8600
     """Port on this machine; 0 selects a free one."""
+
+
+@dataclass(frozen=True)
+class PushSection:
+    """Folder to upload, and the repository on the Hugging Face hub that receives it."""
+
+    folder: Path | None = None
+    """Checkpoint, LeRobotDataset, or run folder, of which the checkpoint (or dataset) is uploaded."""
+    repository: str = ""
+    """Repository as USER/NAME; created if it does not exist."""
+    private: bool = True
+    """Visibility of a new repository: true only for you (or your organisation), false for everyone. A repository that
+    exists keeps its own.
+    """
+    dry_run: bool = False
+    """Write the card (README.md) into the folder and list the files, without uploading."""
+
+
+@dataclass(frozen=True)
+class SweepSection:
+    """A verb that runs once for every combination of its settings' values, and the metric to compare."""
+
+    command: tuple[str, ...] = ()
+    """The verb and its settings, of which some have several values: finetune run.seed=0,1,2 finetune.clip=0.02,0.05."""
+    metric: str = ""
+    """Entry of result.json to compare, such as validation.reward_error; empty for the success rate, or the return, of
+    the resulting policy.
+    """
+    name: str = ""
+    """Name of the sweep's folder; empty for the verb and the name of its runs."""
