@@ -217,7 +217,7 @@ def test_a_wheel_leaves_ours_out_says_so_and_runs_those_of_other_packages(tmp_pa
     assert main(["bench", "recipes", f"run.root={tmp_path}"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        "The benchmark 'recipes' is only in a checkout of the robopolicy repository" in said and "Traceback" not in said
+        "The benchmark 'recipes' is only in a checkout of robopolicy's repository" in said and "Traceback" not in said
     )
     assert not list(tmp_path.iterdir())
     assert run(tmp_path, "bench.name=theirs") == 0 and "Theirs" in capsys.readouterr().out

@@ -189,7 +189,7 @@ def test_a_log_alone_is_judged_by_the_gate_and_real_success_is_not_claimed(root:
     status = improve(root, f"data={log(root)}")
     text = said(capsys)
     found = result(root, "log")
-    assert "world=reach_planar, which the checkpoint names" in text and "fitted Q evaluation" in text
+    assert "world=reach_planar, which the checkpoint records" in text and "fitted Q evaluation" in text
     assert status == (0 if found["accepted"] else 1) and len(found["rounds"]) == 1
     (judgement,) = found["rounds"][0]["verdict"]["judgements"]
     page = (root / "improve" / "log" / "0" / "report.html").read_text()

@@ -185,7 +185,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
 
 
 BENCHMARK = Benchmark(
-    "How far do fine-tuning methods take the same base policies, for how many environment steps?",
+    "Which success do fine-tuning methods reach from the same base policies, for how many environment steps?",
     ("tasks", "seeds", "only", "rounds", "overrides"),
     benchmark,
     tables,

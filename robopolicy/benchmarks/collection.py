@@ -139,7 +139,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "How much faster is collecting that does not wait for the longest episodes, and does it learn as well?",
+    "How much faster is collection that does not wait for the longest episodes, and is learning as good?",
     ("tasks", "seeds", "only", "rounds", "overrides"),
     benchmark,
     tables,

@@ -224,7 +224,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "Do cautious plans stay true in imagination, and do curious ones teach the model more?",
+    "Are cautious plans accurate in imagination, and does exploration by uncertainty improve the model?",
     ("seeds",),
     each_seed(lambda seed, folder: measure(seed, Scale())),
     tables,

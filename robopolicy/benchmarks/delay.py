@@ -106,7 +106,9 @@ def measure(config: Config, root: Path, task: str, kind: str, seed: int) -> dict
 def course_of(task: str) -> Course:
     """Return how a task's policy comes about; raises ConfigError for one of which that is not known."""
     if task not in COURSES:
-        raise ConfigError(f"bench.tasks: delay knows no '{task}'.{did_you_mean(task, COURSES)} {', '.join(COURSES)}.")
+        raise ConfigError(
+            f"bench.tasks: the benchmark delay has no task '{task}'.{did_you_mean(task, COURSES)} {', '.join(COURSES)}."
+        )
     return COURSES[task]
 
 
@@ -218,7 +220,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
 
 
 BENCHMARK = Benchmark(
-    "What does the time that decisions take cost, and which way of living with it keeps most?",
+    "How much success does inference latency cost, and which method of handling it keeps most?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -247,10 +247,10 @@ def measure(problem: Problem, name: str, seed: int, config: ImaginedValuesConfig
     Raises ConfigError for an unknown arm, or one that needs true values where they are not known.
     """
     if name not in ARMS:
-        raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} There are {', '.join(ARMS)}.")
+        raise ConfigError(f"There is no arm '{name}'.{did_you_mean(name, ARMS)} Known: {', '.join(ARMS)}.")
     arm = ARMS[name]
     if arm.patched and problem.edge_value is None:
-        raise ConfigError("The true values of this world are not known: arm 'patched' has nothing to pay.")
+        raise ConfigError("The true values of this world are unknown: the arm 'patched' cannot compute its penalty.")
     diversity = problem.diversity if arm.critics > 2 else 0.0
     settings = {**problem.agent.__dict__, "critics": arm.critics, "diversity": diversity}
     interface = Interface.of(problem.real.spec)
@@ -343,7 +343,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 
 BENCHMARK = Benchmark(
-    "Do short imagined rollouts make values explode in a perfect model, and what keeps them bounded?",
+    "Do short imagined rollouts make values diverge even in a perfect model, and which methods keep them bounded?",
     ("seeds", "only"),
     benchmark,
     tables,

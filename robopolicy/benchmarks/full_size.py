@@ -288,7 +288,7 @@ def _told(count: int | None) -> str:
 
 
 BENCHMARK = Benchmark(
-    "What do SmolVLA and pi0 take at their own sizes, and is it what was planned?",
+    "How fast are SmolVLA and pi0 at full size, how much memory do they need, and does the estimate match?",
     ("only", "rounds", "overrides"),
     benchmark,
     tables,

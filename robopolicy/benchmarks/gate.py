@@ -337,7 +337,7 @@ def _share(accepted: int, count: int) -> str:
 
 
 BENCHMARK = Benchmark(
-    "Does the gate keep bad candidates out and let good ones in, and what becomes of a policy without it?",
+    "Does the gate reject bad candidates and accept good ones, and what happens to a policy without it?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

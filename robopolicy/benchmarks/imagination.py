@@ -187,7 +187,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 
 BENCHMARK = Benchmark(
-    "Does fine-tuning in imagination alone raise success in the simulator, and what helps where the model is wrong?",
+    "Does fine-tuning in imagination only increase success in the simulator, and what helps where the model is wrong?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -137,7 +137,7 @@ class DiffusersLoop:
     def __init__(self, policy: DenoisingPolicy):
         schedule = policy.schedule
         if not isinstance(schedule, DiffusionSchedule):
-            raise ConfigError("The loop with diffusers' scheduler is for diffusions.")
+            raise ConfigError("The loop with diffusers' scheduler supports diffusion policies only.")
         names = {Prediction.EPSILON: "epsilon", Prediction.SAMPLE: "sample", Prediction.VELOCITY: "v_prediction"}
         self.policy, self.training_steps = policy, schedule.training_steps
         make: Any = DDIMScheduler
@@ -245,7 +245,7 @@ def made(config: Config, root: Path, task: str, name: str, seed: int, device: to
 
 def loaded(run: Path, device: torch.device) -> DenoisingPolicy:
     """Return the policy of a run folder."""
-    return require_denoising(load_policy(run / "checkpoint", device), f"{run} holds no denoising policy.")
+    return require_denoising(load_policy(run / "checkpoint", device), f"{run} contains no denoising policy.")
 
 
 def distilled(config: Config, root: Path, task: str, name: str, seed: int, steps: int) -> Path:
@@ -354,7 +354,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
 
 
 BENCHMARK = Benchmark(
-    "How fast does a policy decide in each way of computing it, and what does that cost?",
+    "How fast is a policy call with each inference method, and how much success does it cost?",
     ("tasks", "seeds", "only", "rounds", "overrides"),
     benchmark,
     tables,

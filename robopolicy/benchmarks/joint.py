@@ -81,7 +81,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "Does a model of actions, futures and values act better with a look ahead, and must it have seen failures?",
+    "Does planning with a model of actions, futures and values increase success, and does it need failures in "
+    "its data?",
     ("seeds",),
     each_seed(lambda seed, folder: measure(seed, Scale())),
     tables,

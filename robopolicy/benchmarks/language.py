@@ -165,7 +165,7 @@ def _by_instruction(arms: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 BENCHMARK = Benchmark(
-    "How far do PPO, GRAPE and a teacher take a policy that is told what to do, and does it listen?",
+    "How far do PPO, GRAPE and a teacher improve a policy with instructions, and does it condition on them?",
     ("seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -255,7 +255,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    f"Do the claims of ten papers show on {TASK}, after the last iteration?",
+    f"Are the claims of ten papers visible on {TASK}, after the last iteration?",
     ("seeds", "only", "overrides"),
     benchmark,
     tables,

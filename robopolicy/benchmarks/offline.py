@@ -277,7 +277,7 @@ def _deployment(task: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 BENCHMARK = Benchmark(
-    "What does a policy learn from its own log alone, and is it safe to put what comes out to work?",
+    "How much does a policy improve from its own log only, and is it safe to deploy the result?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -170,7 +170,7 @@ def picture(figures: Mapping[str, Any]) -> Section:
 
 
 BENCHMARK = Benchmark(
-    "Who learns most from a hundred thousand steps in the world, and what is lost when it begins?",
+    "Which method learns most in 100,000 environment steps, and how much success is lost at the start?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

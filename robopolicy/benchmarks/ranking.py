@@ -155,7 +155,8 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 
 BENCHMARK = Benchmark(
-    f"Do world models order {len(POLICIES)} independently trained policies as the simulator does, on the same starts?",
+    f"Do world models rank {len(POLICIES)} independently trained policies like the simulator, from the same "
+    "initial states?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -130,7 +130,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "What do demonstrations, pre-training and fine-tuning give, with nothing but a recipe's name?",
+    "Which success do demonstrations, pre-training and fine-tuning reach, with only a recipe's name?",
     ("seeds", "only", "overrides"),
     benchmark,
     tables,

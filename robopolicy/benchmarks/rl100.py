@@ -103,7 +103,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "How far do gated rounds on a log, a second log and one denoising step get, from imitation on?",
+    "How much do gated rounds on a log, a second log and one-step distillation improve a policy trained by imitation?",
     ("tasks", "seeds", "overrides"),
     benchmark,
     tables,

@@ -259,7 +259,7 @@ def chosen_from(config: Config, known: Mapping[str, Any]) -> tuple[str, ...]:
     for name in config.bench.only:
         if name not in known:
             raise ConfigError(
-                f"bench.only: there is no '{name}'.{did_you_mean(name, known)} There are {', '.join(known)}."
+                f"bench.only: there is no '{name}'.{did_you_mean(name, known)} Known: {', '.join(known)}."
             )
     return config.bench.only or tuple(known)
 

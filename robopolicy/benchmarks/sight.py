@@ -166,7 +166,8 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "What does a policy with cameras learn of a teacher that sees more, beside imitation and PPO on the images?",
+    "How well does a camera policy learn from a teacher with more information, compared with imitation and PPO "
+    "on images?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -328,7 +328,7 @@ def benchmark(config: Config, root: Path) -> dict[str, Any]:
 
 
 BENCHMARK = Benchmark(
-    "How fast is the native engine beside pure physics, gymnasium's vector environments and Meta-World?",
+    "How fast is robopolicy's engine compared with pure physics, gymnasium's vector environments and Meta-World?",
     ("rounds",),
     benchmark,
     tables,

@@ -73,7 +73,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "Does a policy succeed more often when it looks ahead in a world model, without being trained any further?",
+    "Does planning in a world model increase a policy's success, without further training?",
     ("tasks", "seeds", "only", "overrides"),
     benchmark,
     tables,

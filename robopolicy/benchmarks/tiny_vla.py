@@ -160,7 +160,7 @@ def taught_to_see(folder: Path, dataset: Path, target: Path, steps: int, seed: i
         pupil = _Pupil(cast(DenoisingPolicy, policy), read_dataset(dataset))
     generators = Generators(seed)
     draws = pupil.episodes.sampler(policy.spec.history, 1, 64, generators["batches"])
-    fit(pupil, draws, FitConfig(steps=steps, learning_rate=1e-3), generators, label="Learning to see")
+    fit(pupil, draws, FitConfig(steps=steps, learning_rate=1e-3), generators, label="Training the vision encoder")
     policy.save(target)
     return target
 

@@ -253,7 +253,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "Are guided trajectories more on-policy, truer than step-by-step rollouts, and good to learn from?",
+    "Are guided trajectories more on-policy and more accurate than step-by-step rollouts, and good training data?",
     ("seeds",),
     each_seed(lambda seed, folder: measure(seed, Scale())),
     tables,

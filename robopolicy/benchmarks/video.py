@@ -240,7 +240,7 @@ def sections(figures: Mapping[str, Any], root: Path) -> list[Section]:
 
 
 BENCHMARK = Benchmark(
-    "Do imagined images follow their actions, far ahead, and does memory help a camera that moves?",
+    "Do imagined images follow their actions over long horizons, and does memory help when the camera moves?",
     ("seeds",),
     each_seed(
         lambda seed, folder: {name: measure(seed, scale, folder / name) for name, scale in SCALES.items()},

@@ -235,7 +235,7 @@ def tables(figures: Mapping[str, Any]) -> list[Table]:
 
 
 BENCHMARK = Benchmark(
-    "Do PPO and a teacher raise what a tiny SmolVLA and pi0 learned by imitation? Does LeRobot load what comes out?",
+    "Do PPO and a teacher improve a tiny SmolVLA and pi0 trained by imitation? Does LeRobot load the result?",
     ("seeds", "only", "overrides"),
     benchmark,
     tables,

@@ -123,7 +123,7 @@ def in_world(section: WorldSection, origin: WorldOrigin, where: object, plugins:
     ask_for(plugins)
     kind = untrusted_kind(where) if isinstance(where, Path) else ""
     more = (
-        (f" run.plugins=[{kind.partition(':')[0]}], because it uses '{kind}', which is not part of robopolicy either")
+        (f" run.plugins=[{kind.partition(':')[0]}], because it uses '{kind}', which is not part of robopolicy, either")
         if kind
         else ""
     )

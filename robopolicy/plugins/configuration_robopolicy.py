@@ -57,5 +57,5 @@ class RobopolicyConfig(PreTrainedConfig):
 def not_trained_here() -> ConfigError:
     """Return what is said to whoever wants LeRobot to train our policies."""
     return ConfigError(
-        "LeRobot runs policies of type robopolicy but does not train them: use robopolicy train or robopolicy finetune."
+        "LeRobot cannot train policies of this type, only run them: use robopolicy train or robopolicy finetune."
     )

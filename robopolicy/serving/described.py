@@ -122,8 +122,8 @@ def described_policy(metadata: Mapping[str, Any]) -> DescribedPolicy:
     missing_keys = {"observation", "history", "chunk", "action"} - set(metadata)
     if missing_keys:
         raise ServingError(
-            f"The server does not describe its policy ({', '.join(sorted(missing_keys))} missing): is it a "
-            "robopolicy server?"
+            f"The server does not describe its policy ({', '.join(sorted(missing_keys))} missing): was it "
+            "started with `robopolicy serve`?"
         )
     try:
         history = _whole(metadata["history"])

@@ -1,37 +1,38 @@
 """Runs a benchmark and prints its tables: simulator speed, learning methods, world models, recorded data.
 
-- sims: our engine against pure physics, gymnasium's vector environments on the same scene, and Meta-World's own,
+- sims: robopolicy's engine, pure physics, gymnasium's vector environments on the same scene, and Meta-World,
   interleaved in one process.
-- recipes: demonstrations, pre-training and fine-tuning with nothing but a recipe's name, seed by seed.
+- recipes: demonstrations, pre-training and fine-tuning by recipe name, per seed.
 - algorithms: success against environment steps on the same tasks, base policies and seeds.
-- collection: not waiting for the longest episodes, how much faster and as good?
-- mechanisms: ten small experiments, each asking whether a paper's claim shows.
-- inference: milliseconds a decision in every way of computing it, and what success it costs.
-- vla: does PPO raise what a tiny SmolVLA and pi0 of LeRobot's own classes learned by imitation?
-- full_size: decisions a second and memory of SmolVLA and pi0 at their own sizes, beside the plan.
-- sight: students with cameras of teachers that see more, beside imitation and PPO on the images.
-- language: PPO, GRAPE and a teacher beside imitation, under twelve instructions of one scene, with controls.
-- delay: success against the control steps that a decision takes, for every way of living with it.
+- collection: speed and quality when collection does not wait for the longest episodes.
+- mechanisms: ten small experiments, each testing a paper's claim.
+- inference: milliseconds per policy call for every inference method, and its effect on success.
+- vla: PPO on tiny SmolVLA and pi0 models of LeRobot's classes, pre-trained by imitation.
+- full_size: policy calls per second and memory of full-size SmolVLA and pi0, compared with the estimate.
+- sight: camera students distilled from privileged teachers, compared with imitation and PPO on images.
+- language: PPO, GRAPE and a teacher compared with imitation, for twelve instructions in one scene, with controls.
+- delay: success against inference latency in control steps, for every method of handling it.
 
-On world models:
+World models:
 
-- ranking: do they order policies as the simulator does?
-- imagination: fine-tuning inside them, judged in the simulator, also on narrow data.
-- test_time_planning: choosing actions in them without any training.
-- edge_of_reach: values in a perfect model, and what keeps them bounded.
-- trajectories: are guided ones true, and good to learn from?
-- coplanner: do cautious plans stay true, do curious ones teach more?
+- ranking: agreement with the simulator's ranking of policies.
+- imagination: fine-tuning inside world models, evaluated in the simulator, also with narrow data.
+- test_time_planning: planning without training.
+- edge_of_reach: values in a perfect model, and methods that bound them.
+- trajectories: accuracy of guided trajectories, and their use as training data.
+- coplanner: accuracy of cautious plans, and the benefit of exploring ones.
 - joint: planning with one model of actions, futures and values.
-- video: images far ahead, with and without memory.
+- video: long-horizon images, with and without memory.
 
-On recorded data:
+Recorded data:
 
-- rl100: from imitation over gated rounds to one denoising step, stage by stage.
-- offline: what a policy learns from its own log, way by way; deployed above a floor; corrected by operators.
-- online: learning in the world within 100,000 steps, by critics or by PPO, and what is lost when it begins.
-- gate: what it lets in of good candidates and of planted bad ones, and what becomes of a policy without it.
+- rl100: imitation, gated offline rounds, online phase and one-step distillation, stage by stage.
+- offline: each offline method on the policy's own log; staged rollout with a success floor; operator corrections.
+- online: learning within 100,000 environment steps, by critics or PPO, and the initial drop in success.
+- gate: acceptance of good candidates and of planted bad ones, and the same policy without a gate.
 
-Closed, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision, styles.
+Removed benchmarks, with their results and the last commit of their code in robopolicy/benchmarks/README.md: precision,
+styles.
 
 `tables` writes the result tables of the READMEs and draws their plots, from assets/figures. All benchmarks except sims
 resume after an interruption. Several processes may measure different seeds (bench.seeds) in one folder at once; the
@@ -193,7 +194,7 @@ def named(name: str) -> Benchmark:
         )
     if name in BENCHMARKS.ours and importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
-            f"The benchmark '{name}' is only in a checkout of the robopolicy repository, not in the installed "
+            f"The benchmark '{name}' is only in a checkout of robopolicy's repository, not in the installed "
             "package: clone the repository, and run the same command there."
         )
     benchmark = BENCHMARKS.load(name)

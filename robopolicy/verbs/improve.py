@@ -82,7 +82,7 @@ def run(config: Config) -> int:
     """Plan, run the stages, choose a policy, write the page; return 0 if the improved policy was chosen, else 1."""
     section = config.improve
     if section.policy is None:
-        raise ConfigError("Which policy? Write: robopolicy improve CHECKPOINT world=NAME")
+        raise ConfigError("No policy given. Usage: robopolicy improve CHECKPOINT world=NAME")
     require_something(config)
     if not (config.run.name or config.world.name):
         config = config.replaced(run=replace(config.run, name="log"))
@@ -110,14 +110,15 @@ def require_something(config: Config) -> None:
     name = config.world.name
     if name == WORLD_MODEL:
         raise ConfigError(
-            "world=worldmodel: improve compares policies in a simulator; success in a world model is imagined. Name "
-            "the simulator (world=NAME); or fine-tune in the world model: robopolicy imagine finetune.policy=CHECKPOINT"
+            "world=worldmodel: improve compares policies in a simulator, because success in a world model is only "
+            "imagined. Set the simulator (world=NAME); or fine-tune in the world model: robopolicy imagine "
+            "finetune.policy=CHECKPOINT"
         )
     if name == DEMONSTRATIONS:
-        raise ConfigError("world=demonstrations replays recordings and reports no success: give them as data=LOG.")
+        raise ConfigError("world=demonstrations replays recordings and reports no success: pass them as data=LOG.")
     if not name and config.improve.data is None:
         raise ConfigError(
-            f"{config.improve.policy} does not name a world of robopolicy's, so nothing says what success is. Name "
+            f"{config.improve.policy} does not name a world of robopolicy's, so success is undefined. Set "
             "a simulator (world=NAME), a log (data=LOG), or both."
         )
 
@@ -167,7 +168,7 @@ def plan_simulator(config: Config, root: Path, policy: Policy, plan: dict[str, A
     world = build_world(config.world, policy, batch_size=1)
     spec = world.spec
     world.close()
-    by = "success" if spec.reports_success else "return, for it reports no success"
+    by = "success" if spec.reports_success else "return, because it reports no success"
     plan["found"]["simulator"] = f"{name}: compared by {by}; episodes of at most {spec.horizon} control steps"
     recipe = recipe_of(config, policy)
     stage = partial(stage_of, config, root)
@@ -218,17 +219,19 @@ def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -
     paid = any(each.startswith("offline.reward=") for each in section.overrides)
     if not (plan["labels"] or paid):
         raise DataError(
-            f"{data} records neither rewards (next.reward) nor success (next.success): nothing says what success is. "
-            "Name a simulator as well (world=NAME), or a function that returns the rewards of the recorded episodes: "
+            f"{data} records neither rewards (next.reward) nor success (next.success), so success is undefined. Set "
+            "a simulator as well (world=NAME), or a function that returns the rewards of the recorded episodes: "
             "\"improve.overrides=['offline.reward=package.module:function']\""
         )
     if origin := origin_of(policy):
-        plan["reasons"].append(f"world={origin.name}, which the checkpoint names, would add a simulator to compare in.")
+        plan["reasons"].append(
+            f"world={origin.name}, which the checkpoint records, would add a simulator for comparison."
+        )
     plan["reasons"] += [
         "There is a log and no simulator: a critic is fitted to the log, and candidates are trained from it.",
         "A candidate replaces the policy only if fitted Q evaluation, on held-out episodes, finds it better.",
     ]
-    settings = [setting("offline.dataset", data), setting("offline.policy", section.policy), "gate.judges=[fqe]"]
+    settings = [setting("offline.dataset", data), setting("offline.policy", section.policy), "gate.evaluators=[fqe]"]
     settings += ["world=demonstrations", setting("world.data", data), "offline.evaluate_episodes=0"]
     if "reward" not in plan["labels"] and not paid:
         settings.append("offline.reward=success")
@@ -250,7 +253,7 @@ def plan_log(config: Config, root: Path, policy: Policy, plan: dict[str, Any]) -
     plan["memory"] = memory_used()
     plan["limits"] += [
         "Real success: nothing was executed. The gate estimates values from recorded episodes.",
-        "Whether the gate is right here: of candidates on two tasks that were truly worse, fitted Q evaluation "
+        "Whether the gate is right here: of the candidates on two tasks that were truly worse, fitted Q evaluation "
         "accepted 7 of 61 and 3 of 86 (robopolicy/benchmarks/README.md, gate).",
         "States that the log does not contain.",
     ]
@@ -477,9 +480,7 @@ def in_simulator(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> 
     modes = [results["base"]["policy"][mode] for mode in ("deterministic", "stochastic")]
     if all(mode["reports_success"] and not mode["successes"] for mode in modes):
         count = sum(mode["episodes"] for mode in modes)
-        reason = (
-            f"The base policy succeeds in 0 of {count} episodes: RL has no success to learn from, so it stops here."
-        )
+        reason = f"The base policy succeeds in 0 of {count} episodes: RL has no learning signal, so it stops here."
         summary = outcome(config, plan, folder, results, None, reason, remedies(config))
         return {**summary, "verdicts": {"base": brief(results["base"]["policy"])}}
     results["tuned"] = run_stage(tuning, folder)
@@ -531,9 +532,7 @@ def from_log(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> dict
     advice.append(f"robopolicy deploy {path} {config.improve.policy} world=NAME   # replace it gradually")
     if not accepted:
         reason += " The base policy is kept."
-        advice = [
-            f"{command(stage)} run.name=more 'offline.more=[DATASET]'   # more episodes, best of the policy's own"
-        ]
+        advice = [f"{command(stage)} run.name=more 'offline.extra_datasets=[DATASET]'   # more episodes"]
     summary = outcome(config, plan, folder, {stage["name"]: result}, path, reason, advice)
     return {**summary, "rounds": rounds, "accepted": accepted}
 

@@ -99,10 +99,7 @@ class GymnasiumWorld:
         require_types(GymnasiumWorld, arguments, "world.options.")
         require_sizes(batch_size=batch_size, history=history, horizon=horizon)
         if workers is not None and workers < 0:
-            raise ConfigError(
-                f"world.options.workers={workers} must be at least 1, 0 (all rows in this process) or null (one "
-                "worker per core)."
-            )
+            raise ConfigError(f"world.options.workers={workers} must be at least 0, or null for one per CPU core.")
         self._batch_size, self._history = batch_size, history
         increase = reward == INCREASE
         row = partial(RowEnvironment, make_environment, state_keys, success_key, success, seed_globals, increase)

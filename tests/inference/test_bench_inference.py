@@ -49,7 +49,7 @@ def _plan(arm: str, found: Calibration) -> CachePlan:
 
 
 def test_the_peer_is_for_diffusions():
-    with pytest.raises(Exception, match="for diffusions"):
+    with pytest.raises(Exception, match="supports diffusion policies only"):
         DiffusersLoop(_policy(kind=PolicyKind.FLOW, sampling_steps=4))
 
 
