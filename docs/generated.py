@@ -40,7 +40,7 @@ def verbs() -> str:
     parts = ["# Commands", "Every command is `robopolicy VERB [TARGET] [section.key=value ...] [json=PATH]`."]
     for name in NAMES:
         verb = declaration(name)
-        targets = "".join(f" [{key.split('.')[1].upper()}]" for key in verb.targets)
+        targets = " VERB" if verb.rest else "".join(f" [{key.split('.')[1].upper()}]" for key in verb.targets)
         sections = ", ".join(f"[`{section}`](settings.md#{section})" for section in verb.sections)
         parts += [f"## {name}", verb.text, f"```sh\n{verb.example}\n```"]
         parts += [f"Usage: `robopolicy {name}{targets} [section.key=value ...]`. Settings: {sections}."]

@@ -204,7 +204,7 @@ def print_help(name: str, verb: Verb, config: "Config", output: Console, section
         for part in selected:
             print_section(part, output, width)
         return
-    target = "".join(f" [{key.split('.')[1].upper()}]" for key in verb.targets)
+    target = " VERB" if verb.rest else "".join(f" [{key.split('.')[1].upper()}]" for key in verb.targets)
     output.print(f"[bold]robopolicy {name}[/]{escape(target)} \\[section.key=value ...] \\[json=PATH]\n")
     output.print(reflowed(verb.text), highlight=False, markup=False, width=width)
     output.print(f"\nExample:\n  {verb.example}", highlight=False, markup=False)

@@ -231,6 +231,7 @@ def _summary(kind: str, verb: str, world: str) -> str:
         "finetune": "fine-tuned with RL by",
         "imagine": "fine-tuned in a world model by",
         "distill": "distilled by",
+        "improve": "improved by",
     }
     return f"{what}{f' for `{world}`' if world else ''}, {made.get(verb, 'saved by')} robopolicy."
 

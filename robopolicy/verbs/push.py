@@ -1,11 +1,11 @@
 """Uploads a checkpoint or dataset to the Hugging Face hub, with a card written from the results of its run.
 
 Safetensors, JSON, the card and the run's videos are uploaded, of a dataset parquet and mp4 files; never pickles. Given
-a run folder, its checkpoint (or dataset) is uploaded; given a run of evaluate, the checkpoint that it evaluated, with
-those results. The card states success with Wilson intervals, the base next to it, the paired difference, command,
-seed, versions, and what was not measured. A README.md that is already in the folder is uploaded unchanged:
-push.dry_run=true writes it, to be edited first. A new repository is private unless push.private=false. Log in before
-with 'hf auth login'. Anyone who may read it types hf://USER/NAME where a checkpoint or dataset is expected.
+a run folder, its checkpoint (or dataset) is uploaded; given a run of evaluate or improve, the checkpoint that it
+evaluated or chose, with those results. The card states success with Wilson intervals, the base next to it, the paired
+difference, command, seed, versions, and what was not measured. A README.md that is already in the folder is uploaded
+unchanged: push.dry_run=true writes it, to be edited first. A new repository is private unless push.private=false. Log
+in before with 'hf auth login'. Whoever may read it writes hf://USER/NAME where a checkpoint or dataset is expected.
 """
 
 from contextlib import suppress
@@ -112,9 +112,12 @@ def _inside(path: Path) -> tuple[Path, Path | None]:
         if (path / part).is_dir() and not (path / "config.json").exists():
             return path / part, path
     if (path / RESULT).is_file() and not (path / "config.json").exists():
-        evaluated = read_object(path / RESULT, DataError).get("policy")
-        if isinstance(evaluated, dict) and Path(str(evaluated.get("checkpoint", ""))).is_dir():
-            return Path(str(evaluated["checkpoint"])), path
+        result = read_object(path / RESULT, DataError)
+        evaluated, improved = result.get("policy"), result.get("improve")
+        named = evaluated.get("checkpoint") if isinstance(evaluated, dict) else None
+        named = improved.get("policy") if isinstance(improved, dict) else named
+        if named and Path(str(named)).is_dir():
+            return Path(str(named)), path
         raise ConfigError(f"{path} is a run without a checkpoint or dataset: name the folder to upload.")
     above = path.absolute().parent
     return path, above if (above / RESULT).is_file() else None

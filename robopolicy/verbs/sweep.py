@@ -1,12 +1,12 @@
 """Runs a verb for every combination of its settings' values, and compares the results in one table and one plot.
 
 Write the verb and its settings as usual, with several values where they vary: run.seed=0,1,2 finetune.clip=0.02,0.05
-makes six runs (Hydra's sweep grammar: also range(0,5) and choice(a,b); values inside brackets or quotes stay one
-value). Every run is the verb's own, one after another, in a run folder of its own; settings other than seeds become
-part of its name, and its inputs are those of the name without (run.inputs). The table shows each setting's mean and
-range over seeds, and the paired difference to the first setting on the same initial states. A run that fails is listed
-with its reason, and the others go on. If interrupted, run the same command again: finished runs are kept, the
-interrupted one resumes. More values can be added the same way.
+makes six runs. Values follow Hydra's sweep grammar: also range(0,5) and choice(a,b); a value inside brackets or quotes
+stays one value. Runs are executed one after another, each in the verb's usual folder. Swept settings other than the
+seed are added to the run's name; its default inputs are those of the name without them (run.inputs). The table shows
+each setting's mean and range over seeds, and the paired difference to the first setting on the same initial states. A
+run that fails is listed with its reason, and the others go on. If interrupted, run the same command again: finished
+runs are kept, the interrupted one resumes. Add values to the command to extend a sweep.
 """
 
 import itertools
