@@ -249,7 +249,7 @@ class RssmConfig:
     layers: Count = 2
     """Number of layers of encoders, decoders and heads."""
     reward_scale: NonNegative = 1.0
-    """Weight of the reward in the loss, where what is decoded, success and the prior's KL term weigh 1."""
+    """Weight of the reward loss; reconstruction, success and the prior's KL term have weight 1."""
     burn_in: Natural = 4
     """Number of recorded frames read before imagination starts; one is enough."""
     length: Count = 16
@@ -328,7 +328,7 @@ class PixelDiffusionConfig:
     batch_size: Count = 32
     """Number of frames per training step."""
     unroll: Count = 1
-    """Times that the denoiser goes on from its own, quantised prediction in training, in half of the rows."""
+    """Number of times that training feeds the denoiser's own quantised prediction back, in half of the batch rows."""
     first_share: Share = 0.5
     """Fraction of batch rows trained at the sampler's initial noise level, where only context and actions determine the
     next frame. DIAMOND has none; 5 % of its rows are about as noisy, and a small model then learns the effect of

@@ -146,7 +146,7 @@ class DiffusionSchedule(NoiseSchedule):
         rederived: bool = True,
     ):
         if not 1 <= sampling_steps <= training_steps:
-            raise ConfigError(f"sampling steps={sampling_steps} must be from 1 to the {training_steps} training steps.")
+            raise ConfigError(f"sampling_steps={sampling_steps} must be from 1 to the {training_steps} training steps.")
         if not 0.0 <= eta <= 1.0:
             raise ConfigError(f"eta={eta} must be from 0 (DDIM) to 1 (DDPM).")
         alphas = cumulative_alphas(training_steps, beta_schedule).double()

@@ -140,7 +140,9 @@ class DenoisingPolicyConfig:
     logp_reduction: LogpReduction = LogpReduction.MEAN
     """Reduction of log-probabilities over the executed C x A elements; clip ranges depend on it."""
     noisy_steps: Count | None = None
-    """Number of random steps per action chunk that are noisy and scored (1 in pi_RL's flow-SDE), null for all."""
+    """Number of random denoising steps per action chunk that have noise and a log-probability (1 in pi_RL's flow-SDE),
+    null for all.
+    """
     levels_per_sample: Count = 1
     """Number of noise levels per training sample; its observation is encoded once."""
     likelihood: Likelihood = Likelihood.CHAIN

@@ -167,7 +167,7 @@ def test_what_a_world_cannot_do_it_cannot_do_with_a_delay_either():
             make_world("push_cube", 2, latency_steps=wrong)
     with pytest.raises(ConfigError, match="latency_hold is still: it must be zero"):
         with_latency(world, 1, "still")
-    with pytest.raises(ConfigError, match="action_queue already"):
+    with pytest.raises(ConfigError, match="already has an action queue"):
         with_latency(with_latency(world, 1), 1)
     with pytest.raises(SpecError, match="not from a world with latency_steps=2"):
         world.reset()

@@ -75,7 +75,7 @@ def test_robomimic(tmp_path, capsys):
     assert np.array_equal(episodes.observation[STATE][last].numpy(), states(slice(-1, None), slice(3)))
     assert np.array_equal(episodes.rewards["reward"].numpy(), np.concatenate([e.success for e in recorded()]))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "obs/agentview_image pictures uint8 [16, 24, 3] observation.images.agentview" in shown
+    assert "obs/agentview_image images uint8 [16, 24, 3] observation.images.agentview" in shown
     assert "states float64 [5] dropped" in shown
 
 

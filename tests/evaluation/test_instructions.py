@@ -84,7 +84,10 @@ def test_one_that_is_deaf_does_not_notice(world):
 def test_one_that_does_not_know_the_words_is_said_to_refuse(world):
     _, _, controls = judged(world, understands=False)
     assert controls["paraphrase"].to_json() == {"refused": "The policy was not trained with the word 'shove'."}
-    assert controls["paraphrase"].text.startswith("refused: ") and "refused" not in controls["wrong_instruction"].text
+    assert (
+        controls["paraphrase"].text.startswith("not possible: ")
+        and "not possible" not in controls["wrong_instruction"].text
+    )
 
 
 def test_wrong_is_never_what_is_asked_and_reaches_every_other(world):

@@ -205,7 +205,7 @@ def test_bidirectional_decoding_takes_the_plan_that_is_closest_to_the_last():
 
 
 def test_what_cannot_be_is_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match="asked every 4 steps"):
+    with pytest.raises(ConfigError, match="exceeds the chunk of 4 steps"):
         with_chunking(Numbered(prediction=20), "prefetch", Delay(5))
     with pytest.raises(ConfigError, match="prediction_steps=7"):
         with_chunking(Numbered(prediction=6), "prefetch", Delay(3))

@@ -134,7 +134,7 @@ def test_a_plan_for_other_chains_is_refused_as_one_of_a_policy_is(recorded: tupl
     model = video_model(recorded[1], seed=3)
     save_world_model(model, tmp_path)
     found = weights_hash(tmp_path)
-    for steps, made, said in ((K + 1, {}, r"7 steps, .* takes 6\. .* uses no"), (K, {"version": "1"}, "torch 1")):
+    for steps, made, said in ((K + 1, {}, r"7 steps, .* has 6\. .* uses no"), (K, {"version": "1"}, "torch 1")):
         held = CachePlan.of(model.block_names, torch.ones(len(model.block_names), steps, dtype=torch.bool))
         plan = InferencePlan(InferenceConfig(), found, held, **made)
         save_plan(tmp_path, plan)

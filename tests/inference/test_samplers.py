@@ -114,7 +114,7 @@ def test_samplers_of_other_policies_and_step_counts_are_refused():
         ("heun", diffusion, 5, "use ddim"),
         ("heun", flow, 1, "at least 2 network calls"),
         ("dpm++", diffusion, 1, "2 to 20"),
-        ("ddim", diffusion, 21, "do not fit"),
+        ("ddim", diffusion, 21, "must be from 1 to the 20"),
         ("dim", diffusion, 5, "Did you mean"),
     ):
         with pytest.raises(ConfigError, match=message):

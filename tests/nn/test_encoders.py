@@ -91,5 +91,5 @@ def test_bad_inputs_are_refused():
         encoder({CAMERA: _observation()[CAMERA].float()})
     with pytest.raises(ConfigError, match="reads no observations"):
         ObservationEncoder({}, history=1)
-    with pytest.raises(ConfigError, match="multiples of 8"):
+    with pytest.raises(ConfigError, match="a multiple of 8"):
         ImageEncoder(ImageEncoderConfig(channels=(8, 16, 20)))

@@ -93,7 +93,7 @@ def test_a_camera_beyond_the_limit_is_told_its_size_and_the_limit():
         SpecError, match=r"'observation/images/top' is 1920 x 1080, more than 1280 x 720 pixels: reduce"
     ):
         Session(SPEC).observe(large)
-    with pytest.raises(SpecError, match="is 1080 x 1440; at most 1280 x 720"):
+    with pytest.raises(SpecError, match="is 1080 x 1440, more than 1280 x 720"):
         Session(SPEC).observe(seen() | {TOP: np.zeros((3, 1440, 1080), np.uint8)})
     tall = Session(SPEC).observe(seen() | {TOP: np.zeros((1280, 720, 3), np.uint8)})
     assert tall[TOP].shape == (1, 2, 32, 32, 3)

@@ -180,7 +180,7 @@ def test_a_server_that_comes_back_with_another_policy_is_refused_and_one_with_th
         said |= changes
         for _ in range(2):
             with pytest.raises(
-                RefusedError, match=rf"another policy since .*\(other {text}\): its actions are not executed"
+                RefusedError, match=rf"another policy since .*\(different {text}\): its actions are not executed"
             ):
                 client.infer({"state": np.zeros(1)})
         assert client.metadata["fps"] == 20.0 and client.metadata["world"] == POLICY["world"]

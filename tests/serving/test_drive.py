@@ -160,7 +160,7 @@ def test_a_server_that_falls_silent_ends_the_drive_after_patience(rate):
 def test_a_world_that_the_policy_was_not_trained_for_is_told_from_the_one_that_it_was():
     client = Forecaster()
     client.metadata["observation"] = {STATE: Field((3,)).to_json()}
-    with pytest.raises(SpecError, match=r"as \[3\], 'counter' shows \[1\].*Set the world .* world=NAME"):
+    with pytest.raises(SpecError, match=r"with shape \[3\], but 'counter' outputs \[1\].*Set the world .* world=NAME"):
         drive(Counter(), client, [1])
     client.metadata["world"] = {"name": "push_t", "options": {}}
     with pytest.raises(SpecError, match="It was trained in 'push_t', which is used if no world is set"):
@@ -197,7 +197,7 @@ SECTION = {
     "drive.episodes=0 must be at least 1": {"episodes": 0},
     "drive.seconds=0 must be": {"seconds": 0.0, "robot": "so101_follower"},
     "drive.camera_age=-1 must be": {"camera_age": -1.0, "robot": "so101_follower"},
-    "patience is 0": {"patience": 0.0},
+    "patience=0.0 must be": {"patience": 0.0},
 }
 
 

@@ -229,7 +229,7 @@ def test_no_dialect_brings_objects_or_lies_about_sizes(dialect, change):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ([[[0] * 3] * 40] * 40, "an image as lists of numbers?): send arrays, as packed by openpi_client"),
+        ([[[0] * 3] * 40] * 40, r"an image as lists of numbers\?\): send arrays, as packed by openpi_client"),
         (msgpack.ExtType(42, b"1234"), "msgpack extension type.*send arrays"),
         (b"\xff\xd8\xff\xe0" * 9, "is 36 bytes without a shape and a dtype.*JPEG"),
         ("aGVsbG8=", "is 8 characters without a shape"),

@@ -162,7 +162,7 @@ def test_what_a_proxy_does_wrong_is_not_taken_for_the_servers_fault(answer, text
         ("https_proxy", "http://127.0.0.1:9", "no proxy listens at the proxy http://127.0.0.1:9 from https_proxy"),
         ("https_proxy", "ftp://127.0.0.1:9", "https_proxy is not a proxy address"),
         ("https_proxy", "http://127.0.0.1:9/path", "write https_proxy=http://HOST:PORT"),
-        ("https_proxy", "http://nobody.invalid:9", "through the proxy http://nobody.invalid:9 of https_proxy"),
+        ("https_proxy", "http://nobody.invalid:9", "through the proxy http://nobody.invalid:9 from https_proxy"),
         ("https_proxy", "http://127.0.0.1:99999", "https_proxy"),
         ("socks_proxy", "socks5h://127.0.0.1:9", "socks_proxy"),
     ],

@@ -114,7 +114,7 @@ def test_a_policy_that_reads_two_sizes_is_shown_them():
     fields = {STATE: Field((11,)), "observation.images.front": Field((20, 28, 3), "uint8", 0, 255)}
     seeing = a_policy(fields)
     with pytest.warns(
-        RobopolicyWarning, match=r"world\.image_size is \[16, 16\] for 'top', but .*\[48, 64\] and \[32, 32\]: leave"
+        RobopolicyWarning, match=r"world\.image_size is \[16, 16\] for 'top' and .*\[48, 64\] and \[32, 32\]: unset"
     ):
         build_world(WorldSection(name=f"gymnasium:{NAME}", image_size=16), policy, batch_size=2)
     with pytest.raises(ConfigError, match="no camera 'front'"):

@@ -106,7 +106,7 @@ READ = {
         [
             "'rgb' [4, 16, 16, 3] uint8 is ignored: a stack of 4 images? Policies have their own history",
             "'gray' [4, 16, 16] uint8 is ignored: a stack of 4 images? Policies have their own history: "
-            "register it without the stack, or a picture of 4 channels?",
+            "register it without the stack, or an image of 4 channels?",
             "'maps' [4, 16, 16] float32 is ignored",
         ],
     ),
@@ -122,7 +122,10 @@ READ = {
     "a picture with its channels first": (shows(rgb=byte(3, 10, 20)), ["rgb (10 x 20"]),
     "a picture with opacity": (shows(rgba=byte(10, 20, 4)), ["rgba (10 x 20", "without its fourth channel"]),
     "a mask": (shows(mask=(box(16, 16, 1, low=0, high=1, dtype=np.uint8), 1.0)), ["mask (16 x 16", "0 to 1 becomes"]),
-    "classes": (shows(ids=(box(16, 16, 1, low=0, high=10, dtype=np.uint8), 10.0)), ["'ids' [16, 16, 1] uint8 is left"]),
+    "classes": (
+        shows(ids=(box(16, 16, 1, low=0, high=10, dtype=np.uint8), 10.0)),
+        ["'ids' [16, 16, 1] uint8 is ignored"],
+    ),
     "a mask of truths": (shows(mask=(box(16, 16, 1, low=0, high=1, dtype=bool), 1.0)), ["mask (16 x 16"]),
     "no metadata": (odd.NoMetadata, ["observation.state [2]"]),
     "depth in m": (shows(depth=(box(48, 48), 2.0)), ["'depth' [48, 48] float32 is ignored", "(depth, classes?)"]),
@@ -258,7 +261,7 @@ REFUSED = {
     "a picture of bytes that is declared 0 to 1": (
         returns(lambda place: np.full((8, 8, 3), 200.0), box(8, 8, 3, low=0, high=1)),
         {"cameras": ("pixels",)},
-        "declared 0 to 1 and goes from 200 to 200",
+        "declared 0 to 1, but its values range from 200 to 200",
     ),
     "an infinite sensor": (odd.Infinite, {}, r"not finite in row\(s\) \[0, 1, 2, 3\]: force\[1\]"),
     "no reward": (
@@ -266,12 +269,12 @@ REFUSED = {
         {},
         "reward 'reward' in row.* is not finite.*world.options.reward=package.module:function",
     ),
-    "several rewards": (pays(np.zeros(3)), {}, "not one number.*world.options.reward="),
-    "a text as reward": (pays("good"), {}, "not one number.*world.options.reward="),
+    "several rewards": (pays(np.zeros(3)), {}, "not a single number.*world.options.reward="),
+    "a text as reward": (pays("good"), {}, "not a single number.*world.options.reward="),
     "an end that is no truth": (
         ends("soon"),
         {},
-        "'terminated' of step is 'soon', which is not True or False: let step",
+        "'terminated' of step is 'soon', which is not True or False: step must return",
     ),
     "a step that fails": (odd.Fails, {}, "failed in step: RuntimeError: the arm has no power .*odd_environments"),
     "a reset that fails": (odd.FailsAtFirst, {}, "failed in reset: FileNotFoundError: scene.xml"),

@@ -78,7 +78,7 @@ def test_classes_and_functions_with_or_without_the_spec_make_controllers(name):
         ("no_such_module:Still", "no module 'no_such_module'.*working directory"),
         ("test_suite_controllers:Stil", "Did you mean 'Still'"),
         ("test_suite_controllers:number", "class, or a function"),
-        ("test_suite_controllers:needs_two", "needs spec, other"),
+        ("test_suite_controllers:needs_two", "needs the arguments spec, other"),
         ("test_suite_controllers:broken", "ArithmeticError: no luck"),
         ("test_suite_controllers:not_a_controller", "lacks reset and act"),
         ("test_suite_controllers:Decides", r"a policy.*needs generator.*controller.*act\(observation\)"),

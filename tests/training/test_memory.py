@@ -84,7 +84,7 @@ def test_too_little_is_an_error_with_ways_out():
         fits.require(16 * 10**9)
     with pytest.raises(ConfigError, match="micro_batch=11 fits"):
         fits.require(fits.ahead - 1)
-    with pytest.raises(ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64 or the 512"):
+    with pytest.raises(ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64, or the 512"):
         budget.require(8 * 10**9)
     assert "512 action chunks and a minibatch of 64 4 GB, activations of 64 chunks 20 GB" in budget.text()
     assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()
@@ -118,7 +118,7 @@ def test_pretraining_that_does_not_fit_is_told_the_micro_batch_that_does():
         ConfigError, match=r"micro_batch=3 fits: the activations of 8 chunks at once .* lower batch_size=8"
     ):
         plan_pretraining(policy, 8, enough)
-    assert "activations of 3 decisions" in plan_pretraining(policy, 8, enough, 3)
+    assert "activations of 3 chunks" in plan_pretraining(policy, 8, enough, 3)
     with pytest.warns(RobopolicyWarning, match="may be too small"):
         plan_pretraining(policy, 8, just, 3)
     plan_pretraining(policy, 8, None)

@@ -194,7 +194,7 @@ def test_a_processor_without_bfloat16_is_refused_and_one_that_imitates_it_named(
     with pytest.warns(RobopolicyWarning, match="only emulates"):
         require_precision("bf16", CPU)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    with pytest.raises(ConfigError, match="this cpu cannot"):
+    with pytest.raises(ConfigError, match="which this cpu does not support"):
         require_precision("bf16_backward", CPU)
     with pytest.raises(ConfigError, match="not for mps"):
         require_precision("bf16", torch.device("mps"))

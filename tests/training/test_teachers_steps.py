@@ -51,8 +51,13 @@ def taught(student: Any, teacher: Any, **changes: Any) -> int:
 @pytest.mark.parametrize(
     ("own", "its", "given", "said"),
     [
-        (FLOW, FLOW, {"span": 0.5}, r"-0.5 and 0.5 stand for: -?0.25, the policy's: -?0.5\."),
-        (FLOW, DIFFUSION, {}, "kind: diffusion, scored by its chain, the policy's: flow, scored by its chain"),
+        (FLOW, FLOW, {"span": 0.5}, r"values -0.5 and 0.5: -?0.25, the policy's: -?0.5\."),
+        (
+            FLOW,
+            DIFFUSION,
+            {},
+            "kind: diffusion, log-probabilities by chain, the policy's: flow, log-probabilities by chain",
+        ),
         (FLOW, replace(FLOW, sampling_steps=8), {"steps": 2}, "noise levels: 0.25, the policy's: 0.5"),
         (FLOW, replace(FLOW, flow_noise=FlowNoise.SDE), {}, "weight of the clean estimate"),
         (FLOW, replace(FLOW, flow_noise_level=0.2), {}, "standard deviations: 0.2, the policy's: 0.1"),
@@ -60,7 +65,7 @@ def taught(student: Any, teacher: Any, **changes: Any) -> int:
         (FLOW, replace(FLOW, chunk=2), {}, "executed steps: 2, the policy's: 4"),
         (DIFFUSION, replace(DIFFUSION, spacing=Spacing.TRAILING), {}, "noise levels"),
         (TOKENS, replace(TOKENS, token=replace(TOKENS.token, bins=17)), {}, "vocabulary: 17, the policy's: 9"),
-        (TOKENS, TOKENS, {"span": 0.5}, r"-0.5 and 0.5 stand for: -?0.25, the policy's: -?0.5\."),
+        (TOKENS, TOKENS, {"span": 0.5}, r"values -0.5 and 0.5: -?0.25, the policy's: -?0.5\."),
         (
             TOKENS,
             replace(TOKENS, token=replace(TOKENS.token, actions=ActionTokens.FREQUENCIES)),
@@ -100,6 +105,9 @@ def test_any_teacher_is_imitated_in_what_it_does():
 
 def test_policies_that_do_not_describe_their_steps_are_compared_by_number():
     assert difference_of_steps(ChainPolicy(), ChainPolicy(seed=1)) == ""
-    assert difference_of_steps(ChainPolicy(), ChainPolicy(steps=3)) == "its number of scored steps: 3, the policy's: 2"
+    assert (
+        difference_of_steps(ChainPolicy(), ChainPolicy(steps=3))
+        == "its number of steps with log-probabilities: 3, the policy's: 2"
+    )
     assert difference_of_steps(ChainPolicy(), made(FLOW)).startswith("ChainPolicy does not describe")
     assert difference_of_steps(made(FLOW), ChainPolicy()).startswith("ChainPolicy does not describe")

@@ -168,7 +168,7 @@ class DeploySection:
     episodes: Count = 500
     """Number of episodes of the deployment."""
     update_every: Count = 20
-    """Number of episodes between updates of the new policy's share."""
+    """Number of episodes between updates of the new policy's probability."""
     confidence: Share = 0.95
     """Confidence level of the one-sided bound that must exceed the minimum success."""
 

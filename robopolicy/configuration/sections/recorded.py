@@ -245,9 +245,11 @@ class GateSection:
     width: Count = 128
     """fqe and critic: number of units per layer."""
     per_decision: bool = True
-    """importance: weight each reward only by the policy calls before it, not by those of the complete episode."""
+    """importance: weight each reward by the policy calls up to it only (per-decision importance sampling), not by those
+    of the complete episode.
+    """
     min_effective_episodes: NonNegative = 30.0
-    """importance: effective number of episodes below which no estimate is returned."""
+    """importance: minimum effective sample size in episodes; below it no estimate is returned."""
 
     def __post_init__(self) -> None:
         if not self.evaluators:

@@ -37,7 +37,7 @@ class RunSection:
     run.
     """
     plugins: tuple[str, ...] = ()
-    """Custom modules or import paths to import because checkpoints may need them: [my_package.my_module]."""
+    """Python modules to import before checkpoints are loaded, for their custom classes: [my_package.my_module]."""
     tracker: str = field(default="", metadata={REGISTRY: "robopolicy.evaluation.trackers:TRACKERS"})
     """Experiment tracker that also receives the metrics and videos: tensorboard, wandb (offline unless logged in),
     trackio, or an import path, package.module:name. Empty for none.

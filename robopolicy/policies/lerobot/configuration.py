@@ -47,7 +47,7 @@ class LeRobotTuning:
     least_noise: NonNegative = 0.1
     """Minimum standard deviation of each step, in exploration and log-probabilities; not applied to constant noise."""
     noisy_steps: Count | None = None
-    """Number of random steps per action chunk that are noisy and scored, null for all."""
+    """Number of random denoising steps per action chunk that have noise and a log-probability, null for all."""
     std: Positive = 0.1
     """act, which has no noise of its own: initial standard deviation of exploration for each action element."""
     learn_std: bool = True

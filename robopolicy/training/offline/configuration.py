@@ -35,7 +35,7 @@ class ChainPpoConfig:
 
     builds: ClassVar[str] = "robopolicy.training.offline.improvers:ChainPpo"
     tunes_chain: ClassVar[bool] = True
-    """Whether it learns through the scored denoising steps that fine-tuning trains, as many as are set there."""
+    """Whether the method trains the final denoising steps, as many as fine-tuning does (finetune.finetuned_steps)."""
     iterations: Count = 1
     """Number of times per round that new action chunks are sampled; after the first, the candidate itself samples
     them.
@@ -259,9 +259,9 @@ class ImaginedPpoConfig:
 
     builds: ClassVar[str] = "robopolicy.training.offline.imagined:ImaginedPpo"
     tunes_chain: ClassVar[bool] = True
-    """Whether it learns through the scored denoising steps, as in `ChainPpoConfig`."""
+    """Whether the method trains the final denoising steps, as in `ChainPpoConfig`."""
     imagines: ClassVar[bool] = True
-    """Whether it learns in a world model instead of from a critic of the data."""
+    """Whether the method trains in a world model instead of with a critic of the data."""
     RENAMED: ClassVar[Mapping[str, str]] = {"near_base": "bc_weight"}
     iterations: Count = 20
     """Number of fine-tuning iterations per round; the critic is retrained in each round."""
