@@ -166,6 +166,7 @@ def swept(tmp_path_factory):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_failed_run_is_listed_and_the_others_go_on(swept):
     folder, said = swept
     assert said.returncode == 1, said.stderr
@@ -181,6 +182,7 @@ def test_a_failed_run_is_listed_and_the_others_go_on(swept):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_each_run_is_the_verbs_own_and_finished_ones_are_not_run_again(swept):
     folder, _ = swept
     alone = [word.replace("=6,12", "=12").replace("=0,1", "=0") for word in TRAIN]
@@ -201,6 +203,7 @@ def test_each_run_is_the_verbs_own_and_finished_ones_are_not_run_again(swept):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_ctrl_c_stops_the_run_and_says_how_to_go_on(swept):
     folder, _ = swept
     words = [word.replace("=6,12", "=100000,7") for word in TRAIN]

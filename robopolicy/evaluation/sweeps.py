@@ -32,7 +32,7 @@ CAPTION = (
 @dataclass(frozen=True)
 class SweptRun:
     """One run of a sweep. setting: the values that distinguish it, without the seed, as text; folder: its run folder;
-    state: finished, failed or not run; reason: why it failed; result: its result.json.
+    state: finished, failed or not run; reason: why it failed, "" if it did not; result: its result.json.
     """
 
     setting: str
@@ -161,16 +161,25 @@ def table(found: Sequence[Summary], metric: str) -> tuple[list[str], list[list[s
 
 
 def run_rows(runs: Sequence[SweptRun], metric: str) -> list[list[str]]:
-    """Return a row per run: setting, seed, state, metric, folder, and why it failed."""
+    """Return a row per run: setting, seed, state, metric, and folder."""
     rows: list[list[str]] = []
     for run in runs:
         value = value_of(run.result, metric) if metric else None
         text = "" if value is None else f"{value:.1%}" if metric == SUCCESS else f"{value:.4g}"
-        rows.append([run.setting or "(as given)", str(run.seed), run.state, text, str(run.folder), run.reason])
+        rows.append([run.setting or "(as given)", str(run.seed), run.state, text, str(run.folder)])
     return rows
 
 
-RUN_HEADER = ("setting", "seed", "state", "value", "folder", "why")
+RUN_HEADER = ("setting", "seed", "state", "value", "folder")
+
+
+def failures(runs: Sequence[SweptRun]) -> list[list[str]]:
+    """Return a row per failed run: which it is, and why it failed."""
+    failed = [run for run in runs if run.reason]
+    return [[f"{run.setting}, seed {run.seed}" if run.setting else f"seed {run.seed}", run.reason] for run in failed]
+
+
+FAILURE_HEADER = ("failed run", "reason")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -195,6 +204,8 @@ def sweep_report(title: str, subtitle: str, runs: Sequence[SweptRun], metric: st
         report.sections.append(Section("Settings", caption, svg=svg))
     report.sections.append(Section("Table", CAPTION, header=header, rows=rows))
     report.sections.append(Section("Runs", header=RUN_HEADER, rows=run_rows(runs, metric)))
+    if failed := failures(runs):
+        report.sections.append(Section("Failed runs", header=FAILURE_HEADER, rows=failed))
     report.details["command"] = command
     return report
 

@@ -35,9 +35,11 @@ from robopolicy.core.run import versions
 from robopolicy.core.storage import read_object, write_atomic, write_json
 from robopolicy.evaluation.report import render
 from robopolicy.evaluation.sweeps import (
+    FAILURE_HEADER,
     FINISHED,
     RUN_HEADER,
     SweptRun,
+    failures,
     markdown,
     metric_of,
     numbers_in,
@@ -275,7 +277,8 @@ def _write(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> No
     found = summaries(shown, metric)
     header, rows = table(found, metric)
     parts = (f"# Sweep of {verb}\n", f"`{_command(config)}`\n", markdown(header, rows))
-    write_atomic(folder / "table.md", "\n".join([*parts, markdown(RUN_HEADER, run_rows(shown, metric))]))
+    failed = [markdown(FAILURE_HEADER, failures(shown))] if failures(shown) else []
+    write_atomic(folder / "table.md", "\n".join([*parts, markdown(RUN_HEADER, run_rows(shown, metric)), *failed]))
     runs = [
         {
             **{name: value for name, value in vars(each).items() if name != "result"},
@@ -301,7 +304,6 @@ def _print(config: Config, folder: Path, verb: str, shown: list[SweptRun]) -> No
         known = ", ".join(list(numbers_in(results[0]))[:30])
         what = f"no {metric}" if metric else "neither success nor return"
         output.print(f"result.json contains {what}. Compare another entry with sweep.metric=NAME: {known}.")
-    for each in shown:
-        if each.state == FAILED:
-            output.print(f"Failed: {_described(each)}: {each.reason}", markup=False, soft_wrap=True)
+    for which, reason in failures(shown):
+        output.print(f"Failed: {which}: {reason}", markup=False, soft_wrap=True)
     output.print(f"Table: {folder / 'table.md'}\nReport: {folder / 'report.html'}", soft_wrap=True)
