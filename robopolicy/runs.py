@@ -28,7 +28,7 @@ LONGEST_NAME = 200
 FILMS = ("base.mp4", "policy.mp4", "without_planning.mp4")
 """Videos that `evaluate` writes."""
 MOMENT = 0.2
-"""Seconds in which a lock is tried again: whoever looks whether a run is alive holds it for microseconds."""
+"""Seconds for which a lock is retried: a process that checks whether a run is alive holds it for microseconds."""
 TRACKER = "tracker.json"
 """File with the identifier of this run in experiment trackers."""
 DESCRIPTION = ("config.yaml", "versions.json")

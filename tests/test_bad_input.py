@@ -62,7 +62,7 @@ def complaint(capsys, verb, *arguments) -> str:
         (["drive", "drive.seconds=3", "drive.task=push"], ["drive.task, drive.seconds", "drive.robot=TYPE"]),
         (["drive", "drive.episodes=0"], ["drive.episodes is 0"]),
         (["drive", "drive.robot=so101_follower", "drive.rate=-1"], ["drive.rate=-1 is only for simulated robots"]),
-        (["drive", "drive.host=wss://127.0.0.1:1", "drive.port=2"], ["contains port 1, but port=2"]),
+        (["drive", "drive.host=wss://127.0.0.1:1", "drive.port=2"], ["contains port 1, but drive.port=2"]),
         (["drive", "drive.certificate=/nowhere.pem"], ["/nowhere.pem cannot be read"]),
         (["evaluate", "evaluate.episodes=-1"], ["evaluate.episodes is -1"]),
         (["evaluate", "evaluate.videos=-1"], ["evaluate.videos is -1"]),
@@ -236,7 +236,9 @@ def test_a_setting_longer_than_any_path_is_a_setting(capsys):
     assert "bench.typo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("verb", "text"), [("evaluate", "Nothing is lost"), ("rank", "begins anew")])
+@pytest.mark.parametrize(
+    ("verb", "text"), [("evaluate", "Nothing is lost"), ("rank", "starts again from the beginning")]
+)
 def test_an_interrupted_verb_says_whether_it_goes_on(verb, text, capsys, monkeypatch, tmp_path):
     def interrupted(config):
         raise KeyboardInterrupt

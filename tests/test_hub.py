@@ -323,8 +323,8 @@ def test_who_may_not_read_or_write_hears_why(client, fresh, policy_run):
     assert "hf://eve/gated is gated: accept its conditions on http" in error("evaluate", "eve/gated")
     assert "not allowed" in error("push", policy_run, "alice/reach", token="hf_bob")
     assert "log in with 'hf auth login'" in error("push", policy_run, "alice/reach", token="")
-    assert "is no repository: write USER/NAME" in error("push", policy_run, "reach")
-    assert "is no folder" in error("push", "nowhere", "alice/reach")
+    assert "is not a repository name: write USER/NAME" in error("push", policy_run, "reach")
+    assert "is not a folder" in error("push", "nowhere", "alice/reach")
 
 
 def test_an_interrupted_download_continues(client, fresh, work):
@@ -351,7 +351,7 @@ def test_without_the_hub_the_cache_is_used_and_what_is_not_there_is_said_at_once
     said = client.run("evaluate", "alice/other")
     assert (
         said["status"] == 2
-        and "alice/other is no local folder" in said["err"]
+        and "alice/other is not a local folder" in said["err"]
         and "hf download alice/other" in said["err"]
     )
     fresh.ask("/_control", {"clear": True})

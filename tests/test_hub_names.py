@@ -91,7 +91,7 @@ def test_a_repository_of_the_same_name_in_the_cache_is_pointed_out(tmp_path, mon
 
 
 def test_what_is_no_name_and_what_is_no_input_is_refused():
-    with pytest.raises(ConfigError, match="'hf://a' is no name on the hub: write hf://USER/NAME"):
+    with pytest.raises(ConfigError, match="'hf://a' is not a name on the hub: write hf://USER/NAME"):
         local_folder(Path("hf://a"), "model")
     config = compose(["convert.target=hf://a/b"])
     with pytest.raises(ConfigError, match=r"convert\.target is a local path.*robopolicy push FOLDER USER/NAME"):

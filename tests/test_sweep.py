@@ -63,7 +63,7 @@ def test_settings_with_the_same_last_name_are_told_apart():
 @pytest.mark.parametrize(
     ("command", "why"),
     [
-        ([], "Sweep what"),
+        ([], "No command given"),
         (["finetun"], "'finetun' is not a verb. Did you mean 'finetune'"),
         (["serve", "x"], "'serve' leaves no result"),
         (["train", "train.fit.steps=interval(1,5)"], "no list of values"),

@@ -1,4 +1,4 @@
-"""What can be set about every kind of world model, how large it is, trained and sampled, and about planning in any."""
+"""Settings of every kind of world model (size, training, sampling), and of planning in any of them."""
 
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
@@ -61,7 +61,7 @@ class ImageConfig(Protocol):
 
 
 MIN_LOGVAR, MAX_LOGVAR = -10.0, 0.5
-"""Where the soft bounds of an ensemble's log-variance begin; they are learned."""
+"""Initial soft bounds of an ensemble's log-variance; they are trained."""
 DECODER_CHANNELS = 8
 """Channels of the decoder's largest feature maps, used in training only; the smallest have four times as many."""
 
@@ -205,13 +205,13 @@ RSSM_SIZES = {
 
 
 UNIMIX = 0.01
-"""Share of a uniform distribution in every categorical one (DreamerV3)."""
+"""Weight of a uniform distribution mixed into every categorical distribution (DreamerV3)."""
 FREE_NATS = 1.0
-"""Below so many, the KL terms are not reduced further (DreamerV3)."""
+"""Free nats: KL terms below this value have no gradient (DreamerV3)."""
 REPRESENTATION_SCALE = 0.1
-"""Weight of the KL term that makes the posterior predictable; that which teaches the prior weighs 1 (DreamerV3)."""
+"""Weight of the KL term that makes the posterior predictable; the one that trains the prior weighs 1 (DreamerV3)."""
 START_SHARE = SUCCESS_SHARE = 0.25
-"""Of the training subsequences: those that begin with their episode, and those that hold a success."""
+"""Fractions of the training subsequences that start with their episode, and that contain a success."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ PIXEL_SIZES = {
 
 
 UNROLL_SHARE = 0.5
-"""Rows of a batch in which the denoiser goes on from its own prediction (DIAMOND: all)."""
+"""Fraction of batch rows in which the denoiser continues from its own prediction (DIAMOND: all)."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ class PixelDiffusionConfig:
     context_noise: NonNegative = 0.0
     """Standard deviation of training noise on the context; pixels range from -1 to 1."""
     temperature: NonNegative = 1.0
-    """Standard deviation of the initial noise in sampling; 0 is deterministic, for a single sampling step."""
+    """Standard deviation of the initial noise in sampling; 0 is deterministic and suits a single sampling step."""
     change_threshold: Share = 0.02
     """Minimum change of a pixel, as a fraction of its range; smaller changes are ignored so that static parts do not
     fade.

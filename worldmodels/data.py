@@ -1,4 +1,5 @@
-"""What world models read off the data before they learn: what a state vector is made of, means and deviations.
+"""Statistics that world models compute from the data before training: structure of the state vector, means and
+deviations.
 
 Learned dynamics predict only what is free to move. Elements that never change within an episode (goals) are copied;
 elements that are an affine function of others (relative positions) are recomputed from them, so that they cannot drift

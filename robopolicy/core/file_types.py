@@ -1,6 +1,6 @@
-"""What lies at a path, in words: the type of a file by its first bytes, or what a folder contains.
+"""Describe what a path is, in words: the type of a file by its first bytes, or the content of a folder.
 
-Messages about a path that exists and cannot be used say what it is, instead of what was not found in it.
+Messages about a path that exists but cannot be used say what it is, instead of what was not found in it.
 """
 
 import stat
@@ -19,7 +19,7 @@ SIGNATURES = (
     (4, b"ftyp", "an MP4 video"),
     (257, b"ustar", "a tar archive"),
 )
-"""Offset and bytes by which a file is recognised, and what it is then."""
+"""Offset and bytes by which a file type is recognised, and its description."""
 READ = 512
 """Bytes read from the start of a file: the last signature ends before."""
 ZARR = (".zgroup", ".zarray", "zarr.json")
@@ -28,7 +28,7 @@ LISTED = 3
 
 
 def described_path(path: Path) -> str:
-    """Return what lies at `path`, as a noun phrase: "an HDF5 file", "an empty folder", "a folder with notes.txt".
+    """Describe `path` as a noun phrase: "an HDF5 file", "an empty folder", "a folder with notes.txt".
 
     "" if nothing is there. Reads at most the start of a file; nothing is unpickled.
     """

@@ -75,8 +75,8 @@ def local_folder(given: Path | str, kind: Kind) -> Path:
         if text.startswith(PREFIX):
             shown = re.sub("^hf:/+", "hf://", text)  # a path has one slash
             raise ConfigError(
-                f"'{shown}' is no name on the hub: write hf://USER/NAME, hf://datasets/USER/NAME, or one of them with "
-                "@REVISION."
+                f"'{shown}' is not a name on the hub: write hf://USER/NAME, hf://datasets/USER/NAME, or one of them "
+                "with @REVISION."
             )
         return path
     if not name.explicit:
@@ -175,7 +175,7 @@ def _cached(name: HubName, reason: Exception) -> Path:
         offline = isinstance(reason, OfflineModeIsEnabled)
         why = "HF_HUB_OFFLINE is set" if offline else f"{endpoint()} cannot be reached ({in_one_line(reason, 80)})"
         way = "unset HF_HUB_OFFLINE" if offline else "connect to the network"
-        local = "" if name.explicit else f"{name.repository} is no local folder; "
+        local = "" if name.explicit else f"{name.repository} is not a local folder; "
         repo = f"{name.repository} --repo-type dataset" if name.kind == "dataset" else name.repository
         raise ConfigError(
             f"{local}{name} cannot be downloaded: {why}, and its cache has no complete copy. Either {way}, or fetch it "

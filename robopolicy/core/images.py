@@ -30,7 +30,7 @@ FASTEST = 1
 READ_AT_ONCE = 64
 """Number of frames unpacked at once."""
 type Keeping = Literal["not", "plain", "packed"]
-"""How what cameras showed is kept: not at all, as it is, or compressed without loss."""
+"""Storage of camera images: not at all, unchanged, or compressed without loss."""
 
 
 class PackedFrames:
@@ -78,7 +78,7 @@ class PackedFrames:
 
 
 type Frames = Tensor | PackedFrames
-"""Those of one camera, [n, *shape]."""
+"""Frames of one camera, [n, *shape]."""
 
 
 def frames_tree(frames: Frames) -> Any:

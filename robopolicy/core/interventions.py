@@ -1,4 +1,4 @@
-"""Who acted in recorded steps and which steps to imitate: interventions, recoveries, corrections.
+"""Interventions, recoveries and corrections in recorded steps: the actor of every step, and the steps to imitate.
 
 An operator who intervenes in a failing policy first returns to familiar states, then performs what the policy could
 not, and the episode ends: recover, correct, end (RaC, Hu et al. 2025, arXiv:2509.07953). `Episodes` stores two codes

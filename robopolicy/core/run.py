@@ -117,7 +117,7 @@ class Clock:
 
     def __init__(self, path: Path):
         self.path, self._began = path, time.perf_counter()
-        with reading(path, "Remove it: the run's clock then begins anew"):
+        with reading(path, "Remove it: the run's clock then starts again"):
             self._before = float(read_object(path)["seconds"]) if path.exists() else 0.0
 
     @property

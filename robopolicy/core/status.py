@@ -1,8 +1,8 @@
-"""What a run does now, for whoever watches it: one small file beside its folder, `.<seed>.status.json`.
+"""Status file of a run, for live displays: one small file next to its folder, `.<seed>.status.json`.
 
-The file lies beside the folder as the lock does, so that the folder holds the same whether or how often a run was
-interrupted. It is a view: a disk that is full loses it, and the run goes on. A process that is killed leaves
-"running" there and frees the lock, which tells it from one that works (`state_of`).
+Like the lock, the file is next to the folder, so that the folder's content does not depend on interruptions. It is only
+a view: if the disk is full, it is lost and the run continues. A killed process leaves "running" there and releases the
+lock, which distinguishes it from a living one (`state_of`).
 """
 
 import json
@@ -24,16 +24,16 @@ FAILED = "failed"
 INTERRUPTED = "interrupted"
 KILLED = "killed"
 EVERY = 0.5
-"""Seconds between two writes of the file, so that a loop of short steps is not slowed."""
+"""Seconds between two writes of the file, so that loops of short steps are not slowed down."""
 AT_ONCE = 0.1
-"""Seconds in which a resumed phase reports what was done before, which says nothing about its speed."""
+"""Seconds in which a resumed phase reports earlier progress, which says nothing about its speed."""
 NOTES = 20
-"""Warnings that are kept, the newest."""
+"""Maximum number of stored warnings; the newest are kept."""
 
 
 @dataclass
 class Phase:
-    """One piece of work. done, total: its steps; note: such as "loss 0.12"; began, base: when and from which step its
+    """One phase of work. done, total: its steps; note: such as "loss 0.12"; began, base: time and step from which its
     speed is measured.
     """
 
@@ -52,7 +52,7 @@ class Phase:
             self.base = self.done
 
     def left(self, now: float) -> float | None:
-        """Return the seconds that the rest takes at the speed so far, None where that is not known yet."""
+        """Return the estimated seconds for the remaining steps, None if not known yet."""
         done, seconds = self.done - self.base, now - self.began
         return None if done <= 0 or seconds <= 0 else max(self.total - self.done, 0) * seconds / done
 
@@ -93,7 +93,7 @@ class Status:
             os.replace(temporary, self.path)
 
     def end(self, state: str, reason: str = "") -> None:
-        """Say how the run ended, and call what waits for that."""
+        """Set how the run ended, and call the functions that wait for its end."""
         if _open.pop(self.path, None) is None:
             return
         self.state = state
@@ -108,19 +108,19 @@ _phases: list[Phase] = []
 
 
 def status_file(folder: Path) -> Path:
-    """Where the status of the run in a folder lies."""
+    """Return the path of the status file of the run in `folder`."""
     return folder.absolute().with_name(f".{folder.name}.status.json")
 
 
 def begin(folder: Path) -> Status:
-    """Say that the run in `folder` runs, in this process."""
+    """Mark the run in `folder` as running, in this process."""
     path = status_file(folder)
     _open[path] = _open.get(path) or Status(folder)
     return _open[path]
 
 
 def end(folder: Path, state: str = FINISHED) -> None:
-    """Say that the run in `folder` has ended; nothing where this process did not begin it."""
+    """Mark the run in `folder` as ended; does nothing if this process did not start it."""
     status = _open.get(status_file(folder))
     if status is not None:
         status.end(state)
@@ -128,7 +128,7 @@ def end(folder: Path, state: str = FINISHED) -> None:
 
 @contextmanager
 def ending() -> Generator[None, None, None]:
-    """Say of all runs that are open when an error comes through that they ended so."""
+    """When an exception passes, mark all open runs as ended by it."""
     try:
         yield
     except BaseException as error:
@@ -145,7 +145,7 @@ def _reason(error: BaseException) -> str:
 
 
 def note(text: str) -> None:
-    """Keep a warning for whoever watches the runs of this process."""
+    """Store a warning for displays of this process's runs."""
     for status in _open.values():
         status.notes.append(text)
         status.write()
@@ -153,7 +153,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def phase(label: str, total: int) -> Generator[Callable[[int, str], None], None, None]:
-    """Tell of a piece of work of `total` steps; yields what counts them: (steps, note)."""
+    """Report a phase of `total` steps; yields the function that counts them: (steps, note)."""
     entry = Phase(label, total)
     _phases.append(entry)
 
@@ -170,7 +170,7 @@ def phase(label: str, total: int) -> Generator[Callable[[int, str], None], None,
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return what the status file of a run says, {} where there is none or it is damaged."""
+    """Return the content of a run's status file, {} if it is missing or damaged."""
     from robopolicy.core.storage import read_object  # imports safetensors, which help does without
 
     try:
@@ -180,7 +180,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def state_of(folder: Path, status: dict[str, Any]) -> str:
-    """Return the state of the run in `folder`, of which `read_status` said `status`."""
+    """Return the state of the run in `folder`, given the `status` returned by `read_status`."""
     state = status.get("state")
     if state in (FINISHED, FAILED, INTERRUPTED):
         return state

@@ -1,4 +1,4 @@
-"""What can be set about recording and converting; nothing heavy is imported here."""
+"""Settings of recording and conversion; imports nothing heavy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from robopolicy.core.ranges import Natural, Positive
 
 @dataclass(frozen=True)
 class CorrectConfig:
-    """When the expert takes over from a policy, and how many actions are undone first."""
+    """Conditions under which the expert takes over from a policy, and the number of actions undone first."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"patience": "no_progress_steps", "budget": "max_policy_steps"}
 
@@ -36,7 +36,7 @@ class CorrectConfig:
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Which columns and episodes of another format a LeRobotDataset is made of."""
+    """Columns and episodes of another format to convert to a LeRobotDataset."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"without": "exclude_episodes"}
 

@@ -1,7 +1,7 @@
 """Converting datasets of other formats into a LeRobotDataset v3, a few episodes at a time.
 
-Sources are opened together, what their files promise is compared before anything is written, and the folder appears
-when it is whole. Axes: E episode, L step of one episode.
+Sources are opened together and their declared shapes are compared before anything is written; the folder appears only
+when it is complete. Axes: E episode, L step of one episode.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,12 +39,12 @@ from robopolicy.data.lerobot_format import write_parts
 from robopolicy.data.lerobot_reading import is_dataset
 
 AT_ONCE = 2**27
-"""Bytes of episodes that are written together; in memory they stand twice while they are joined."""
+"""Bytes of episodes written together; while they are concatenated, memory contains them twice."""
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A source and which of its columns become what; pictures: how those of a key are made upright RGB."""
+    """A source and the mapping of its columns; pictures: conversion of each image key to upright RGB."""
 
     source: Source
     title: str
@@ -58,10 +58,10 @@ class _Opened:
 
 
 class Conversion:
-    """Sources that are open, and the episodes of them that are chosen. A context: `with Conversion(...) as found`.
+    """Opened sources and their chosen episodes. A context manager: `with Conversion(...) as found`.
 
-    fps: control steps per second, None where nobody says. Raises ConfigError and DataError with one sentence where a
-    source is damaged or unknown, or sources do not fit together.
+    fps: control steps per second, None if unknown. Raises ConfigError and DataError with one sentence if a source is
+    damaged or unknown, or sources do not fit together.
     """
 
     def __init__(self, paths: Sequence[Path], config: ConvertConfig, kind: str = ""):
@@ -83,7 +83,7 @@ class Conversion:
         self._stack.close()
 
     def require_rate(self) -> float:
-        """Return the control steps per second; raises ConfigError where nobody says them."""
+        """Return the control steps per second; raises ConfigError if they are unknown."""
         if self.fps is None:
             source = self.opened[0].source
             raise ConfigError(
@@ -94,7 +94,7 @@ class Conversion:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should read, a sentence each."""
+        """Messages for the user, one sentence each."""
         texts = [note for each in self.opened for note in each.source.notes]
         actions = [each.source.columns[part.key].dtype for each in self.opened for part in each.columns[ACTION]]
         if any(dtype.startswith(("int", "uint", "bool")) for dtype in actions):
@@ -103,19 +103,19 @@ class Conversion:
 
     @property
     def title(self) -> str:
-        """The formats of the sources."""
+        """Names of the sources' formats."""
         return ", ".join(dict.fromkeys(each.title for each in self.opened))
 
     @property
     def table(self) -> list[list[str]]:
-        """A line for every column: its key, what it holds, what it becomes."""
+        """A line for every column: its key, its content, and its new name."""
         first = self.opened[0]
         return table(first.source.columns, first.columns)
 
     def write(self, target: Path) -> tuple[int, int]:
-        """Write the chosen episodes to `target`, replacing what is there; return how many they are, and their steps.
+        """Write the chosen episodes to `target`, replacing an existing dataset; return their number and their steps.
 
-        Raises DataError where files do not hold what they promise, StorageError where `target` cannot be written.
+        Raises DataError if files do not contain what they declare, StorageError if `target` cannot be written.
         """
         self.require_rate()
         self._check()
@@ -164,7 +164,9 @@ class Conversion:
         return pictures
 
     def _rate(self) -> float | None:
-        """Return the control steps per second that are set, or that all sources say; None where one does not say."""
+        """Return the control steps per second that are set, or on which all sources agree; None if one does not contain
+        them.
+        """
         if self.config.fps is not None:
             return self.config.fps
         rates = {each.source.fps: each.source for each in self.opened}
@@ -194,7 +196,7 @@ class Conversion:
                     )
 
     def _fields(self, opened: _Opened) -> dict[str, Field]:
-        """Return a field for every column that is written but those of outcomes."""
+        """Return a field for every written column except outcomes."""
         columns = opened.source.columns
         fields: dict[str, Field] = {}
         for target, parts in opened.columns.items():
@@ -218,7 +220,7 @@ class Conversion:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raise DataError unless every chosen episode has the rows and shapes that its source promises."""
+        """Raise DataError unless every chosen episode has the rows and shapes that its source declares."""
         cut = self.config.trim_start + self.config.trim_end
         with progress("checking", len(self.chosen)) as advance:
             for entry, episode in self.chosen:
@@ -248,7 +250,7 @@ class Conversion:
                 advance()
 
     def _parts(self) -> Iterator[Episodes]:
-        """Yield the chosen episodes, as many at a time as `AT_ONCE` holds."""
+        """Yield the chosen episodes in groups of at most `AT_ONCE` bytes."""
         waiting: list[dict[str, Any]] = []
         size = 0
         for entry, episode in self.chosen:
@@ -262,7 +264,9 @@ class Conversion:
             yield self._joined(waiting)
 
     def _read(self, opened: _Opened, episode: int) -> dict[str, Any]:
-        """Return one episode, cut: observation: key -> [L + 1, *shape], action [L, A] and outcomes [L] by name."""
+        """Return one episode after trimming: observation: key -> [L + 1, *shape], action [L, A] and outcomes [L] by
+        name.
+        """
         source = opened.source
         values = source.read(episode, opened.keys)
         length, start = source.lengths[episode], self.config.trim_start
@@ -331,7 +335,7 @@ class Conversion:
 
 
 def sources_in(path: Path, kind: str = "") -> list[Path]:
-    """Return `path`, or the files in a folder that is no dataset itself; raises DataError where it does not exist."""
+    """Return `path`, or the files in a folder that is not a dataset itself; raises DataError if it does not exist."""
     if not path.exists():
         raise DataError(f"{path} does not exist: check the path of the source.")
     if kind or not path.is_dir() or format_of(path) is not None:
@@ -341,7 +345,7 @@ def sources_in(path: Path, kind: str = "") -> list[Path]:
 
 
 def require_target(target: Path, sources: Sequence[Path], overwrite: bool) -> None:
-    """Raise DataError where `target` holds something that must not be replaced, or lies in a source."""
+    """Raise DataError if `target` contains files that must not be replaced, or is inside a source."""
     for source in sources:
         if target.resolve() == source.resolve() or (
             source.is_dir() and target.resolve().is_relative_to(source.resolve())
@@ -361,7 +365,7 @@ def require_target(target: Path, sources: Sequence[Path], overwrite: bool) -> No
 
 
 def _unknown(path: Path) -> str:
-    """Return why a source cannot be converted, and the way out."""
+    """Return why a source cannot be converted, and the remedy."""
     if is_dataset(path):
         return (
             f"{path} is already a LeRobotDataset v3, which every verb reads; lerobot-edit-dataset splits and merges it."

@@ -360,7 +360,7 @@ def report(explanations: Sequence[Explanation], exactly: str, nearly: str) -> li
         text = " and ".join(item.text for item in explanation.breaks)
         likely = "" if exact else "most likely: " if explanation.score.error < 0.5 else "perhaps: "
         either = f"one of {len(explanations)} explanations that fit this data equally: " if several else ""
-        outcome = "mended, " + (exactly if exact else nearly.format(error=explanation.score.error))
+        outcome = "after the fix " + (exactly if exact else nearly.format(error=explanation.score.error))
         remedies = " ".join(dict.fromkeys(item.remedy for item in explanation.breaks))
         for check in dict.fromkeys(item.check for item in explanation.breaks):
             findings.append(Finding(check, Health.BAD, f"{either}{likely}{text} ({outcome})", remedies))

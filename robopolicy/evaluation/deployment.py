@@ -38,7 +38,7 @@ SHARES = np.linspace(0.0, 1.0, 101)
 """Candidate shares of the tuned policy."""
 
 Coin = Literal["step", "episode"]
-"""When the acting policy is drawn: at every policy call (StepMix), or once per episode (EpsMix)."""
+"""Interval at which the acting policy is drawn: at every policy call (StepMix), or once per episode (EpsMix)."""
 
 
 class MixedPolicy:

@@ -32,7 +32,7 @@ TRACKERS = Registry(
         "trackio": "robopolicy.evaluation.trackers:Trackio",
     },
 )
-"""What run.tracker names: a class or function that takes a `TrackedRun` and returns a `Tracker`."""
+"""Registry for run.tracker: a class or function that takes a `TrackedRun` and returns a `Tracker`."""
 PROJECT = "robopolicy"
 IDENTITY = "tracker.json"
 PATIENCE, MOST_WAITING = 60.0, 10_000

@@ -26,9 +26,11 @@ ENGINES = Registry(
 
 
 type Engine = Callable[[Policy, InferenceConfig, Caching | None], Policy]
-"""What an engine's name stands for: returns a policy that decides as the given one does, in the way that config names.
+"""Type of an inference engine: a function that returns a policy acting like the given one, computed as `config`
+specifies.
 
-The last argument is who remembers its blocks from step to step, None for nobody. Raises ConfigError where it cannot.
+The last argument is the block cache used between steps, None for none. Raises ConfigError if the engine does not
+support the policy.
 """
 
 

@@ -75,7 +75,7 @@ class Sampler:
 
 
 type MakesSampler = Callable[[NoiseSchedule, int], Sampler]
-"""What a sampler's name stands for: returns the sampler of so many steps for a policy of this schedule.
+"""Type of a sampler factory: returns the sampler with the given number of steps for a policy with this schedule.
 
 Raises ConfigError when such policies are not supported.
 """

@@ -59,9 +59,7 @@ class CacheConfig:
 
 
 type CacheScheduler = Callable[[Calibration, CacheConfig], Tensor]
-"""What a scheduler's name stands for: returns which blocks are computed in which steps, [B, K] bool, in the first step
-all of them.
-"""
+"""Type of a cache scheduler: returns the blocks to compute in each step, [B, K] bool; all blocks in the first step."""
 
 
 def make_plan(calibration: Calibration, config: CacheConfig) -> CachePlan:

@@ -75,7 +75,8 @@ class FlowNoise(Enum):
 
 
 RHO = 7.0
-"""How strongly the levels of EDM's sampler crowd towards the lowest (Karras et al. 2022, section 3)."""
+"""Exponent rho of EDM's noise levels; larger values place more of them near the lowest (Karras et al. 2022, section 3).
+"""
 CHURN_NOISE = 1.003
 """Standard deviation of the churn's noise (S_noise there)."""
 

@@ -1,4 +1,4 @@
-"""What a token policy reads and says: actions as tokens, observations as embeddings.
+"""Inputs and outputs of a token policy: actions as tokens, observations as embeddings.
 
 Chunks of normalised actions [N, C, A] become K integers in 0..V-1 and back; K is the same for all chunks. Actions are
 expected in [-1, 1] (what lies outside is clipped to it). Observations become one embedding per vector field, one per

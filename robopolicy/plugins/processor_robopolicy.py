@@ -1,4 +1,6 @@
-"""What LeRobot does before and after our policy: names, a batch axis, devices; normalising is the policy's own."""
+"""LeRobot's pre- and postprocessors for robopolicy's policies: names, a batch axis, devices; the policy normalises
+itself.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -24,9 +24,9 @@ from robopolicy.nn.configuration import (
 MOST_STEPS = 100_000
 """Maximum number of denoising steps: tables have one row per step."""
 MOST_PLANNED = 10_000
-"""Of a joint model's candidates, and of the values of each of their futures."""
+"""Maximum number of a joint model's candidates, and of the values of each of their futures."""
 FUTURES = 2
-"""That a joint model imagines for every candidate."""
+"""Number of futures that a joint model imagines for every candidate."""
 
 
 class PolicyKind(Enum):

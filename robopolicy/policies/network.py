@@ -28,10 +28,12 @@ from robopolicy.policies.configuration import DenoisingPolicyConfig, PolicyKind,
 from robopolicy.policies.interface import given_instructions
 
 Condition = Mapping[str, Tensor]
-"""What a network made of N observations: tensors [N, ...] by name, each name "condition" or "condition.<what>".
+"""Encoded observations, the condition of the denoising network: tensors [N, ...], named "condition" or
+"condition.<what>".
 
-Decisions of a policy with a frozen encoder keep them in their latents under these names, and scoring takes them from
-there. Rows stay apart: the tensors are indexed and repeated along N. Several layers' keys go in one [N, layers, ...].
+Policies with a frozen encoder store them in the latents of their action chunks under these names, and log-probabilities
+are computed with them. Rows are independent: the tensors are indexed and repeated along N. The keys of several layers
+are stacked in one tensor [N, layers, ...].
 """
 
 NETWORKS = Registry(
@@ -86,7 +88,7 @@ class Steps(Protocol):
 
 
 type Guided = Callable[[Steps], Steps]
-"""Returns what takes the steps of a chain in the network's place."""
+"""Function that wraps the network of a denoising chain; the result takes the steps in its place."""
 
 
 @runtime_checkable

@@ -187,12 +187,14 @@ class AttachedLeRobot:
 
     @property
     def placed(self) -> np.ndarray:
-        """Which elements of `still` [A] bool are known: positions that were neither observed nor sent yet are not."""
+        """Mask of the elements of `still` [A] bool that are known: positions that were neither observed nor sent yet
+        are not.
+        """
         return self.wiring.placed(self._shown) | (self._sent is not None)
 
     @property
     def limits_itself(self) -> np.ndarray:
-        """Which action elements [A] bool the robot limits itself: positions, by its max_relative_target."""
+        """Mask of the action elements [A] bool that the robot limits itself: positions, by its max_relative_target."""
         limited = getattr(getattr(self.robot, "config", None), "max_relative_target", None) is not None
         return ~self._stops & limited
 

@@ -1,4 +1,4 @@
-"""What can be set about pre-training, fine-tuning and learning online, with the defaults that worked; no torch here."""
+"""Settings of pre-training, fine-tuning and online learning, with tested defaults; imports no torch."""
 
 import math
 from collections.abc import Mapping

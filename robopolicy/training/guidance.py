@@ -1,9 +1,9 @@
-"""What fine-tuning may lean on beside its own episodes: a teacher, demonstrations, pairs, recorded episodes of experts.
+"""Additional inputs of fine-tuning: a teacher, demonstrations, preference pairs, recorded episodes of experts.
 
-Experts' episodes become rows of rollouts, learned from by policy gradient beside the policy's own (DynaWeb: real expert
-trajectories randomly interleaved with imagined rollouts). That needs a policy that can tell the scored steps of given
-actions, so that they have log-probabilities: action tokens, not chains of noise, of which many lead to one action
-(auxiliaries=[experts] learns from experts with any policy).
+Expert episodes become rows of rollouts and are trained by policy gradient together with the policy's own (DynaWeb: real
+expert trajectories randomly interleaved with imagined rollouts). This needs a policy that can compute log-probabilities
+of given actions: action tokens, but not denoising chains, of which many lead to the same action (auxiliaries=[experts]
+imitates experts with any policy).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -34,8 +34,8 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Upload:
-    """What is uploaded. folder: the checkpoint or dataset; run: the run folder with its results, None if unknown;
-    films: the run's videos; files, left_out: paths relative to `folder`.
+    """Files to upload. folder: the checkpoint or dataset; run: the run folder with its results, None if unknown; films:
+    the run's videos; files, left_out: paths relative to `folder`.
     """
 
     folder: Path
@@ -55,20 +55,20 @@ def run(config: Config) -> int:
     """Write the card, list the files, and upload them unless push.dry_run."""
     section = config.push
     if section.folder is None or not section.repository:
-        raise ConfigError("Upload what, and where to? Write: robopolicy push FOLDER USER/NAME")
+        raise ConfigError("Folder and repository are required. Usage: robopolicy push FOLDER USER/NAME")
     upload = upload_of(section.folder)
     name = hub_name(section.repository, upload.kind)
     if name is None or name.revision:
         raise ConfigError(
-            f"push.repository={section.repository} is no repository: write USER/NAME, of letters, digits, '-', '_' "
-            "and '.'."
+            f"push.repository={section.repository} is not a repository name: write USER/NAME with letters, digits, "
+            "'-', '_' and '.'."
         )
     name = HubName(name.repository, upload.kind, explicit=True)
     card, written = card_of(upload, name)
     if section.dry_run:
         write_atomic(upload.folder / CARD, card)
         print_files(upload, written)
-        output.print(f"Card: {upload.folder / CARD}. Nothing was uploaded: leave out push.dry_run=true to upload.")
+        output.print(f"Card: {upload.folder / CARD}. Nothing was uploaded: unset push.dry_run to upload.")
         return 0
     print_files(upload, written)
     private = send(upload, name, card, section.private)
@@ -88,7 +88,7 @@ def upload_of(path: Path) -> Upload:
     """
     if not path.is_dir():
         raise ConfigError(
-            f"{path} is no folder: name a checkpoint, a dataset or a run, such as runs/finetune/push_t/0."
+            f"{path} is not a folder: pass a checkpoint, a dataset or a run, such as runs/finetune/push_t/0."
         )
     folder, run_folder = _inside(path)
     if is_dataset(folder):

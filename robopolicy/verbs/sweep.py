@@ -96,7 +96,7 @@ def run(config: Config) -> int:
     first = runs[0]
     name = config.sweep.name or f"{first.verb}-{first.config.run.inputs or run_name(first.config)}"
     if Path(name).name != name or name in (".", ".."):
-        raise ConfigError(f"sweep.name={name} is no folder name: choose one without '/'.")
+        raise ConfigError(f"sweep.name={name} is not a folder name: choose one without '/'.")
     folder = open_folder(first.config.run.root / "sweep" / name, way_out="name this sweep with sweep.name=NAME").path
     shown = [each.shown for each in runs]
     try:
@@ -120,7 +120,7 @@ def planned(command: Sequence[str]) -> list[Planned]:
     combinations.
     """
     if not command:
-        raise ConfigError("Sweep what? Write: robopolicy sweep finetune recipe=push_t run.seed=0,1,2")
+        raise ConfigError("No command given. Usage: robopolicy sweep finetune recipe=push_t run.seed=0,1,2")
     verb, *words = command
     if verb not in VERBS:
         raise ConfigError(f"'{verb}' is not a verb.{did_you_mean(verb, VERBS.names())}")

@@ -96,7 +96,7 @@ def test_a_policy_is_examined_with_the_data_it_was_trained_on_and_with_other_dat
     assert examine(root, f"doctor.policy={tmp_path / 'policy'}") == (0, {})
     write_dataset(broken_data.flipped(data, 0), tmp_path / "broken")
     _, found = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'broken'}")
-    assert "'shoulder' has the opposite sign (mended, replays follow" in found["action sign"]["measured"][0]
+    assert "'shoulder' has the opposite sign (after the fix replays follow" in found["action sign"]["measured"][0]
     assert "'shoulder' has the opposite sign of the policy's" in found["action sign"]["measured"][1]
     write_dataset(broken_data.with_frames(data, STATE, lambda frames: frames / 57.29578), tmp_path / "radians")
     _, found = examine(root, f"doctor.policy={tmp_path / 'policy'}", f"doctor.data={tmp_path / 'radians'}")

@@ -213,7 +213,7 @@ def test_what_cannot_be_is_refused_with_the_way_out():
         with_chunking(Numbered(), "prefetsh", Delay(1))
     with pytest.raises(ConfigError, match=r"no option 'decai'.*decay"):
         with_chunking(Numbered(), "ensembling", Delay(1), {"decai": 1.0})
-    with pytest.raises(ConfigError, match="latency_steps=-1"):
+    with pytest.raises(ConfigError, match="latency_steps is -1"):
         Delay(-1)
     with pytest.raises(ConfigError, match="denoising of a diffusion or flow policy"):
         with_chunking(Numbered(), "rtc", Delay(1))

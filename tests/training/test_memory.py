@@ -87,7 +87,7 @@ def test_too_little_is_an_error_with_ways_out():
     with pytest.raises(ConfigError, match=r"No micro_batch is small enough.* Or lower minibatch=64, or the 512"):
         budget.require(8 * 10**9)
     assert "512 action chunks and a minibatch of 64 4 GB, activations of 64 chunks 20 GB" in budget.text()
-    assert "weights 1 GB held 3 times (tuned, base, best)" in budget.text()
+    assert "weights 1 GB, stored 3 times (tuned, base, best)" in budget.text()
     resting = replace(budget, rest=7 * 10**9)
     assert "weights frozen 7 GB and trainable 1 GB, stored 3 times (tuned, base, best)" in resting.text()
     assert (resting.ahead, resting.held, resting.loading) == (budget.ahead, 9 * 10**9, 16 * 10**9)

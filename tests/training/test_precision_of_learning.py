@@ -196,6 +196,6 @@ def test_a_processor_without_bfloat16_is_refused_and_one_that_imitates_it_named(
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with pytest.raises(ConfigError, match="which this cpu does not support"):
         require_precision("bf16_backward", CPU)
-    with pytest.raises(ConfigError, match="not for mps"):
+    with pytest.raises(ConfigError, match="not on mps"):
         require_precision("bf16", torch.device("mps"))
     require_precision("fp32", torch.device("mps"))

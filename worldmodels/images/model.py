@@ -1,4 +1,4 @@
-"""What models of images share: fields and statistics, what is read off frames, making, describing and restoring them.
+"""Common parts of image models: fields, statistics, readout, building, describing and restoring.
 
 An image model imagines the next frame of all cameras. Everything else that a `LearnedModel` must provide (vectors,
 reward, success, uncertainty, thresholds, observations) comes from here. The readout is fitted afterwards, on true
@@ -40,7 +40,7 @@ PART = 128
 
 ImagineFrames = Callable[[Tensor, torch.Generator], Tensor]
 """Steps [n] -> frames [n, 3, height, width, 3] around each: the one before it, the one in which it is taken, and its
-result. As many of the last two as the model can are imagined.
+result. The last two are imagined if the model can.
 """
 
 Advance = Callable[[Latent, Tensor], tuple[Tensor, Tensor]]

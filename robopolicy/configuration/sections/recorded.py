@@ -115,7 +115,7 @@ class AgentSection(Tagged):
 
 @dataclass(frozen=True)
 class ImproveSection(Tagged):
-    """How a candidate is trained from the incumbent and the critic."""
+    """Training method of a candidate, from the incumbent and the critic."""
 
     kinds: ClassVar = IMPROVERS
     beside: ClassVar = True
@@ -278,7 +278,7 @@ class BakeoffSection:
 
 @dataclass(frozen=True)
 class DoctorSection:
-    """What to diagnose."""
+    """Data and policy to diagnose."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {"without": "exclude_episodes"}
 

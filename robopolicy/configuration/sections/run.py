@@ -50,7 +50,7 @@ DEMONSTRATIONS = "demonstrations"
 
 @dataclass(frozen=True)
 class ImaginationSection:
-    """When imagined rollouts are truncated (the value beyond is bootstrapped), and the penalty on uncertainty."""
+    """Truncation of imagined rollouts (the value beyond is bootstrapped), and the penalty on uncertainty."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
         "steps": "max_steps",

@@ -73,7 +73,7 @@ class PipelineSection:
 
 @dataclass(frozen=True)
 class DemoSection:
-    """What the demo runs."""
+    """Recipe and size of the demo."""
 
     recipe: str = "push_t"
     """Name of the recipe."""
@@ -83,7 +83,7 @@ class DemoSection:
 
 @dataclass(frozen=True)
 class ImprovementSection:
-    """What to improve, and how much time it may take."""
+    """Policy to improve, its data, and the time budget."""
 
     policy: Path | None = None
     """Checkpoint of the policy to improve, robopolicy's or LeRobot's."""
@@ -98,7 +98,7 @@ class ImprovementSection:
     iterations: Natural = 0
     """Number of fine-tuning iterations (or gated rounds); 0 for the recipe's."""
     recipe: str = ""
-    """Recipe of the stages; empty for the recipe with the name of the world, if there is one; none for none."""
+    """Recipe of the stages; empty for the recipe with the name of the world, if it exists; `none` for no recipe."""
     overrides: tuple[str, ...] = ()
     """Additional settings of the stages, quoted: improve.overrides=['finetune.learning_rate=1e-4']. Each stage gets
     those of the sections that it reads.

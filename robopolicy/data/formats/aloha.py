@@ -1,7 +1,7 @@
 """ALOHA's and ACT's HDF5: a folder of episode_0.hdf5, ... with action, observations/{qpos,qvel,effort,images/CAMERA}.
 
-Pictures are raw, or JPEG files in rows of bytes (attribute `compress`). The files do not say at what rate they were
-recorded: ALOHA's recorder runs at 50 Hz. Source: tonyzhaozh/act, MarkFzp/act-plus-plus.
+Images are raw, or JPEG files as rows of bytes (attribute `compress`). The files do not contain the frame rate: ALOHA's
+recorder runs at 50 Hz. Source: tonyzhaozh/act, MarkFzp/act-plus-plus.
 """
 
 import re
@@ -24,7 +24,7 @@ _TARGETS = {
     "observations/qvel": "observation.velocity",
     "observations/effort": "observation.effort",
 }
-"""Names as LeRobot's own ALOHA datasets have them."""
+"""Names of the elements, as in LeRobot's ALOHA datasets."""
 _IMAGES = "observations/images/"
 
 

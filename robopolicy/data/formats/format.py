@@ -1,9 +1,8 @@
-"""`DatasetFormat`: how recordings in another project's files are opened, and the registry of these formats.
+"""`DatasetFormat`: interface to open recordings in another project's files, and the registry of these formats.
 
-A format tells which files are its own and opens them as a `Source`: columns by key, episode by episode, so that no
-dataset has to fit into memory. `robopolicy.data.conversion` writes what it reads as a LeRobotDataset v3. A stranger
-registers one as an entry point of the group `robopolicy.dataset_formats`, or names it by its dotted path:
-convert.format=package.module:Class.
+A format recognises its own files and opens them as a `Source`: columns by key, episode by episode, so that a dataset
+need not fit into memory. `robopolicy.data.conversion` writes them as a LeRobotDataset v3. Register a custom format as
+an entry point of the group `robopolicy.dataset_formats`, or pass its import path: convert.format=package.module:Class.
 """
 
 import shlex
@@ -31,17 +30,17 @@ FORMATS = Registry(
         "npz": "robopolicy.data.formats.npz:Npz",
     },
 )
-"""Classes of `DatasetFormat`, by name; those of other packages are asked first."""
+"""Registry of `DatasetFormat` classes by name; those of other packages are tried first."""
 
 
 @dataclass(frozen=True)
 class Column:
     """One array with a row for every step of an episode.
 
-    shape: of one row; dtype: numpy's name of what `Source.read` returns; targets: its names in the LeRobotDataset, as
-    the format knows them; () to leave it out, None to guess by its key. A slice of a row may have a name of its own:
-    "0:2" in `slices`, which then stands in for targets. names: of the elements of a vector; upside_down: pictures whose
-    first row is the lowest.
+    shape: of one row; dtype: numpy's name of the type that `Source.read` returns; targets: its names in the
+    LeRobotDataset, if the format defines them; () to drop it, None to guess from its key. A slice of a row may have its
+    own name: "0:2" in `slices`, which then replaces targets. names: of the elements of a vector; upside_down: the first
+    row of the images is the lowest.
     """
 
     shape: tuple[int, ...]
@@ -53,11 +52,11 @@ class Column:
 
 
 class Source(ABC):
-    """A dataset of another format that has been opened. E episodes, L actions in one of them.
+    """An opened dataset of another format. E episodes, L actions per episode.
 
-    path: what was opened; columns: by key; lengths: L of every episode [E]; tasks: instructions [E], "" where the files
-    say none; fps: steps per second, None where the files do not say; usual_fps: of this format, for advice alone;
-    seeds: of the episodes [E], None for unknown; notes: sentences that the user should read.
+    path: of the dataset; columns: by key; lengths: L of every episode [E]; tasks: instructions [E], "" if the files
+    have none; fps: steps per second, None if the files do not contain it; usual_fps: typical value of this format, for
+    advice only; seeds: of the episodes [E], None if unknown; notes: messages for the user.
     """
 
     path: Path
@@ -71,20 +70,20 @@ class Source(ABC):
 
     @abstractmethod
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes [rows, *shape] that the files promise for these columns, without reading the arrays.
+        """Return the shapes [rows, *shape] that the files declare for these columns, without reading the arrays.
 
-        An observation may have L + 1 rows: the last is what the last action led to. Raises DataError.
+        An observation may have L + 1 rows: the last is the observation after the last action. Raises DataError.
         """
 
     @abstractmethod
     def read(self, episode: int, keys: Collection[str]) -> Mapping[str, np.ndarray]:
-        """Return these columns of one episode, each [rows, *shape]. Raises DataError where they are damaged."""
+        """Return these columns of one episode, each [rows, *shape]. Raises DataError if they are damaged."""
 
 
 class DatasetFormat(ABC):
-    """The files of another project; the next one overrides `title`, `recognises` and `open`.
+    """A file format of another project; a subclass overrides `title`, `recognises` and `open`.
 
-    title: what the format is called in messages.
+    title: name of the format in messages.
     """
 
     title = ""
@@ -93,16 +92,16 @@ class DatasetFormat(ABC):
     def recognises(self, path: Path) -> bool:
         """Whether `path`, a file or a folder, is of this format.
 
-        Raises DataError where it is, and damaged; ConfigError where a package is missing to tell.
+        Raises DataError if it is, but damaged; ConfigError if a package is missing that recognising it needs.
         """
 
     @abstractmethod
     def open(self, path: Path) -> AbstractContextManager[Source]:
-        """Open `path`. Raises DataError where it is damaged or not what the format promises."""
+        """Open `path`. Raises DataError if it is damaged or violates the format."""
 
 
 def format_of(path: Path, name: str = "") -> DatasetFormat | None:
-    """Return the format of `path`, by `name` where one is given; None where nobody recognises it.
+    """Return the format of `path`, or the format `name` if given; None if no format recognises it.
 
     Raises DataError and ConfigError as `DatasetFormat.recognises`.
     """
@@ -114,8 +113,8 @@ def format_of(path: Path, name: str = "") -> DatasetFormat | None:
 
 
 def what_it_is(path: Path) -> str:
-    """Return a sentence on the format of a `path` that exists and is no LeRobotDataset v3, with the command that
-    converts it; "" where no format knows it. Raises DataError where it is damaged.
+    """Return a sentence on the format of an existing `path` that is not a LeRobotDataset v3, with the command that
+    converts it; "" if no format recognises it. Raises DataError if it is damaged.
     """
     try:
         dataset_format = format_of(path)
@@ -133,7 +132,7 @@ def what_it_is(path: Path) -> str:
 
 
 def command(path: Path, source: Source | None = None) -> str:
-    """Return the command that converts `path` to a folder beside it."""
+    """Return the command that converts `path` to a new folder next to it."""
     plain = path.name.removesuffix(".zip").removesuffix(path.suffix if path.suffix != ".zip" else "")
     name = plain.rsplit(".", 1)[0] if plain.endswith((".zarr", ".hdf5", ".h5", ".npz")) else plain
     target = path.with_name(f"{name}_v3")

@@ -1,7 +1,7 @@
-"""HDF5 files of strangers: only what lies in the file itself is read, and what it promises must be there.
+"""Untrusted HDF5 files: only data inside the file itself is read, and declared sizes are checked.
 
-An HDF5 file may name others (external links, virtual datasets, raw files) and promise any size while it holds nothing:
-both are refused before an array is allocated.
+An HDF5 file can refer to other files (external links, virtual datasets, raw files), and can declare any size without
+containing data: both are rejected before an array is allocated.
 """
 
 import json
@@ -22,7 +22,7 @@ from robopolicy.data.lerobot_checks import require_room
 
 EXTRA = "convert"
 type Group = Any
-"""h5py.Group, and h5py.Dataset below: h5py is imported where a file is opened."""
+"""h5py.Group, like h5py.Dataset below: h5py is imported only when a file is opened."""
 type Dataset = Any
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 SUFFIXES = (".hdf5", ".h5", ".hdf")
@@ -32,7 +32,7 @@ LARGEST_TEXT = 2**24
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether `path` is a file that begins as HDF5 does, or is called so."""
+    """Whether `path` is a file that starts like HDF5 or has its extension."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -41,7 +41,7 @@ def is_hdf5(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Generator[Group]:
-    """Open an HDF5 file for reading. Raises DataError where it is truncated or none, ConfigError without h5py."""
+    """Open an HDF5 file for reading. Raises DataError if it is truncated or not HDF5, ConfigError without h5py."""
     h5py = require_extra("h5py", EXTRA)
     try:
         file = h5py.File(path, "r", locking=False)
@@ -54,7 +54,7 @@ def opened(path: Path) -> Generator[Group]:
 
 
 def member(group: Group, key: str, path: Path) -> Any:
-    """Return the group or dataset at `key`, which lies in the file itself; raises DataError where it does not."""
+    """Return the group or dataset at `key`, inside the file itself; raises DataError if it is not."""
     h5py = require_extra("h5py", EXTRA)
 
     node: Any = group
@@ -72,7 +72,7 @@ def member(group: Group, key: str, path: Path) -> Any:
 
 
 def has(group: Group, *keys: str) -> bool:
-    """Whether all of these keys lie in the file itself, without following links that may lead elsewhere."""
+    """Whether all of these keys are inside the file itself, without following links to other files."""
     h5py = require_extra("h5py", EXTRA)
 
     for key in keys:
@@ -86,7 +86,7 @@ def has(group: Group, *keys: str) -> bool:
 
 
 def array(group: Group, key: str, path: Path) -> Dataset:
-    """Return the dataset at `key`, all of which is there; raises DataError where it is not."""
+    """Return the dataset at `key`, completely written; raises DataError if it is not."""
     h5py = require_extra("h5py", EXTRA)
 
     dataset = member(group, key, path)
@@ -115,7 +115,7 @@ def array(group: Group, key: str, path: Path) -> Dataset:
 
 
 def children(group: Group, path: Path, prefix: str = "") -> dict[str, Any]:
-    """Return every dataset below `group` by its key; links that lead elsewhere raise DataError."""
+    """Return every dataset below `group` by its key; raises DataError on links to other files."""
     h5py = require_extra("h5py", EXTRA)
 
     datasets: dict[str, Any] = {}
@@ -129,13 +129,15 @@ def children(group: Group, path: Path, prefix: str = "") -> dict[str, Any]:
 
 
 def numbered(group: Group, pattern: str) -> list[str]:
-    """Return the names in `group` that match `pattern` as a whole, by the number in its first parentheses."""
+    """Return the names in `group` that fully match `pattern`, sorted by the number in its first group."""
     matches = ((re.fullmatch(pattern, name), name) for name in group)
     return [name for _, name in sorted((int(match[1]), name) for match, name in matches if match)]
 
 
 def lengths_of(group: Group, names: Sequence[str], key: str, promise: str, path: Path) -> list[int]:
-    """Return the rows of `key` in the groups `names`; raises DataError where the attribute `promise` differs."""
+    """Return the number of rows of `key` in each of the groups `names`; raises DataError if the attribute `promise`
+    differs.
+    """
     lengths = [int(array(group, f"{name}/{key}", path).shape[0]) for name in names]
     for name, length in zip(names, lengths, strict=True):
         expected = group[name].attrs.get(promise, length)
@@ -146,9 +148,9 @@ def lengths_of(group: Group, names: Sequence[str], key: str, promise: str, path:
 
 
 def described(dataset: Dataset, path: Path, key: str) -> Column | None:
-    """Return the column that a dataset with a row a step is, None for texts, objects and single values.
+    """Return the column for a dataset with one row per step, None for texts, objects and single values.
 
-    Encoded pictures (rows of bytes, or of numbers that begin as a JPEG or PNG does) are told by their first row.
+    Encoded images (rows of bytes, or of numbers that start like a JPEG or PNG file) are recognised by their first row.
     """
     if dataset.shape is None or not dataset.shape or not dataset.shape[0]:
         return None
@@ -163,7 +165,7 @@ def described(dataset: Dataset, path: Path, key: str) -> Column | None:
 
 
 def array_of(dataset: Dataset, path: Path) -> Dataset:
-    """Return `dataset`, after `array`'s checks. Raises DataError as it does."""
+    """Return `dataset` after the checks of `array`; raises DataError as `array` does."""
     return array(dataset.parent, str(dataset.name).rsplit("/", 1)[-1], path)
 
 
@@ -183,10 +185,10 @@ def _is_encoded(data: bytes) -> bool:
 
 
 class Hdf5Source(Source):
-    """Episodes that are groups of one HDF5 file, or files of their own.
+    """Episodes stored as groups of one HDF5 file, or as one file each.
 
-    places: (file, group in it) of every episode; `file`, if given, is open and holds all of them. final: the prefix of
-    keys -> the prefix under which the rows after the last action lie, "obs/" -> "next_obs/".
+    places: (file, group in it) of every episode; `file`, if given, is open and contains all of them. final: prefix of
+    keys -> prefix of the rows after the last action, "obs/" -> "next_obs/".
     """
 
     def __init__(
@@ -248,7 +250,7 @@ class Hdf5Source(Source):
         return arrays
 
     def _ending(self, group: Group, key: str) -> str | None:
-        """Return the key under which the row after the last action of `key` lies, None where there is none."""
+        """Return the key of the row after the last action of `key`, None if there is none."""
         for prefix, other in self.final.items():
             if key.startswith(prefix):
                 ending = other + key.removeprefix(prefix)
@@ -257,14 +259,14 @@ class Hdf5Source(Source):
 
 
 def text_of(value: Any) -> str:
-    """Return an attribute's text, "" where it is none."""
+    """Return an attribute's text, "" if it is not a text."""
     if isinstance(value, bytes):
         value = value.decode(errors="replace")
     return value if isinstance(value, str) else ""
 
 
 def object_of(value: Any, path: Path, what: str) -> dict[str, Any]:
-    """Return an attribute that holds a JSON object, {} where it is absent; raises DataError where it is none."""
+    """Return an attribute's JSON object, {} if it is absent; raises DataError if it is not a JSON object."""
     text = text_of(value)
     if not text:
         return {}

@@ -1,4 +1,4 @@
-"""Which column of a source becomes which column of the LeRobotDataset: guessed from keys and shapes, or set."""
+"""Mapping from a source's columns to those of the LeRobotDataset: guessed from keys and shapes, or set by the user."""
 
 import math
 import re
@@ -25,14 +25,14 @@ _VECTORS = {
     SUCCESS: r"(is_)?success(es)?",
     TERMINATED: r"terminals?|terminated|terminateds|terminations?|dones?",
 }
-"""Names of keys, the last part of them, that mean one column wherever they stand."""
+"""Last parts of keys that always mean the same column."""
 _PICTURES = ("img", "image", "images", "rgb", "pixels", "observation", "observations", "obs")
-"""Keys that say nothing but that they are pictures."""
+"""Keys that identify a column only as images."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A column of the source, or the elements first to last (without it) of its rows."""
+    """A column of the source, or a slice of its rows, elements first to last (exclusive)."""
 
     key: str
     first: int | None = None
@@ -43,19 +43,18 @@ class Part:
 
 
 ColumnMap = dict[str, tuple[Part, ...]]
-"""Name in the LeRobotDataset -> what it is made of, concatenated."""
+"""Name in the LeRobotDataset -> source columns, which are concatenated."""
 
 
 def is_picture(column: Column) -> bool:
-    """Whether a column holds pictures."""
+    """Whether a column contains images."""
     return column.dtype == ENCODED or layout(column.shape, column.dtype) is not None
 
 
 def mapped(columns: Mapping[str, Column], asked: Mapping[str, Any], where: object) -> ColumnMap:
-    """Return the map of a source's `columns`, with what was `asked` (convert.map) before what is guessed.
+    """Return the mapping of a source's `columns`; the user's entries, `asked` (convert.map), override guesses.
 
-    Raises ConfigError where `asked` names what is not there or cannot be, DataError where no action or observation is
-    found.
+    Raises ConfigError if `asked` contains unknown or invalid names, DataError if no action or observation is found.
     """
     requested_targets = {_part(key, columns, where): _targets(key, value) for key, value in asked.items()}
     requested_keys = {part.key for part in requested_targets}
@@ -103,7 +102,7 @@ def _targets(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _guessed(key: str, column: Column) -> Iterable[tuple[Part, str]]:
-    """Yield what becomes of a column that nobody asked for."""
+    """Yield the guessed mapping of a column that the user did not set."""
     if column.slices is not None:
         for text, target in column.slices.items():
             first, _, last = text.partition(":")
@@ -129,7 +128,7 @@ def _camera(leaf: str) -> str:
 
 
 def _one_picture_each(found: ColumnMap, columns: Mapping[str, Column]) -> ColumnMap:
-    """Give pictures whose guessed names are one the names of their whole keys."""
+    """Give images whose guessed names are equal the names of their complete keys."""
     result: ColumnMap = {}
     for target, parts in found.items():
         if len(parts) > 1 and all(is_picture(columns[part.key]) for part in parts):
@@ -167,12 +166,14 @@ def _require_fitting(found: ColumnMap, columns: Mapping[str, Column], where: obj
 
 
 def size_of(part: Part, columns: Mapping[str, Column]) -> int:
-    """Return how many elements of a vector a part has."""
+    """Return the number of elements of a vector or slice."""
     return _size(columns[part.key]) if part.first is None or part.last is None else part.last - part.first
 
 
 def names_of(parts: tuple[Part, ...], columns: Mapping[str, Column]) -> tuple[str, ...]:
-    """Return names for the elements of what `parts` make up: theirs, numbered keys where several are joined, or ()."""
+    """Return names for the elements of concatenated `parts`: their own, numbered keys if there are several parts, or
+    ().
+    """
     names: list[str] = []
     for part in parts:
         column_names = columns[part.key].names
@@ -193,13 +194,13 @@ def _size(column: Column) -> int:
 
 
 def in_words(column: Column) -> str:
-    """Return what a column holds: "float64 [7]", "pictures uint8 [84, 84, 3]"."""
+    """Describe the content of a column: "float64 [7]", "images uint8 [84, 84, 3]"."""
     kind = "" if column.dtype == ENCODED else f" {column.dtype}"
     return f"images{kind} {list(column.shape)}" if is_picture(column) else f"{column.dtype} {list(column.shape)}"
 
 
 def table(columns: Mapping[str, Column], found: ColumnMap) -> list[list[str]]:
-    """Return a line for every column of the source: its key, what it holds, what it becomes."""
+    """Return a line for every column of the source: its key, its content, and its new name."""
     lines: list[list[str]] = []
     for key, column in columns.items():
         becomes = [

@@ -1,8 +1,8 @@
 """Minari's HDF5: DATASET/data/main_data.hdf5 with episode_0/{observations,actions,rewards,terminations,infos,...}.
 
-Observations have one row more than actions, so what the last action led to is known. Spaces of dictionaries are groups,
-tuples have the keys _index_0, ... The files do not say at what rate steps follow.
-Source: Farama-Foundation/Minari, minari/dataset/_storages/hdf5_storage.py.
+Observations have one row more than actions, so the observation after the last action is known. Dictionary spaces are
+groups, tuples have the keys _index_0, ... The files do not contain the frame rate. Source: Farama-Foundation/Minari,
+minari/dataset/_storages/hdf5_storage.py.
 """
 
 from collections.abc import Collection, Generator, Mapping
@@ -71,7 +71,7 @@ class Minari(DatasetFormat):
 
 
 class _MinariSource(Hdf5Source):
-    """What `infos` say of the reset stands in a first row, which no step led to."""
+    """Minari's episodes; the first row of `infos`, which belongs to the reset, is dropped."""
 
     def shapes(self, episode: int, keys: Collection[str]) -> Mapping[str, tuple[int, ...]]:
         """See `Source`."""
@@ -106,7 +106,7 @@ def _of_arrow(path: Path) -> bool:
 
 
 def _require_all(path: Path, count: int) -> None:
-    """Raise DataError where metadata.json promises another number of episodes than there are."""
+    """Raise DataError if the number of episodes differs from the one in metadata.json."""
     for file in (path / METADATA, path / "data" / METADATA):
         if file.is_file():
             total = read_object(file, DataError).get("total_episodes", count)

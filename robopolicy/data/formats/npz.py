@@ -1,9 +1,9 @@
-"""Episodes in the arrays of one .npz file, one behind the other: DPPO's, OGBench's and D4RL's names, or LeRobot's.
+"""Episodes concatenated in the arrays of one .npz file, with the names of DPPO, OGBench and D4RL, or LeRobot's.
 
 Every array has a row for each step: `actions` (or `action`) [N, A], `states`, `observations`, `images` [N, H, W, 3] or
-[N, 3, H, W], `rewards`, `success`, `terminals`. Where episodes end is said by one of `episode_ends` [E] (steps so far),
-`episode_lengths` or `traj_lengths` [E], `episode_index` [N], or `terminals` and `timeouts` [N]. `fps` and `task` are a
-number and a text (or a text for each episode). Arrays are read from the file as they come, never a whole one.
+[N, 3, H, W], `rewards`, `success`, `terminals`. The ends of episodes are given by one of `episode_ends` [E] (cumulative
+steps), `episode_lengths` or `traj_lengths` [E], `episode_index` [N], or `terminals` and `timeouts` [N]. `fps` is a
+number, `task` a text (or one text per episode). Arrays are read in slices, never completely.
 """
 
 import zipfile
@@ -53,7 +53,7 @@ class Npz(DatasetFormat):
 
 
 class _Member:
-    """One array of the file, whose rows are read from the first to the last."""
+    """One array of the file, whose rows are read in order."""
 
     def __init__(self, path: Path, archive: zipfile.ZipFile, name: str):
         self.path = path
@@ -157,7 +157,7 @@ class _NpzSource(Source):
 
 
 def _ends(path: Path, members: Mapping[str, _Member], steps: int) -> np.ndarray:
-    """Return after which step each episode ends, [E]; raises DataError where nothing says so."""
+    """Return the step after which each episode ends, [E]; raises DataError if no array defines it."""
 
     def numbers(name: str) -> np.ndarray:
         each = members[name]

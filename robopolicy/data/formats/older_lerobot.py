@@ -130,7 +130,7 @@ class _OlderSource(Source):
         return frames
 
     def _file(self, episode: int, template: str, key: str) -> Path:
-        """Return a file of an episode, inside of the dataset's folder."""
+        """Return the path of an episode's file, inside the dataset's folder."""
         number = self.numbers[episode]
         size = self.information.get("chunks_size") or 1000
         placeholders: dict[str, str | int] = {"episode_chunk": number // int(size), "episode_index": number}
@@ -142,7 +142,7 @@ class _OlderSource(Source):
 
 
 def _episodes(path: Path, information: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return number, length and task of every episode, in their order."""
+    """Return number, length and task of every episode, in order."""
     rows = read_json_lines(file_within(path, "meta/episodes.jsonl", "The list of episodes"))
     total = information.get("total_episodes", len(rows))
     if len(rows) != total or not rows:
@@ -161,7 +161,7 @@ def _episodes(path: Path, information: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def _column(path: Path, key: str, feature: Mapping[str, Any]) -> Column | None:
-    """Return a column of numbers or pictures, None for texts and for depth."""
+    """Return a numeric or image column, None for texts and depth."""
     if feature["dtype"] in ("video", "image"):
         if is_depth(feature):
             return None
@@ -173,7 +173,7 @@ def _column(path: Path, key: str, feature: Mapping[str, Any]) -> Column | None:
 
 
 def _names(names: Any) -> tuple[str, ...]:
-    """Return the names of a vector's elements, () where they are not plain: {"motors": [...]} is LeRobot's old way."""
+    """Return the names of a vector's elements, () if they are not a list: {"motors": [...]} is LeRobot's old form."""
     if isinstance(names, Mapping) and len(names) == 1:
         names = next(iter(names.values()))
     return tuple(names) if isinstance(names, list) and all(isinstance(each, str) for each in names) else ()

@@ -1,4 +1,4 @@
-"""Pictures as other projects store them, made uint8 height x width x 3: by their shape and values, not by name."""
+"""Convert images of other projects to uint8 [height, width, 3], by their shape and values instead of their names."""
 
 import io
 from collections.abc import Sequence
@@ -12,20 +12,20 @@ from robopolicy.core.errors import DataError, in_one_line
 
 IMAGE_FORMATS = ("PNG", "JPEG")
 LARGEST_SIDE = 2**14
-"""Pixels along a side of an encoded picture that is decoded."""
+"""Maximum side of an encoded image that is decoded, in pixels."""
 SMALLEST_SIDE = 8
-"""Pixels: an array with a smaller side is no picture."""
+"""Minimum side of an image in pixels; smaller arrays are not images."""
 DARKEST = 8.0
-"""The brightest pixel, of 255, that pictures have at least."""
+"""Minimum brightness, of 255, of the brightest pixel of images."""
 _SLACK = 1e-3
 
 Layout = Literal["hwc", "chw", "hw"]
 
 
 def layout(shape: Sequence[int], dtype: str) -> Layout | None:
-    """Return how the axes of one row stand, None where it is no picture in colours or grey.
+    """Return the order of the axes of one row; None if it is not a colour or grey image.
 
-    Colours stand last where both ends could be the colours. Depth (16 bits, or one channel of float) is no picture.
+    The last axis is the channel axis if both ends could be. Depth (16 bits, or one float channel) is not an image.
     """
     if dtype != "uint8" and not dtype.startswith("float"):
         return None
@@ -42,10 +42,9 @@ def layout(shape: Sequence[int], dtype: str) -> Layout | None:
 
 @dataclass(frozen=True)
 class Pictures:
-    """How one column's rows become pictures.
+    """Conversion of one column's rows to images.
 
-    scale: what a value of float is multiplied by, 255 or 1; upside_down: the first row is the lowest; bgr: blue stands
-    first.
+    scale: factor for float values, 255 or 1; upside_down: the first row is the lowest; bgr: the first channel is blue.
     """
 
     layout: Layout
@@ -54,8 +53,8 @@ class Pictures:
     bgr: bool = False
 
     def __call__(self, values: np.ndarray, what: str) -> np.ndarray:
-        """Return `values` [L, *row] as uint8 [L, height, width, 3]; raises DataError, which names `what`, where a pixel
-        is out of range.
+        """Return `values` [L, *row] as uint8 [L, height, width, 3]; raises DataError, with `what` in its text, if a
+        pixel is out of range.
         """
         if self.layout == "chw":
             values = np.moveaxis(values, 1, -1)
@@ -80,10 +79,9 @@ class Pictures:
 
 
 def scale_of(samples: Sequence[np.ndarray], what: str) -> float:
-    """Return by what pixels of float are multiplied: 255 where all samples lie between 0 and 1, else 1.
+    """Return the factor for float pixels: 255 if all samples are between 0 and 1, else 1.
 
-    samples: each [L, *row]. Raises DataError, which names `what`, where they go so little beyond 1 that they are
-    neither.
+    samples: each [L, *row]. Raises DataError, with `what` in its text, if they exceed 1 by too little to be either.
     """
     high = max((float(each.max()) for each in samples if each.size), default=0.0)
     if 1 + _SLACK < high < DARKEST:
@@ -94,7 +92,7 @@ def scale_of(samples: Sequence[np.ndarray], what: str) -> float:
 
 
 def decoded(data: bytes, path: Path, what: str) -> np.ndarray:
-    """Return an encoded picture, PNG or JPEG, as uint8 [height, width, 3]; raises DataError where it is neither."""
+    """Return an encoded image, PNG or JPEG, as uint8 [height, width, 3]; raises DataError if it is neither."""
     from PIL import Image
 
     try:

@@ -1,8 +1,8 @@
-"""diffusion_policy's replay buffer, a zarr of all episodes one behind the other: data/{action,state,img,...}.
+"""diffusion_policy's replay buffer, a zarr with all episodes concatenated: data/{action,state,img,...}.
 
-meta/episode_ends [E] says where each ends. A folder NAME.zarr or one file NAME.zarr.zip, of zarr's format 2 or 3.
-Push-T's `state` is the agent's place [0:2] and the block's pose [2:5]. The files do not say at what rate they were
-recorded: Push-T's was 10 Hz. Source: real-stanford/diffusion_policy, common/replay_buffer.py; UMI adds JPEG XL.
+meta/episode_ends [E] defines where each episode ends. A folder NAME.zarr or one file NAME.zarr.zip, in zarr's format 2
+or 3. Push-T's `state` is the agent's position [0:2] and the block's pose [2:5]. The files do not contain the frame
+rate: Push-T's was 10 Hz. Source: real-stanford/diffusion_policy, common/replay_buffer.py; UMI adds JPEG XL.
 """
 
 import json
@@ -21,11 +21,11 @@ from robopolicy.data.formats.format import Column, DatasetFormat, Source
 from robopolicy.data.lerobot_checks import require_room
 
 USUAL_FPS = 10.0
-"""Push-T's."""
+"""Frame rate of Push-T, assumed in advice."""
 ENDS = "meta/episode_ends"
 _MARKS = (".zgroup", ".zattrs", "zarr.json")
 _PICKLED = ("pickle", "json2", "msgpack2")
-"""Codecs of objects; the first of them runs what it reads."""
+"""Codecs of Python objects; the first can run any code when reading."""
 MOST_EPISODES = 2**24
 
 
@@ -128,7 +128,7 @@ def _arrays(path: Path, root: Any) -> dict[str, Any]:
 
 
 def _require_plain(path: Path, key: str, array: Any) -> None:
-    """Raise DataError on an array of objects, and on a chunk that does not fit into memory."""
+    """Raise DataError on an array of objects, and on a chunk that exceeds the free memory."""
     if array.dtype.hasobject:
         raise DataError(
             f"{path}: '{key}' contains Python objects, which are never read, because they can run any code."
@@ -149,7 +149,7 @@ def _column(key: str, array: Any, arrays: Mapping[str, Any]) -> Column:
 
 
 def _missing(path: Path, arrays: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a sentence on chunks that are not stored: zarr leaves out those that hold its fill value alone."""
+    """Return a message on chunks that are not stored: zarr omits those that contain only its fill value."""
     warnings: list[str] = []
     for key, array in arrays.items():
         chunk_count = int(array.nchunks_initialized)
@@ -165,7 +165,7 @@ def _missing(path: Path, arrays: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _require_inside(path: Path) -> None:
-    """Raise DataError where a link leads out of the folder, or an array needs a codec that is not read."""
+    """Raise DataError if a link points outside the folder, or an array needs an unsupported codec."""
     if path.is_dir():
         for item in path.rglob("*"):
             if item.is_symlink() and not item.resolve().is_relative_to(path.resolve()):
@@ -192,7 +192,7 @@ def _require_inside(path: Path) -> None:
 
 
 def _codecs(text: bytes, path: Path) -> set[str]:
-    """Return the names of the codecs that the description of an array names."""
+    """Return the names of the codecs in the description of an array."""
     try:
         waiting: list[Any] = [json.loads(text)]
     except (ValueError, RecursionError) as error:

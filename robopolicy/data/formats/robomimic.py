@@ -1,8 +1,8 @@
-"""robomimic's HDF5, which MimicGen, robosuite and LIBERO write too: data/demo_0/{actions,obs/KEY,next_obs/KEY,...}.
+"""robomimic's HDF5, also written by MimicGen, robosuite and LIBERO: data/demo_0/{actions,obs/KEY,next_obs/KEY,...}.
 
-Attributes of `data` say how it was recorded: `env_args` holds a JSON object with the control rate, LIBERO's
-`problem_info` the instruction, and its `macros_image_convention` whether pictures stand on their heads.
-Source: robomimic/scripts/dataset_states_to_obs.py, LIBERO/scripts/create_dataset.py.
+Attributes of `data` describe the recording: `env_args` contains a JSON object with the control rate, LIBERO's
+`problem_info` the instruction, and its `macros_image_convention` whether images are stored upside down. Source:
+robomimic/scripts/dataset_states_to_obs.py, LIBERO/scripts/create_dataset.py.
 """
 
 import re
@@ -36,7 +36,7 @@ _STATES = (
     *(r"robot\d+_eef_pos", r"robot\d+_eef_quat", r"robot\d+_gripper_qpos"),
     *("ee_pos", "ee_ori", "gripper_states"),  # LIBERO's
 )
-"""What robomimic's own configurations let policies read of the robot."""
+"""Robot observations that robomimic's configurations pass to policies."""
 
 
 class Robomimic(DatasetFormat):
@@ -110,13 +110,15 @@ def _targets(key: str, column: Column) -> tuple[str, ...]:
 
 
 def _place(key: str) -> int:
-    """Return where a column stands: what makes up the state in the order of `_STATES`, before all others."""
+    """Return a column's position: parts of the state in the order of `_STATES`, before all others."""
     name = key.removeprefix("obs/")
     return next((place for place, each in enumerate(_STATES) if re.fullmatch(each, name)), len(_STATES))
 
 
 def _upside_down(attributes: Mapping[str, Any]) -> bool:
-    """Whether pictures are as OpenGL has them, which LIBERO notes; robomimic turns them before it writes them."""
+    """Whether images are stored as OpenGL renders them (upside down), which LIBERO records; robomimic flips them before
+    writing.
+    """
     return str(attributes.get("macros_image_convention", "")) == "opengl"
 
 

@@ -217,7 +217,7 @@ class Guide:
         return np.array([self.share if number in self.failed else 0.0 for number in start.tolist()])
 
     def observe(self, start: Array, depth: Array, rate: Array) -> None:
-        """Record the initial states [n] whose newest group had no hint and no success."""
+        """Record the initial states [n] whose newest group had neither a hint (demonstration prefix) nor a success."""
         for number, helped, success_rate in zip(start.tolist(), (depth > 0).tolist(), rate.tolist(), strict=True):
             (self.failed.discard if helped or success_rate > 0 else self.failed.add)(number)
 
