@@ -326,7 +326,8 @@ def _add_improvement(report: Report, improvement: Mapping[str, Any], address: Ca
     ]
     rows.append(["total", "", *(f"{sum(stage.get(key, 0.0) for stage in improvement['stages']):.0f}" for key in TIMES)])
     rows[-1].append(f"{sum(stage['env_steps'] for stage in improvement['stages']):,}")
-    caption = f"The estimate is {improvement['estimate']}. Peak memory: {in_bytes(round(improvement['memory']))}."
+    memory = [in_bytes(round(improvement[key])) for key in ("memory", "estimated_memory")]
+    caption = f"The estimate is {improvement['estimate']}. Peak memory: {memory[0]}, estimated {memory[1]}."
     header = ("stage", "verb", "estimated seconds", "seconds", "CPU seconds", "environment steps")
     report.sections.append(Section("Costs", caption, header=header, rows=rows))
     limits = [[each] for each in improvement["limits"]]

@@ -34,6 +34,7 @@ from robopolicy.building.policies import choose_device, load_policy
 from robopolicy.building.worlds import build_world
 from robopolicy.configuration import Config, compose, groups
 from robopolicy.configuration.sections.run import DEMONSTRATIONS, WORLD_MODEL, RunSection, WorldSection
+from robopolicy.configuration.sections.tools import ImprovementSection
 from robopolicy.core.errors import ConfigError, DataError
 from robopolicy.core.machine import in_bytes
 from robopolicy.core.origin import origin_of, renaming_of
@@ -492,14 +493,19 @@ def in_simulator(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> 
     if not better:
         change += ". The interval does not lie above zero, so the base policy is kept"
     path = composed(last).evaluate.policy if better else None
-    advice = [] if better else [f"{command(tuning)} run.name=longer finetune.iterations={2 * _iterations(tuning)}"]
+    more = f"improve.iterations={2 * composed(tuning).finetune.iterations}"
+    advice = [] if better else [f"{again(config, 'run.name=longer', more)}   # twice the iterations"]
     summary = outcome(config, plan, folder, results, path, f"{change}.", advice)
-    verdicts = {"base": results["result"]["base"], "improved": results["result"]["policy"]}
+    verdicts = {"base": results["result"]["base"], "improved" if better else "tuned": results["result"]["policy"]}
     return {**summary, "verdicts": {name: brief(each) for name, each in verdicts.items()}, "difference": difference}
 
 
-def _iterations(stage: Mapping[str, Any]) -> int:
-    return composed(stage).finetune.iterations
+def again(config: Config, *settings: str) -> str:
+    """Return the command of this run with other settings."""
+    world = changes("world", config.world, WorldSection(name="")) if config.world.name else []
+    own = changes("improve", replace(config.improve, policy=None, data=None, iterations=0), ImprovementSection())
+    data = [] if config.improve.data is None else [setting("data", config.improve.data)]
+    return shlex.join(["robopolicy", "improve", str(config.improve.policy), *world, *data, *own, *settings])
 
 
 def brief(verdict: Mapping[str, Any]) -> dict[str, Any]:
@@ -532,7 +538,8 @@ def from_log(config: Config, plan: Mapping[str, Any], folder: RunFolder) -> dict
     advice.append(f"robopolicy deploy {path} {config.improve.policy} world=NAME   # replace it gradually")
     if not accepted:
         reason += " The base policy is kept."
-        advice = [f"{command(stage)} run.name=more 'offline.extra_datasets=[DATASET]'   # more episodes"]
+        more = "improve.overrides=['offline.extra_datasets=[DATASET]']"
+        advice = [f"{again(config, 'run.name=more', more)}   # more episodes, best of all the policy's own"]
     summary = outcome(config, plan, folder, {stage["name"]: result}, path, reason, advice)
     return {**summary, "rounds": rounds, "accepted": accepted}
 
@@ -550,14 +557,19 @@ def outcome(
 
     improved: checkpoint of the policy that was found better, None to keep the base.
     """
-    costs = costs_in(folder)
+    costs = {name: {"seconds": 0.0, "cpu_seconds": 0.0} for name in results} | costs_in(folder)
+    limits = list(plan["limits"])
+    for name, result in results.items():
+        if result.get("seconds", 0.0) > costs[name]["seconds"]:  # the verb's own clock survives a kill
+            costs[name] = {**costs[name], "seconds": result["seconds"]}
+            limits.append(f"The CPU time of '{name}' before the job was killed.")
     stages = [
         {
             **stage,
             "command": command(stage),
             "folder": str(run_path(composed(stage), stage["verb"])),
             "estimated_seconds": stage["seconds"],
-            **costs.get(stage["name"], {"seconds": 0.0, "cpu_seconds": 0.0}),
+            **costs[stage["name"]],
             "env_steps": steps_in(results[stage["name"]]),
         }
         for stage in plan["stages"]
@@ -573,7 +585,8 @@ def outcome(
         "plan": plan["reasons"],
         "estimate": plan["estimate"],
         "memory": memory_used(),
-        "limits": plan["limits"],
+        "estimated_memory": plan["memory"],
+        "limits": limits,
         "next_steps": list(advice),
     }
     return {"improve": summary, "seconds": sum(stage["seconds"] for stage in stages)}
