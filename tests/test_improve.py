@@ -13,7 +13,7 @@ from robopolicy.configuration.sections.run import WorldSection
 from robopolicy.core.run import RunFolder
 from robopolicy.data.lerobot_format import read_dataset, write_dataset
 from robopolicy.verbs import job
-from robopolicy.verbs.improve import changes, setting
+from robopolicy.verbs.improve import again, changes, setting
 from robopolicy.verbs.verb import VERBS, declaration
 
 SIZES = (
@@ -88,6 +88,17 @@ def test_data_is_short_for_the_setting_of_the_verb(tmp_path: Path):
     assert (config.improve.policy, config.improve.data) == (Path("a/b"), strange)
     assert compose([setting("improve.data", strange)]).improve.data == strange
     assert Config().improve.data is None
+
+
+def test_the_command_with_other_settings_is_the_same_job():
+    words = ["my run/checkpoint", "world=push_t", "data=a/b", "improve.episodes=40", "improve.iterations=3"]
+    words.append("improve.overrides=['finetune.clip=0.1','finetune.rewards=[success_only]']")
+    config = compose(overrides("improve", declaration("improve"), ["'my run/checkpoint'", *words[1:]]))
+    _, verb, policy, *others = shlex.split(again(config, "improve.iterations=6"))
+    assert (verb, policy) == ("improve", "my run/checkpoint")
+    settings = overrides("improve", declaration("improve"), [f"'{policy}'", *others])
+    other = compose(settings)
+    assert other.improve == replace(config.improve, iterations=6) and other.world == config.world
 
 
 @pytest.fixture(scope="module")
