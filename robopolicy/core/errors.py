@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.metadata
 import re
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -158,3 +159,24 @@ def require_extra(module: str, extra: str) -> ModuleType:
                 f"dependencies: pip install 'robopolicy[{extra}]'"
             ) from error
         raise ConfigError(f"'{module}' is not installed. Install it with: pip install 'robopolicy[{extra}]'") from error
+
+
+def extra_conflict(extra: str) -> str:
+    """Return a sentence on the first installed package whose version the pip extra does not allow; "" if all fit."""
+    from packaging.requirements import Requirement
+
+    for text in importlib.metadata.requires("robopolicy") or ():
+        needed = Requirement(text)
+        if needed.marker is None or not needed.marker.evaluate({"extra": extra}) or needed.marker.evaluate():
+            continue
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not needed.specifier.contains(version, prereleases=True):
+            return (
+                f" {needed.name} {version} is installed, and {extra} works with {needed.name}{needed.specifier}: "
+                f"pip install 'robopolicy[{extra}]', in an environment of its own where another package needs that "
+                "version."
+            )
+    return ""

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 
-from robopolicy.core.errors import ConfigError, SpecError, did_you_mean
+from robopolicy.core.errors import ConfigError, SpecError, did_you_mean, extra_conflict
 from robopolicy.core.registry import import_named
 from robopolicy.core.spec import Field
 from sims.suites.families import FamilyMember, family_of
@@ -67,9 +67,10 @@ def open_gymnasium(env_id: str, env_options: Mapping[str, Any]) -> gymnasium.Env
             environment.close()
             environment = gymnasium.make(spec, disable_env_checker=True, **{"render_mode": "rgb_array", **env_options})
     except Exception as error:  # an environment is foreign code
-        text = " ".join(str(error).split())[:300]
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ").removesuffix(".")
+        conflict = extra_conflict(family.extra) if family else ""
         raise ConfigError(
-            f"'{env_id}' could not be created with the options {dict(env_options)}: {type(error).__name__}: {text}"
+            f"'{env_id}' could not be created with the options {dict(env_options)}: {text}.{conflict}"
         ) from error
     return FamilyMember(environment, family) if family else environment
 

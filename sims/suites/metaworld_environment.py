@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import seeding
 
-from robopolicy.core.errors import ConfigError, did_you_mean, require_extra
+from robopolicy.core.errors import ConfigError, did_you_mean, extra_conflict, in_one_line, require_extra
 
 HORIZON = 500
 LEVEL = 10.0
@@ -40,7 +40,11 @@ def open_metaworld(task: str) -> gymnasium.Env:
     tasks = metaworld_tasks()
     if task not in tasks:
         raise ConfigError(f"Meta-World has no task '{task}'.{did_you_mean(task, tasks)}")
-    inner = tasks[task]()
+    try:
+        inner = tasks[task]()
+    except Exception as error:  # another mujoco than it knows has other arrays
+        conflict = extra_conflict("metaworld")
+        raise ConfigError(f"Meta-World's '{task}' could not be created: {in_one_line(error)}.{conflict}") from error
     inner._partially_observable = False
     vars(inner).pop("sawyer_observation_space", None)
     inner._freeze_rand_vec = False

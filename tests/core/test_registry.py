@@ -1,8 +1,10 @@
 """Dotted paths: found, or refused in a sentence that names what is missing."""
 
+import importlib.metadata
+
 import pytest
 
-from robopolicy.core.errors import ConfigError
+from robopolicy.core.errors import ConfigError, extra_conflict
 from robopolicy.core.registry import load_dotted
 
 
@@ -31,3 +33,12 @@ def test_what_is_there_is_found():
 def test_what_is_not_is_refused(path, text):
     with pytest.raises(ConfigError, match=text):
         load_dotted(path, "Thing")
+
+
+def test_a_package_that_an_extra_does_not_allow_is_named(monkeypatch):
+    installed = {"mujoco": "4.0.0", "gymnasium-robotics": "1.4.2"}
+    monkeypatch.setattr(importlib.metadata, "version", installed.__getitem__)
+    said = extra_conflict("robotics")
+    assert "mujoco 4.0.0 is installed, and robotics works with mujoco<3.12: pip install 'robopolicy[robotics]'" in said
+    installed["mujoco"] = "3.11.0"
+    assert extra_conflict("robotics") == "" and extra_conflict("no_extra") == ""
